@@ -755,12 +755,12 @@ DEFECTS = [
             Edit(
                 SAMPLER,
                 "        prompt = Prompt(job, self._owner(job), self._pages, self._runner)\n"
-                "        self._reading.append(prompt)\n"
+                "        self._prefill.append(prompt)\n"
                 "        reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))  # "
                 "when nothing can fail any more\n",
                 "        reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))\n"
                 "        prompt = Prompt(job, self._owner(job), self._pages, self._runner)\n"
-                "        self._reading.append(prompt)\n",
+                "        self._prefill.append(prompt)\n",
             )
         ],
         [BATCHING + "test_a_request_that_there_is_no_memory_to_begin_fails_alone"],

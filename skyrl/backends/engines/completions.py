@@ -12,7 +12,7 @@ TOKEN = "token_id:"
 """Prefix of a token's id where tokens are keys."""
 
 
-class Reading:
+class SampleStream:
     """A sample while it comes.
 
     Args:

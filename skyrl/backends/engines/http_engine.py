@@ -15,7 +15,7 @@ from typing import Any, Literal
 import httpx
 
 from skyrl.backends.base_id import base_id
-from skyrl.backends.engines.completions import Reading
+from skyrl.backends.engines.completions import SampleStream
 from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.protocol import (
     AdapterMissing,
@@ -79,7 +79,7 @@ class HttpEngine(Engine):
         body = _body(draw) | {"model": draw.adapter or self._base}
         if self._options.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        reading = Reading(draw, Origin(0, draw.adapter, self.base_id, self.name), [] if pieces is None else pieces)
+        reading = SampleStream(draw, Origin(0, draw.adapter, self.base_id, self.name), [] if pieces is None else pieces)
         path = "/v1/completions"
         async with self._talking(path, limit_s), self._client.stream("POST", path, json=body) as answer:
             if not answer.is_success:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl.backends.common.sampling.model_runner import Drawn, Group, ModelRunner, Piece, Rows, chunks_within
+from skyrl.backends.common.sampling.model_runner import Drawn, Group, ModelRunner, PromptChunk, Rows, chunks_within
 from skyrl.backends.common.versions import BASE_SLOT, VersionPool
 from skyrl.backends.torch.models.state import TorchVersion
 from skyrl.backends.torch.workers.group import WorkerGroup
@@ -65,7 +65,7 @@ class TorchRunner(ModelRunner[TorchVersion]):
         if pairs:
             self._call("copy_pages", list(pairs))
 
-    def read(self, version: TorchVersion | None, pieces: Sequence[Piece]) -> list[list[int]]:
+    def read(self, version: TorchVersion | None, pieces: Sequence[PromptChunk]) -> list[list[int]]:
         parts = [(list(piece.table), piece.tokens, piece.start) for piece in pieces]
         blocks = itertools.count()
         return [[next(blocks) for _ in range(count)] for count in self._call("read", _named(version), parts)]

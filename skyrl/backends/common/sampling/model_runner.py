@@ -185,7 +185,7 @@ class Group(NamedTuple):
     """The runner's own."""
 
 
-class Piece(NamedTuple):
+class PromptChunk(NamedTuple):
     """Tokens of a prompt that are read at once."""
 
     table: Sequence[int]
@@ -241,7 +241,7 @@ class ModelRunner(ABC, Generic[Version]):
         assert not pairs, pairs
 
     @abstractmethod
-    def read(self, version: Version | None, pieces: Sequence[Piece]) -> list[list[States]]:
+    def read(self, version: Version | None, pieces: Sequence[PromptChunk]) -> list[list[States]]:
         """Read tokens of prompts into pages, and into their states.
 
         Args:

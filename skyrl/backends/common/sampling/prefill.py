@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from skyrl.backends.common.page_table import SCRATCH, Node, Pages
-from skyrl.backends.common.sampling.model_runner import ModelRunner, Piece, States
+from skyrl.backends.common.sampling.model_runner import ModelRunner, PromptChunk, States
 from skyrl.backends.common.sampling.prompt_logprobs import PromptScores
 from skyrl.backends.common.sampling.sequences import Job
 from skyrl.errors import BackendLost
@@ -106,15 +106,15 @@ class Prompt:
             return min(left, chunks[-1])
         return next((size for size in chunks if size >= left), chunks[-1])
 
-    def next_piece(self) -> Piece:
+    def next_piece(self) -> PromptChunk:
         """The next tokens, with pages for them."""
         start = self._read
         tokens = self.tokens[start : start + self.next_size]
         while len(self.table) * self._pages.size < start + len(tokens):
             self._own.append(self._take())
-        return Piece(self.table, tokens, start, self.state)
+        return PromptChunk(self.table, tokens, start, self.state)
 
-    def end_piece(self, version: Any, piece: Piece, hidden: list[States]) -> None:
+    def end_piece(self, version: Any, piece: PromptChunk, hidden: list[States]) -> None:
         """Score a piece that a version's weights have read, and keep its pages."""
         count = len(piece.tokens)
         self._scores.read(version, hidden, piece.start, count)

@@ -20,7 +20,7 @@ from skyrl.backends.common.page_table import PAGE_SIZE, Pages
 from skyrl.backends.common.sampling.decode import by_program, decode, push, steps_to_go
 from skyrl.backends.common.sampling.model_runner import BURST, STOP_IDS, ModelRunner
 from skyrl.backends.common.sampling.prefill import Prompt, pages_per_sample, read_next
-from skyrl.backends.common.sampling.reads import Reading
+from skyrl.backends.common.sampling.prefill_queue import PrefillQueue
 from skyrl.backends.common.sampling.sequences import Job, Sequence
 from skyrl.backends.common.sampling.state_slots import StateSlots
 from skyrl.backends.common.sampling.waiting_queue import LOOK_PAST, WaitingQueue, pages_to_begin
@@ -92,7 +92,7 @@ class Sampler(Generic[Version]):
         self._waiting = WaitingQueue(self.pages_total)
         self._weights: dict[str, float] = {}
         """Weights of tenants; all others weigh 1."""
-        self._reading = Reading()
+        self._prefill = PrefillQueue()
         self._read: deque[Prompt] = deque()
         """Prompts with samples that have not started, in the order of their turns."""
         self._running: list[Sequence] = []
@@ -122,7 +122,7 @@ class Sampler(Generic[Version]):
     @property
     def _has_begun(self) -> bool:
         """True if any request has begun and is not finished."""
-        return bool(self._reading or self._read or self._running)
+        return bool(self._prefill or self._read or self._running)
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ class Sampler(Generic[Version]):
     @property
     def all_started(self) -> bool:
         """True if every sample of every request has begun to be generated."""
-        return not (self._waiting or self._reading or self._read)
+        return not (self._waiting or self._prefill or self._read)
 
     @property
     def pages_free(self) -> int:
@@ -242,12 +242,12 @@ class Sampler(Generic[Version]):
     @property
     def _unstarted(self) -> int:
         """Requests that have begun, none of whose samples has started."""
-        return len(self._reading) + sum(not prompt.samples_started for prompt in self._read)
+        return len(self._prefill) + sum(not prompt.samples_started for prompt in self._read)
 
     @property
     def _places(self) -> int:
         """Requests that may begin beside those whose samples have not all started."""
-        return self._max_rows - len(self._reading) - len(self._read)
+        return self._max_rows - len(self._prefill) - len(self._read)
 
     def _admit(self) -> list[Completion]:
         """Start waiting requests in the order of `WaitingQueue` while pages and slots last. Returns those that failed.
@@ -282,7 +282,7 @@ class Sampler(Generic[Version]):
             return
         job.origins = (Origin(0, self._versions.published(job.slot), self._base),)
         prompt = Prompt(job, self._owner(job), self._pages, self._runner)
-        self._reading.append(prompt)
+        self._prefill.append(prompt)
         reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))  # when nothing can fail any more
         assert reserved, job
         prompt.state = self._states.of_prompt()
@@ -295,26 +295,26 @@ class Sampler(Generic[Version]):
         chunk = self._runner.chunks[-1]
         left = chunk if self._running else chunk * self._runner.chunks_while_idle
         most = chunk if self._runner.reads_together else 0
-        while left > 0 and (prompts := self._reading.next(min(left, most))):
+        while left > 0 and (prompts := self._prefill.next(min(left, most))):
             slot = prompts[0].job.slot
             assert slot is not None
             tokens, failed = read_next(self._runner, self._versions.adapter(slot), prompts, self._reads_in_parts)
             left -= tokens
             for prompt, error in failed.items():
                 completions += self._fail([prompt.job], error)
-            for prompt in (prompt for prompt in prompts if prompt in self._reading):
+            for prompt in (prompt for prompt in prompts if prompt in self._prefill):
                 self._end_turn(prompt)
         return completions
 
     def _end_turn(self, prompt: Prompt) -> None:
         """Let a prompt wait for its next turn, or for its samples to start once it is read."""
         if not prompt.is_read:
-            self._reading.end_turn(prompt)
+            self._prefill.end_turn(prompt)
             return
         self._prompt_tokens += len(prompt.job.request.prompt)
         self._cache_hits += prompt.job.cache_hits
         self._waiting.charge(prompt.job.request.tenant, -prompt.job.cache_hits)
-        self._reading.remove(prompt)
+        self._prefill.remove(prompt)
         self._read.append(prompt)
 
     def _start_samples(self) -> list[Completion]:
@@ -375,7 +375,7 @@ class Sampler(Generic[Version]):
 
     def _decode(self) -> list[Completion]:
         """Some tokens for every running sequence."""
-        most = STEPS_WHILE_READING if self._reading or self._read else BURST
+        most = STEPS_WHILE_READING if self._prefill or self._read else BURST
         completions: list[Completion] = []
         calls = []
         by_slot: dict[int, list[Sequence]] = {}
@@ -455,7 +455,7 @@ class Sampler(Generic[Version]):
 
     def _begun(self) -> list[Job]:
         """All that have begun and are not finished."""
-        prompts = [prompt.job for prompt in (*self._reading, *self._read)]
+        prompts = [prompt.job for prompt in (*self._prefill, *self._read)]
         return list(dict.fromkeys([*(sequence.job for sequence in self._running), *prompts]))
 
     def _forget(self, job: Job) -> None:
@@ -463,7 +463,7 @@ class Sampler(Generic[Version]):
         pages = self._pages
         if job in self._waiting:
             self._waiting.remove(job)
-        for prompts in (self._reading, self._read):
+        for prompts in (self._prefill, self._read):
             for prompt in [prompt for prompt in prompts if prompt.job is job]:
                 prompts.remove(prompt)
                 if not prompt.samples_started:

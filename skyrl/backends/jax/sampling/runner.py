@@ -17,7 +17,7 @@ from skyrl.backends.common.sampling.model_runner import (
     Drawn,
     Group,
     ModelRunner,
-    Piece,
+    PromptChunk,
     RowOptions,
     Rows,
     chunks_within,
@@ -151,7 +151,7 @@ class JaxRunner(ModelRunner[Adapter]):
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
-    def read(self, version: Adapter | None, pieces: Sequence[Piece]) -> list[list[Any]]:
+    def read(self, version: Adapter | None, pieces: Sequence[PromptChunk]) -> list[list[Any]]:
         ((table, tokens, start, state),) = pieces
         size = next(size for size in self.chunks if size >= len(tokens))
         pages, padded = np.zeros(self._blocks, np.int32), np.zeros(size, np.int32)

@@ -12,7 +12,7 @@ from skyrl.backends.common.page_table import common_prefix
 from skyrl.backends.common.sampling.prefill import Prompt
 
 
-class Reading:
+class PrefillQueue:
     """Prompts that are not read yet, in the order of their turns."""
 
     def __init__(self) -> None:
