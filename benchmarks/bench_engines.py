@@ -64,16 +64,22 @@ def main() -> None:
         for count in counts:
             engines = {"urls": arguments.urls} if arguments.urls else {"launch": launch_of(model, count)}
             for checked in (True, False):
-                with opened(model, folder, check_every_sync=checked, **engines) as backend:
+                loras = folder / f"{count}-{checked}"  # else a version of equal weights is there already
+                with opened(model, loras, check_every_sync=checked, **engines) as backend:
                     if count == counts[0]:
                         for rank in RANKS:
-                            emit(**sync(backend, folder, rank, arguments.repeats), checked=checked, engines=count)
+                            emit(
+                                **sync(backend, loras, rank, arguments.repeats),
+                                checked=checked,
+                                engines=count,
+                            )
                     if checked:
                         for adapters in arguments.adapters:
                             emit(**samples(backend, adapters, arguments.samples, arguments.repeats), engines=count)
                 if count == counts[0]:
-                    with opened(model, folder, check_every_sync=checked, whole=True, **engines) as backend:
-                        emit(**sync(backend, folder, 0, arguments.repeats), checked=checked, engines=count)
+                    models = folder / f"whole-{checked}"
+                    with opened(model, models, check_every_sync=checked, whole=True, **engines) as backend:
+                        emit(**sync(backend, models, 0, arguments.repeats), checked=checked, engines=count)
 
 
 def launch_of(model: Path, count: int) -> dict[str, Any]:

@@ -102,6 +102,19 @@ def test_requests_that_begin_alike_are_shared_out_and_cancelled_ones_make_room(r
     assert not ranks.sampler._load.total() and not ranks.sampler._places
 
 
+def test_requests_begin_when_another_rank_has_let_go_of_slots(ranks, tmp_path):
+    versions = [f"version {number}" for number in range(2 * SIZES["max_lora_adapters"])]
+    for number, version in enumerate(versions):
+        publish(ranks, version, tmp_path / str(number))
+    left = set()
+    for version in versions:
+        ranks.submit(request := sampling(version, num_samples=2, max_tokens=20))
+        left.add(request.request_id)
+    while left:
+        assert ranks.wait(60), f"{len(left)} requests wait, and nothing runs"
+        left -= {completion.request_id for completion in ranks.step()}
+
+
 def test_a_rank_does_not_wait_for_another_that_is_busy(ranks):
     os.kill(ranks.group.pids[1], signal.SIGSTOP)
     try:

@@ -107,7 +107,7 @@ CONTRACT_DEFECTS = [
     Defect(
         "K2.4",
         "the sampler is busy while all that wait do so for versions that are being read",
-        [Edit("skyrl/backends/common/sampling/sampler.py", "self._looked != self._versions.reads_ended", "True")],
+        [Edit("skyrl/backends/common/sampling/sampler.py", "self._looked != self._versions.changes", "True")],
         [REST + "test_samples_whose_versions_are_being_read"],
     ),
     Defect(

@@ -62,7 +62,7 @@ class VersionPool(Generic[Handle]):
         load: Starts to read the adapter that is stored in a folder, in another thread. The future fails with
             `StorageError` or `RequestError`.
         max_bytes: Memory of all versions, beside those that are nowhere else or in use, and the one used last.
-        notify: Called, from any thread, when `reads_ended` has changed.
+        notify: Called, from any thread, when a read has ended.
     """
 
     def __init__(
@@ -81,8 +81,9 @@ class VersionPool(Generic[Handle]):
         self._load = load
         self._max_bytes = max_bytes
         self._notify = notify
-        self.reads_ended = 0
-        """Versions that were being read and are no more: what was not `at_hand` before may be."""
+        self.changes = 0
+        """Number of reads that have ended, and of slots that nobody uses any more. As long as it stays the same, no
+        version that could not be acquired can be."""
         self._contents = itertools.count(1)
         self._slots: OrderedDict[int, _Slot[Handle]] = OrderedDict((slot, _Slot()) for slot in range(1, slots))
         self._resident: OrderedDict[str, Handle] = OrderedDict()
@@ -240,6 +241,7 @@ class VersionPool(Generic[Handle]):
         with self._lock:
             assert self._slots[slot].pins > 0, slot
             self._slots[slot].pins -= 1
+            self.changes += not self._slots[slot].pins
             self._shed()
 
     @property
@@ -262,7 +264,7 @@ class VersionPool(Generic[Handle]):
 
     def _read_ended(self) -> None:
         with self._lock:
-            self.reads_ended += 1
+            self.changes += 1
         self._notify()
 
     def _has_arrived(self, version: str) -> bool:

@@ -96,7 +96,7 @@ class EngineSampler(Generic[Version]):
         self._unread: dict[str, EngineRequest] = {}
         """Requests among those whose version is being read."""
         self._looked: int | None = None
-        """`reads_ended` of the versions when those were looked at last."""
+        """`changes` of the versions when those were looked at last."""
         self._news: deque[Callable[[], list[Completion]]] = deque()
         """Events of other threads, which `burst` handles."""
         self._scoring: dict[str, Future[np.ndarray]] = {}
@@ -183,7 +183,7 @@ class EngineSampler(Generic[Version]):
     @property
     def busy(self) -> bool:
         """True if a burst has something to do here: what engines do counts once they have done it."""
-        unread = bool(self._unread) and self._looked != self._versions.reads_ended
+        unread = bool(self._unread) and self._looked != self._versions.changes
         return bool(self._news) or unread or self._own.busy
 
     @property
@@ -237,7 +237,7 @@ class EngineSampler(Generic[Version]):
         completions: list[Completion] = []
         while self._news:
             completions += self._news.popleft()()
-        if self._unread and self._looked != (ended := self._versions.reads_ended):
+        if self._unread and self._looked != (ended := self._versions.changes):
             self._looked = ended
             for request in list(self._unread.values()):
                 completions += self._try(request, self._place)

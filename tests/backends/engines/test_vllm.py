@@ -3,19 +3,20 @@
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
+from skyrl.backends.engines import adapter_folder
 from skyrl.backends.operations import Publish, Sample
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
-from skyrl.types import SampleOutput, SamplingParams
+from skyrl.types import ErrorResponse, Result, SampleOutput, SamplingParams
 from tests.backends.engines.test_backend_with_engines import done, train
 
 URL = os.environ.get("SKYRL_TEST_VLLM", "")
 pytestmark = pytest.mark.skipif(not URL, reason="make test-vllm")
-VERSIONS, SLOTS = 40, 4
+VERSIONS, SLOTS, PUBLISHES = 40, 4, 50
 BOUND = 1e-3
 """Mean difference of log-probabilities between sampler and trainer, in nats."""
 
@@ -39,7 +40,7 @@ def sample(number: int, version: str | None, count: int, tokens: int, tenant: st
     return Sample(request_id=name, tenant=tenant, version=version, prompt=prompt, params=params, num_samples=count)
 
 
-def differences(backend: TorchBackend, asked: list[Sample], results: list[SampleOutput]) -> np.ndarray:
+def differences(backend: TorchBackend, asked: list[Sample], results: Sequence[Result]) -> np.ndarray:
     """Of each drawn token's log-probability from that of the trainer at the same version."""
     scoring, drawn = [], []
     for request, result in zip(asked, results, strict=True):
@@ -123,3 +124,34 @@ def test_tenants_of_vllm_are_not_mixed_while_a_version_is_published(backend):
         results |= {completion.request_id: completion.result for completion in backend.step()}
     off = differences(backend, [*asked, third], [*(results[request.request_id] for request in asked), last])
     assert len(off) == 3208 and off.mean() < BOUND and off.max() < 0.05
+
+
+def test_fifty_versions_are_published_while_two_tenants_are_in_the_middle_of_samples(backend):
+    results, asked, in_flight = dict[str, Result](), list[Sample](), list[int]()
+    for number in range(PUBLISHES):
+        tenant, version = f"tenant {number % 2}", f"fifty {number}"
+        train(backend, f"model {version}", 200 + number)
+        done(backend, Publish(request_id=f"p {version}", model_id=f"model {version}", version=version, path=None))
+        results |= {completion.request_id: completion.result for completion in backend.step()}
+        in_flight.append(len(asked) - len(results))
+        asked.append(sample(number, version, 4, 200, tenant))
+        backend.submit(asked[-1])
+    while len(results) < PUBLISHES:
+        backend.wait(10)
+        results |= {completion.request_id: completion.result for completion in backend.step()}
+    off = differences(backend, asked, [results[request.request_id] for request in asked])
+    figures = {"tokens": len(off), "mean": float(off.mean()), "max": float(off.max()), "in flight": min(in_flight[1:])}
+    print(json.dumps({f"{PUBLISHES} versions published in the middle of samples": figures}))
+    assert min(in_flight[1:]) > 0
+    assert len(off) == PUBLISHES * 4 * 200 and off.mean() < BOUND and off.max() < 0.05
+
+
+def test_a_version_under_a_path_that_was_used_before_is_not_sampled(backend, monkeypatch):
+    monkeypatch.setattr(adapter_folder, "DIGITS", 0)  # all adapters have one name and one folder
+    for number, name in enumerate(("before", "after")):
+        train(backend, name, 300 + number)
+        done(backend, Publish(request_id=f"publish {name}", model_id=name, version=name, path=None))
+    (before,) = done(backend, sample(0, "before", 1, 16))
+    (after,) = done(backend, sample(0, "after", 1, 16))
+    assert isinstance(before, SampleOutput)
+    assert isinstance(after, ErrorResponse) and "log-probabilities" in after.error, after

@@ -169,11 +169,11 @@ class ModelBackend(Executor, Generic[State, Version]):
                 claim = self._versions.claim(version_of(model_id, checkpoint_id) if model_id else None)
                 claims.append(claim)
                 while True:
-                    ended = self._versions.reads_ended
+                    ended = self._versions.changes
                     if self._versions.at_hand(claim):
                         break
                     with self._wake:
-                        self._wake.wait_for(lambda ended=ended: self._versions.reads_ended != ended)
+                        self._wake.wait_for(lambda ended=ended: self._versions.changes != ended)
                 slot = self._versions.acquire(claim)
                 if slot is None:
                     raise RequestError(

@@ -97,7 +97,7 @@ class Sampler(Generic[Version]):
         """Prompts with samples that have not started, in the order of their turns."""
         self._running: list[Sequence] = []
         self._looked: int | None = None
-        """`reads_ended` of the versions when the last burst began, if it could not do anything."""
+        """`changes` of the versions when the last burst began, if it could not do anything."""
         self.tokens_generated = 0
         """Tokens of all samples so far."""
         self._decode_calls = self._decoded = self._prompt_tokens = self._cache_hits = 0
@@ -116,8 +116,9 @@ class Sampler(Generic[Version]):
 
     @property
     def busy(self) -> bool:
-        """True if a burst has something to do: not if all that wait do so for versions that are being read."""
-        return self._has_begun or (bool(self._waiting) and self._looked != self._versions.reads_ended)
+        """True if a burst has something to do: not if all that wait do so for versions that are being read, or for slots
+        that another sampler uses."""
+        return self._has_begun or (bool(self._waiting) and self._looked != self._versions.changes)
 
     @property
     def _has_begun(self) -> bool:
@@ -213,12 +214,12 @@ class Sampler(Generic[Version]):
 
     def burst(self) -> list[Completion]:
         """Read about one chunk of prompts, then decode a few steps; finished requests and failed ones."""
-        reads_ended, worked = self._versions.reads_ended, self._has_begun
+        changes, worked = self._versions.changes, self._has_begun
         completions = self._read_prompts()
         completions += self._start_samples()
         if self._running and not completions:
             completions += self._decode()
-        self._looked = None if worked or completions else reads_ended
+        self._looked = None if worked or completions else changes
         return completions
 
     # -- prompts ------------------------------------------------------------------------------------------------------
