@@ -111,6 +111,18 @@ CONTRACT_DEFECTS = [
         [REST + "test_samples_whose_versions_are_being_read"],
     ),
     Defect(
+        "K2.5",
+        "a sampler that waits for a slot is not told when another one lets go of it",
+        [
+            Edit(
+                "skyrl/backends/common/versions.py",
+                "            self.changes += not self._slots[slot].pins\n",
+                "",
+            )
+        ],
+        ["tests/backends/test_torch_rank_samplers.py::test_requests_begin_when_another_rank_has_let_go_of_slots"],
+    ),
+    Defect(
         "K4.1",
         "devices change hands while a dispatch is under way",
         [Edit(PHASES, "return self.is_over(demand) and not demand.in_flight", "return self.is_over(demand)")],
