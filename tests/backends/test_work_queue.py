@@ -423,7 +423,7 @@ def turned(
     return quanta, turn_while_ready(quanta)
 
 
-def turn_while_ready(quanta: Quanta) -> list[Ended]:
+def turn_while_ready(quanta: WorkQueue) -> list[Ended]:
     ended = []
     while quanta.ready:
         ended += quanta.turn()

@@ -116,8 +116,10 @@ class Sampler(Generic[Version]):
 
     @property
     def busy(self) -> bool:
-        """True if a burst has something to do: not if all that wait do so for versions that are being read, or for slots
-        that another sampler uses."""
+        """True if a burst has something to do.
+
+        False if all requests wait for versions that are being read, or for slots that another sampler uses.
+        """
         return self._has_begun or (bool(self._waiting) and self._looked != self._versions.changes)
 
     @property
