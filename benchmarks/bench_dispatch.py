@@ -32,7 +32,7 @@ from skyrl.backends.common.packing import TileShape, make_tiles
 from skyrl.backends.torch import TorchBackendConfig
 from skyrl.backends.torch.base_model.model import LoadedModel
 from skyrl.backends.torch.opening import worker_options
-from skyrl.backends.torch.workers import meetings
+from skyrl.backends.torch.workers import rendezvous
 from skyrl.backends.torch.workers.worker import Worker
 from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import Datum, LoraConfig
@@ -120,7 +120,7 @@ def one_rank(folder: Path, **options: Any) -> Iterator[Worker]:
     """The first of several ranks, whose collectives return at once. What it computes is nonsense."""
     config = TorchBackendConfig(workers="processes", **options)
     LoadedModel._try_together = lambda *given: None  # which compares numbers
-    meetings.host_group, meetings.host_subgroup = lambda: Alone(config.num_workers), Alone
+    rendezvous.host_group, rendezvous.host_subgroup = lambda: Alone(config.num_workers), Alone
     dist.init_process_group("fake", rank=0, world_size=config.num_workers, store=FakeStore())
     try:
         yield Worker(worker_options(config, folder), 0, config.num_workers)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skyrl.backends.torch import TorchBackend
 from skyrl.backends.torch.base_model.model import LoadedModel
 from skyrl.backends.torch.opening import worker_options
-from skyrl.backends.torch.workers import meetings
+from skyrl.backends.torch.workers import rendezvous
 from skyrl.backends.torch.workers.group import WorkerGroup
 from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
 from skyrl.errors import BackendLost
@@ -65,8 +65,8 @@ def meet_on_the_host(folder: Path, rank: int, world: int) -> None:
         store = dist.FileStore(str(folder / f"{size}-{number}"), size)
         return dist.ProcessGroupGloo(store, rank % size, size, timedelta(minutes=5))
 
-    meetings.host_group = lambda: group_of(world, 0)
-    meetings.host_subgroup = lambda size: group_of(size, rank // size)
+    rendezvous.host_group = lambda: group_of(world, 0)
+    rendezvous.host_subgroup = lambda size: group_of(size, rank // size)
 
 
 def live(pipe: Connection, options: WorkerOptions, rank: int, world: int, folder: Path) -> None:
