@@ -51,7 +51,7 @@ def test_a_prompt_is_read_in_parts_between_others_tokens_or_at_once(rig, chunked
     sampler.burst()
     sampler.add(request(LONG, max_tokens=1))
     taken = 0
-    while taken == 0 or sampler._reading:
+    while taken == 0 or sampler._prefill:
         sampler.burst()
         taken += 1
     assert taken == bursts

@@ -106,11 +106,11 @@ def test_what_the_engine_does_to_a_model_is_done_for_the_models_tenant(bench):
     engine = bench(snapshot_every_steps=1)
     asked = [dataclasses.replace(operation, tenant="t") for operation in (create(), a_step())]
     engine.turn(*engine.enqueued(*asked))
-    while not (own := [operation for operation, _ in engine.engine.upkeep._own.values()]):
+    while not (own := [operation for operation, _ in engine.engine.maintenance._own.values()]):
         engine.turn()
     engine.rest()
     engine.turn(Park("m"))
-    own += [operation for operation, _ in engine.engine.upkeep._own.values()]
+    own += [operation for operation, _ in engine.engine.maintenance._own.values()]
     assert [(type(operation), operation.tenant) for operation in own] == [(SaveSnapshot, "t"), (DeleteModel, "t")]
 
 
