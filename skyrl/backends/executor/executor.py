@@ -58,8 +58,10 @@ class SamplerLoop(Protocol):
 
     @property
     def busy(self) -> bool:
-        """True if `burst` has something to do. If this becomes true other than by a call, such as by a finished read or
-        an external answer, the executor's `notify` is called.
+        """True if `burst` has something to do.
+
+        If this becomes true other than by a call, such as by a finished read or an external answer, the executor's
+        `notify` is called.
         """
         ...
 
@@ -97,9 +99,7 @@ class SamplerLoop(Protocol):
 
 
 class Executor(AbstractBackend):
-    """Base class of backends: implements `submit`, `step` and `cancel` with `run`, `compute`, `discard_gradients` and a
-    sampler.
-    """
+    """Base class of backends: `submit`, `step` and `cancel` for a subclass with `run`, `compute` and a sampler."""
 
     sampler: SamplerLoop
     in_flight = 1
@@ -375,8 +375,9 @@ class Executor(AbstractBackend):
         self.on_wake()
 
     def lose(self, error: BackendLost) -> None:
-        """Report, from any thread, that the backend is lost. `step` raises the error, unless a dispatch in flight has a
-        more specific one.
+        """Report, from any thread, that the backend is lost.
+
+        `step` raises the error, unless a dispatch in flight has a more specific one.
         """
         self._lost = self._lost or error
         self.notify()
@@ -395,8 +396,9 @@ def _changes(operation: ModelOperation) -> bool:
 
 
 def failure(operation: Operation | str, error: BaseException) -> ErrorResponse:
-    """Return an error as the client sees it. Messages for clients are verbatim; other errors have no details, which go
-    to the log.
+    """Return an error as the client sees it.
+
+    Messages for clients are verbatim; other errors have no details, which go to the log.
     """
     if isinstance(error, RequestError):
         return ErrorResponse(str(error), "user")

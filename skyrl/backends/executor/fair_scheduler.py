@@ -36,7 +36,9 @@ class FairScheduler:
         return len(self._tenants)
 
     def place(self, model_id: str, tenant: str) -> None:
-        """Add a model that has work for a tenant. A model keeps its position if it is already in that tenant's queue.
+        """Add a model that has work for a tenant.
+
+        A model keeps its position if it is already in that tenant's queue.
         """
         if self._tenants.get(model_id) == tenant:
             return
@@ -74,8 +76,9 @@ class FairScheduler:
                 heapq.heappush(heap, (self._accounts.rank(tenant), tenant))
 
     def charge(self, model_id: str, cost: int) -> None:
-        """Charge a model's turn to its tenant, in tokens. After the turn, the model goes to the end of its tenant's
-        queue.
+        """Charge a model's turn to its tenant, in tokens.
+
+        After the turn, the model goes to the end of its tenant's queue.
         """
         tenant = self._tenants[model_id]
         self._served[model_id] = tenant

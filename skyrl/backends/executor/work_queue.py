@@ -353,8 +353,9 @@ class WorkQueue:
         return self._asked[model_id].next if model_id in self._asked else None
 
     def _leader(self, order: Iterator[str], ended: list[Ended]) -> str | None:
-        """Return the first model that can proceed: it has a quantum to dispatch, or has just had its turn. None if none
-        can.
+        """Return the first model that can proceed, or None.
+
+        The model has a quantum to dispatch, or has just had its turn.
         """
         self._stalled = False
         waiting = Counter(self._queues[model_id][0].tenant for model_id in self._waits)
@@ -381,7 +382,9 @@ class WorkQueue:
         return None
 
     def _take_turn(self, model_id: str) -> list[Ended]:
-        """Start an operation, or continue it on the host. This was its turn, unless it now has a quantum to dispatch.
+        """Start an operation, or continue it on the host.
+
+        This counts as its turn, unless the operation now has a quantum to dispatch.
         """
         self._tell([model_id])
         outcome = self._advance(model_id, next)
@@ -412,8 +415,9 @@ class WorkQueue:
         return parts
 
     def _companions(self, kind: Hashable, order: Iterator[str], ended: list[Ended]) -> Iterator[str]:
-        """Iterate over models whose quanta fit the leader's dispatch. The caller charges each before it asks for the
-        next.
+        """Iterate over models whose quanta fit the leader's dispatch.
+
+        The caller charges each before it asks for the next.
         """
         room = BEGUN_EARLY
         for model_id in islice(order, LOOKED_AT):

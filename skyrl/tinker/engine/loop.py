@@ -207,8 +207,9 @@ class TinkerEngine:
             self.channel.send(self._stored.popleft())
 
     def _send_apart(self, operation: Operation, completion: Completion) -> None:
-        """Send a sample's large result in the background. The sample occupies its tenant's window until the result is
-        sent.
+        """Send a sample's large result in the background.
+
+        The sample occupies its tenant's window until the result is sent.
         """
 
         def sent() -> None:
@@ -257,8 +258,9 @@ class TinkerEngine:
             self.scheduler.done(self._submitted.pop(request_id))
 
     def _about_to_run(self, request_ids: tuple[str, ...]) -> None:
-        """Report the requests that the backend is about to compute. The engine's own operations are not reported, so no
-        request is blamed if they crash.
+        """Report the requests that the backend is about to compute.
+
+        The engine's own operations are not reported, so no request is blamed if they crash.
         """
         for request_id in request_ids:
             if request_id in self.maintenance:
@@ -315,9 +317,7 @@ class TinkerEngine:
         self.channel.wake.wait(patience_s)
 
     def _patience_s(self) -> float | None:
-        """Seconds until a held request expires, a snapshot is retried or a dispatch is late; None if there is no such
-        deadline.
-        """
+        """Seconds until a held request expires, a snapshot is retried or a dispatch is late; None if nothing is due."""
         now = time.monotonic()
         deadline = min(self.scheduler.deadline(), self.policy.deadline(now))
         if (left_s := self.backend.time_left()) is not None:
@@ -349,9 +349,7 @@ def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> Abstr
 
 
 def _load_transformers_without_torch() -> None:
-    """Import the configuration classes of transformers without torch, which would be imported if installed and takes a
-    second.
-    """
+    """Import the configuration classes of transformers, but not torch, which takes a second to import."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] (what Python does for a module that is not there)
     try:
@@ -437,8 +435,9 @@ def _leave() -> None:
 
 
 def _deliver_shutdown(channel: EngineChannel) -> None:
-    """Deliver a shutdown from a thread. Signal handlers run in the main thread, which may hold the locks that this
-    needs.
+    """Deliver a shutdown from a thread.
+
+    Signal handlers run in the main thread, which may hold the locks that this needs.
     """
     threading.Thread(target=channel.deliver, args=[Shutdown()]).start()
 

@@ -158,8 +158,9 @@ class Scheduler:
         return False
 
     def turned_away(self, model_id: str, now: float) -> None:
-        """Restart the timeout of held requests: a request of the model was rejected for lack of room and will be sent
-        again.
+        """Restart the timeout of held requests, because an earlier one was rejected for lack of room.
+
+        The client will send the rejected request again.
         """
         if model_id in self._gaps:
             self._gaps[model_id] = now

@@ -61,9 +61,7 @@ class _Model:
 
 
 class SnapshotPolicy:
-    """Decides when to snapshot models: `note` their operations, `begin` the snapshots that are `due`, report the
-    result.
-    """
+    """Decides when to snapshot models: `note` operations, `begin` the snapshots that are `due`, report results."""
 
     def __init__(self, *, every_steps: int, every_requests: int, every_bytes: int):
         self._every = _Counts(steps=every_steps, requests=every_requests, bytes=every_bytes, loads=1)

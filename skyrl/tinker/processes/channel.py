@@ -168,8 +168,9 @@ class ApiChannel:
         return cls(twin, incoming)
 
     def send(self, frame: ToEngine) -> None:
-        """Queue a frame for sending. Never blocks. A closed channel discards the frame; its reader sees the end of the
-        stream.
+        """Queue a frame for sending.
+
+        Never blocks. A closed channel discards the frame; its reader sees the end of the stream.
         """
         tenant = _tenant(frame)
         if not self._writing and tenant not in self._unsent and not _is_large(frame):

@@ -24,8 +24,9 @@ class Column(NamedTuple):
 
 
 def pack(rows: Sequence[Row]) -> dict[str, Column] | None:
-    """Pack rows into columns by name. Returns None if an array has more than two dimensions, or if a name has several
-    dtypes.
+    """Pack rows into columns by name.
+
+    Returns None if an array has more than two dimensions, or if a name has several dtypes.
     """
     columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):

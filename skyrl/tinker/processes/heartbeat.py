@@ -75,8 +75,9 @@ def start(channel: EngineChannel, config: EngineConfig, step_began: Callable[[],
 
 
 class Watch:
-    """The supervisor's view of one engine, from the start of the engine on. All times are seconds on one monotonic
-    clock.
+    """The supervisor's view of one engine, from the start of the engine on.
+
+    All times are seconds on one monotonic clock.
     """
 
     def __init__(self, config: EngineConfig, now: float):

@@ -146,9 +146,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Running:
-    """Requests that the engine computes from now on, so that the API process knows which ones a crash interrupts.
-    Empty: none.
-    """
+    """Requests that the engine computes from now on, which a crash would interrupt. Empty: none."""
 
     request_ids: tuple[str, ...]
 

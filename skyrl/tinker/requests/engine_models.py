@@ -80,8 +80,9 @@ class EngineModels:
         self._tasks = Tasks()
 
     def deliver(self, owed: PendingRequest) -> None:
-        """Send a logged request to the engine, or revive its model first. The request is sent when its model is in the
-        engine.
+        """Send a logged request to the engine, or revive its model first.
+
+        The request is sent when its model is in the engine.
         """
         if self._service.engine.state != "ready" or owed.sent:
             return
@@ -94,8 +95,9 @@ class EngineModels:
             self._revive(owed.model_id)
 
     def refuse(self, owed: PendingRequest) -> None:
-        """Make a cancelled request fail at its position in its model's order. Notifies the engine if it has the
-        request.
+        """Make a cancelled request fail at its position in its model's order.
+
+        Notifies the engine if it has the request.
         """
         assert owed.cancelled is not None and isinstance(owed.cancelled.operation, Rejected), owed.request_id
         if owed.sent:
@@ -286,8 +288,7 @@ class EngineModels:
         return self._service.crash_record.is_suspect(operation.request_id)
 
     def _refuse_poisonous(self, revival: Revival) -> None:
-        """Raise `Unrevivable` if the revival contains an operation that was identified as the cause of engine crashes.
-        """
+        """Raise `Unrevivable` if the revival contains an operation that counts as the cause of crashes."""
         for operation in revival.operations:
             if (error := self._service.crash_record.verdict(operation.request_id)) is not None:
                 raise Unrevivable(f"{error}; a stop and a start of the server make it try again")

@@ -147,8 +147,9 @@ class Outcomes:
             await self._tidied(self._service.path_of(obsolete.folder), self.discard(obsolete))
 
     async def _tidied(self, path: str, removal: Coroutine[Any, Any, None]) -> None:
-        """Remove files. Removal from a bucket runs in the background, because an unavailable bucket may take minutes to
-        fail.
+        """Remove files.
+
+        Removal from a bucket runs in the background, because an unavailable bucket may take minutes to fail.
         """
         if is_url(path):
             self._tidying.start(removal)
@@ -197,7 +198,9 @@ class Outcomes:
         self._service.directory.forget(model_id)
 
     async def _write(self, job: Job[T]) -> T:
-        """Run `job` in the database, with retries. Raises `Stopped` if the server stops before the database accepts it.
+        """Run `job` in the database, with retries.
+
+        Raises `Stopped` if the server stops before the database accepts it.
         """
         return await self._writer.write(job, "an outcome")
 
@@ -209,7 +212,9 @@ class Outcomes:
 
 
 def _remove_failed(path: str) -> None:
-    """Remove the files of a failed save. Files that cannot be removed have no row, so the collector removes them later.
+    """Remove the files of a failed save.
+
+    Files that cannot be removed have no row, so the collector removes them later.
     """
     try:
         remove_stored(path)

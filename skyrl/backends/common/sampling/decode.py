@@ -21,9 +21,7 @@ from skyrl.backends.common.sampling.sequences import Sequence
 
 
 def by_program(sequences: list[Sequence]) -> list[list[Sequence]]:
-    """Group sequences by the program that decodes them, so that a sequence's program does not depend on the options of
-    others.
-    """
+    """Group sequences by decode program, so that a sequence's program does not depend on other sequences."""
     by_kind: dict[tuple[bool, bool], list[Sequence]] = {}
     for sequence in sequences:
         by_kind.setdefault(_kind(sequence), []).append(sequence)
@@ -63,9 +61,7 @@ def push(runner: ModelRunner[Any], sequences: list[Sequence], decoded: Any, step
 
 
 def steps_to_go(sequences: list[Sequence], most: int = BURST) -> int:
-    """Number of steps for the next call: up to the first end of a sequence, but not so few that the call is
-    inefficient.
-    """
+    """Number of steps for the next call: up to the first end of a sequence, but not too few to be efficient."""
     left = [sequence.left for sequence in sequences]
     return min(most, max(*left), max(min(left), BURST // 2)) if len(left) > 1 else min(most, left[0])
 

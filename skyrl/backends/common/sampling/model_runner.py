@@ -52,8 +52,9 @@ def chunks_within(tokens: int) -> tuple[int, ...]:
 
 
 def check_call_tokens(tokens: int, rows: int) -> None:
-    """Raise `ValueError` if calls of this many tokens (0: any) are too small for the smallest chunk, or for one token
-    per row.
+    """Raise `ValueError` if calls of this many tokens (0: any) are too small.
+
+    A call must have room for the smallest chunk, and for one token per row.
     """
     if 0 < tokens < CHUNKS[0]:
         raise ValueError(f"sample_max_num_batched_tokens={tokens} is below {CHUNKS[0]}; use more, or 0")
@@ -261,8 +262,7 @@ class ModelRunner(ABC, Generic[Version]):
 
     @abstractmethod
     def pick(self, logits: Logits, ids: np.ndarray) -> np.ndarray:
-        """Log-probabilities, float32, of the tokens `ids`, int32 `[SCORED_AT_ONCE, width]` with one of `TARGET_WIDTHS`.
-        """
+        """Log-probabilities, float32, of `ids`, int32 `[SCORED_AT_ONCE, width]` with one of `TARGET_WIDTHS`."""
 
     @abstractmethod
     def best(self, logits: Logits, k: int) -> tuple[np.ndarray, np.ndarray]:

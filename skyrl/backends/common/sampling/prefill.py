@@ -59,8 +59,7 @@ class Prompt:
         return [node.page for node in self.path] + self._own
 
     def waits_for(self, earlier: "Prompt", common: int) -> bool:
-        """Return True if an earlier prompt with this common prefix is about to read tokens that this prompt needs next.
-        """
+        """Return True if an earlier prompt with this common prefix is about to read tokens needed next."""
         if earlier.is_read:
             return False
         shared = min(common, self._reusable)

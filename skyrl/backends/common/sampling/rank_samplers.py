@@ -82,9 +82,7 @@ class RankSamplers(Generic[Version]):
             sampler.weigh(weights)
 
     def add(self, request: Sample) -> None:
-        """Queue a request at the sampler that may have its prompt's prefix in the cache, unless that sampler has more
-        load.
-        """
+        """Queue a request at the sampler that may have its prefix in the cache, unless that sampler has more load."""
         place, count = self._place_for(request), request.num_samples
         self._samplers[place].add(request)
         self._places[request.request_id] = place, count

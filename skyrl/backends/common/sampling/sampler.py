@@ -116,7 +116,9 @@ class Sampler(Generic[Version]):
 
     @property
     def busy(self) -> bool:
-        """True if a burst has something to do. False if all requests wait for versions that are being read from disk.
+        """True if a burst has something to do.
+
+        False if all requests wait for versions that are being read from disk.
         """
         return self._has_begun or (bool(self._waiting) and self._looked != self._versions.reads_ended)
 
