@@ -1,7 +1,7 @@
-"""A backend that runs in a thread of its own, for programs that wait for many of its results at a time.
+"""A backend that runs in a separate thread, for programs that wait for many of its results at the same time.
 
-Its executor interleaves training and sampling, as it does for the Tinker engine; here, whoever awaits a result gets it
-as soon as it is complete, while other requests go on.
+Its executor interleaves training and sampling, as it does for the Tinker engine. Callers get each result as soon as it
+is complete, while other requests continue.
 """
 
 import asyncio

@@ -46,7 +46,7 @@ class Ranking(NamedTuple):
         return Best(step, float(value))
 
     def restored(self, stored: Mapping[str, Any] | None) -> Best | None:
-        """Return the best evaluation of a stored run, if that run compared them in the same way."""
+        """Return the best evaluation of a stored run, or None if that run used another metric or direction."""
         if not stored or (stored["metric"], stored["highest"]) != (self.metric, self.highest):
             return None
         return Best(stored["step"], stored["value"])

@@ -165,11 +165,12 @@ class VersionPool(Generic[Handle]):
                     self.drop(version)
 
     def at_hand(self, claim: Claim) -> bool:
-        """True if a version is in memory. If not, it is being read from now on, or once others have been.
+        """Return True if a version is in memory. Otherwise start to read it from disk, unless `READ_AT_ONCE` reads are
+        under way.
 
         Raises:
-            RequestError: Neither in memory nor at a known path, or not an adapter of this model.
-            StorageError: Its files are missing or damaged.
+            RequestError: The version is neither in memory nor at a known path, or is not an adapter of this model.
+            StorageError: The version's files are missing or damaged.
         """
         version = claim.version
         with self._lock:

@@ -61,7 +61,7 @@ class BackendModels:
         self._client.close()
 
     def check_samples(self) -> None:
-        """Raise `RequestError` for a base model that is trained only."""
+        """Raise `RequestError` if the base model can be trained but not sampled."""
         self._client.backend.info().check_samples()
 
     def learner(self, model_id: str) -> "BackendLearner":

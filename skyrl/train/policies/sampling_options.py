@@ -19,7 +19,7 @@ class AdditionalOptions(WireModel):
 
 
 def options_of(params: SamplingConfig) -> SamplingOptions:
-    """Options of a sample. Raises ConfigError for additional ones that there are not, or that are of another type."""
+    """Options of a sample. Raises ConfigError for unknown additional options, and for values of the wrong type."""
     given = params.additional_kwargs or {}
     try:
         additional = AdditionalOptions(**given)

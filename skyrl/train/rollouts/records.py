@@ -1,4 +1,4 @@
-"""Trajectories for people and programs to read, a JSON object each or plain text, and to be restored from."""
+"""Trajectories as JSON objects or plain text, for people and programs to read and for checkpoints to restore."""
 
 from dataclasses import asdict
 from typing import Any

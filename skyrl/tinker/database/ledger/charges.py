@@ -21,7 +21,10 @@ HOUR_S = 3600
 
 @dataclass(frozen=True)
 class Charge:
-    """Use of one request, or of several of a session and a run. Fields are those of `UsageRow`."""
+    """Usage of one request, or the sum of several requests of the same session and run.
+
+    Fields are those of `UsageRow`.
+    """
 
     session_id: str
     model_id: str

@@ -123,6 +123,9 @@ async def _share(path: TinkerPath, service: Service, caller: Caller, public: boo
 
 
 async def _change(path: TinkerPath, service: Service, caller: Caller, change: Callable[[Session], None]) -> None:
-    """Change a checkpoint of the caller's. What is not there, or not his, never comes to the writer."""
+    """Change a checkpoint of the caller.
+
+    An unknown checkpoint, or one of another tenant, is rejected before the database writer is used.
+    """
     await service.database.read(lambda session: own_checkpoint(session, path, caller))
     await service.database.write(change)
