@@ -348,7 +348,7 @@ def test_sequences_that_are_not_packed_are_computed_one_by_one():
         ("trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16", "base weights are in bf16 or fp32"),
         ("trainer.policy.fsdp_config.mixed_precision.reduce_dtype=fp16", "gradients are added up in bf16 or fp32"),
         ("trainer.policy.fsdp_config.mixed_precision.buffer_dtype=bf16", "buffers keep the format"),
-        ("trainer.policy.fsdp_config.wrap_policy={transformer_layer_cls_to_wrap: Block}", "each layer is a separate FSDP unit"),
+        ("trainer.policy.fsdp_config.wrap_policy={transformer_layer_cls_to_wrap: Block}", "a separate FSDP unit"),
         ("generator.inference_engine.fully_sharded_loras=true", "name a Python that has vLLM"),
         ("generator.inference_engine.engine_init_kwargs={a: 1}", "the policy's workers sample"),
         ("generator.inference_engine.enforce_eager=false", "without vLLM servers that are started here"),

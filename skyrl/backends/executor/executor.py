@@ -282,7 +282,7 @@ class Executor(AbstractBackend):
             self._sampling_s[request_id] += share
         return [replace(one, device_s=self._sampling_s.pop(one.request_id, 0.0)) for one in completions]
 
-    # -- devices that training and sampling share ---------------------------------------------------------------------
+    # -- hooks for shared devices -------------------------------------------------------------------------------------
 
     def sleep(self, phase: Phase) -> Future[Any] | None:
         """Release the device memory of a phase, which has no work in flight.
@@ -309,7 +309,7 @@ class Executor(AbstractBackend):
         sampling = self.sampler.busy or bool(self.sampler.elsewhere)
         return Demand(self._work_queue.ready, sampling, self._work_queue.in_flight)
 
-    # -- ends ---------------------------------------------------------------------------------------------------------
+    # -- completion ---------------------------------------------------------------------------------------------------
 
     def begin(self, operation: ModelOperation) -> Work:
         """Start an operation after the earlier ones of its model have ended. Raises the operation's failure."""
@@ -351,7 +351,7 @@ class Executor(AbstractBackend):
 
     def _effect(self, operation: ModelOperation, error: Exception) -> GradientEffect:
         """Effect of an operation's failure on its model's gradient sums."""
-        if not self.has_model(operation.model_id):  # then there is no step to fail
+        if not self.has_model(operation.model_id):  # without a model, no optimizer step can fail
             return "kept"
         if isinstance(operation, Rejected):
             return operation.gradients

@@ -258,7 +258,7 @@ class WorkQueue:
         """Forget dispatches in flight, and dispatch nothing more."""
         self._dispatches.clear()
 
-    # -- what there is to do ------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
@@ -337,7 +337,7 @@ class WorkQueue:
             raise BackendLost(why, self._requests(self._dispatches[0].parts))
         over = [dispatch for dispatch in self._dispatches if dispatch.answers.done()]
         left = deque(dispatch for dispatch in self._dispatches if dispatch not in over)
-        if left and left[0] is not self._dispatches[0]:  # it began when those before it had ended
+        if left and left[0] is not self._dispatches[0]:  # it started when the earlier ones had ended
             left[0].since = self._clock()
         self._dispatches = left
         ended: list[Ended] = []

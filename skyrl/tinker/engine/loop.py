@@ -151,7 +151,7 @@ class TinkerEngine:
         if self._stopping:
             self.backend.abandon()
             with contextlib.suppress(ChannelClosed):
-                self._deliver(self.backend.step())  # what those writes have completed
+                self._deliver(self.backend.step())  # completions of these writes
 
     def turn(self) -> None:
         """Handle frames that have arrived, run one quantum, and send finished results."""
@@ -193,7 +193,7 @@ class TinkerEngine:
                 self.maintenance.ended(completion)
                 continue
             operation = self._submitted.pop(completion.request_id, None)
-            if operation is None:  # cancelled just before its end
+            if operation is None:  # cancelled just before it ended
                 continue
             if isinstance(completion.result, SampleOutput) and completion.result.nbytes > LARGE_RESULT_BYTES:
                 self._send_apart(operation, completion)
@@ -350,7 +350,7 @@ def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> Abstr
 
 def _load_transformers_without_torch() -> None:
     """Import the configuration classes of transformers, but not torch, which takes a second to import."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # otherwise transformers advises to install torch
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] (what Python does for a module that is not there)
     try:
         import skyrl.tx.models.configs  # noqa: F401
@@ -382,7 +382,7 @@ def serve(channel: EngineChannel, alone: bool = False) -> int:
     setup_logging(config.log_level, "engine", config.log_format)
     if alone:
         channel.listen(_leave)
-        if name == "jax" and "torch" not in sys.modules:  # which the search for GPUs may have loaded
+        if name == "jax" and "torch" not in sys.modules:  # detection of GPUs may have imported torch
             _load_transformers_without_torch()
     else:
         channel.listen()

@@ -216,7 +216,7 @@ class Scheduler:
                 failed = replace(operation, gradients=gradients)
             self._notices.append((operation.request_id, None))
             if isinstance(operation, OptimStep):
-                # An optimizer step after a failed pass fails itself and clears the sums, which a mere failure does not.
+                # After a failed pass, an optimizer step fails and clears the sums; another failure would not.
                 first = replace(failed, request_id=f"before {failed.request_id}")
                 self._own.add(first.request_id)
                 self._queue(first, None)

@@ -73,7 +73,7 @@ class EngineChannel:
         self._apart.submit(self._send_pieces, frame, on_sent)
 
     def _send_pieces(self, frame: FromEngine, on_sent: Callable[[], None]) -> None:
-        with contextlib.suppress(ChannelClosed):  # who sends the next frame finds out
+        with contextlib.suppress(ChannelClosed):  # the next send raises it
             for piece in pieces(frame):
                 self._write(piece)
             on_sent()
@@ -114,7 +114,7 @@ class EngineChannel:
 
     def close(self) -> None:
         """Close this end; the thread of `listen` ends."""
-        with contextlib.suppress(OSError):  # the other end may have gone first
+        with contextlib.suppress(OSError):  # the other end may be closed already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         if self._reader is None:
@@ -164,7 +164,7 @@ class ApiChannel:
         """Take over one end of a socketpair."""
         _, incoming = await asyncio.get_running_loop().create_connection(Incoming, sock=connection)
         twin = connection.dup()
-        twin.settimeout(NEVER_S)  # it shares the flag by which asyncio's does not block; with a timeout, Python waits
+        twin.settimeout(NEVER_S)  # both share the non-blocking flag; with a timeout, Python waits
         return cls(twin, incoming)
 
     def send(self, frame: ToEngine) -> None:
@@ -191,8 +191,8 @@ class ApiChannel:
         """Close this end and discard unsent frames."""
         if self._sending is not None:
             self._sending.cancel()
-        with contextlib.suppress(OSError):  # the engine may have gone first
-            self._socket.shutdown(socket.SHUT_RDWR)  # a thread that writes ends
+        with contextlib.suppress(OSError):  # the engine may have exited already
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends a thread that writes
         self._socket.close()
         self._transport.abort()
         await self._incoming.wait_closed()
@@ -211,7 +211,7 @@ class ApiChannel:
                 else:
                     self._write_small(frames[0])
                     await asyncio.sleep(0)  # many may wait
-                frames.popleft()  # only now, as its tenant's next frame must not be written before it
+                frames.popleft()  # only now: the tenant's next frame must not overtake it
                 self._unsent.move_to_end(tenant)
                 if not frames:
                     del self._unsent[tenant]
@@ -224,7 +224,7 @@ class ApiChannel:
             self._sending = None
 
     def _write_small(self, frame: ToEngine) -> None:
-        if not self._transport.is_closing():  # a transport whose engine has gone raises RuntimeError
+        if not self._transport.is_closing():  # otherwise the transport raises RuntimeError
             self._transport.writelines(encode(frame))
 
     def _write(self, parts: Sequence[bytes | memoryview]) -> None:

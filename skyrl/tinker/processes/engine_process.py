@@ -45,7 +45,7 @@ class EngineProcess:
         tunables = ":".join(filter(None, [MALLOC, os.environ.get("GLIBC_TUNABLES")]))
         try:
             with its:
-                # In a session of its own, so that a Ctrl-C at the terminal reaches the API process only.
+                # In a separate session, so that a Ctrl-C at the terminal reaches the API process only.
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "skyrl.tinker.engine", "--fd", str(its.fileno())],
                     stdin=subprocess.DEVNULL,
@@ -56,7 +56,7 @@ class EngineProcess:
         except BaseException:
             self.socket.close()
             raise
-        with suppress(OSError):  # it may have ended already, which its end of the socket will tell
+        with suppress(OSError):  # the process may have exited; its end of the socket will tell
             for piece in encode(Start(config.without_secrets())):
                 self.socket.sendall(piece)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="engine process")

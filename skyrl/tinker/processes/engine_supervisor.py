@@ -128,7 +128,7 @@ class EngineSupervisor:
         self.state = "stopped"
         if (process := self._process) and self._channel:
             self._channel.send(Shutdown())
-            if loading:  # it reads no frames until it has loaded, and has nothing to lose
+            if loading:  # a loading engine reads no frames and has no state to save
                 process.signal(signal.SIGKILL)
             with contextlib.suppress(TimeoutError):
                 await process.wait(GRACE * self.config.shutdown_timeout_sec)
@@ -148,7 +148,7 @@ class EngineSupervisor:
             except (OSError, RuntimeError) as error:
                 if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
                     raise
-                # Descriptors, memory, processes or threads are short, and may not be for long.
+                # The system lacks descriptors, memory, processes or threads, perhaps temporarily.
                 reason, became_ready = f"the engine cannot be started: {error}", False
                 failed_starts -= 1
             if self.state == "stopped":
@@ -195,7 +195,7 @@ class EngineSupervisor:
             complaint = watch.complaint(now := clock())
             if self.state == "stopped":
                 continue
-            if complaint is not None:  # the state changes now, as one that waits for a device may not die when killed
+            if complaint is not None:  # change the state now: a process that waits for a device may survive SIGKILL
                 self._hung, self.state, self.progress = complaint, "restarting", f"restarting the engine: {complaint}"
                 log.error("%s; killing it", complaint)
                 process.signal(signal.SIGKILL)

@@ -101,7 +101,7 @@ class Watch:
 
     def complaint(self, now: float) -> str | None:
         """Return the reason to kill the engine, or None. Call once every `interval_s`."""
-        if now - self._looked > 2 * interval_s(self._config):  # it was we who did not listen
+        if now - self._looked > 2 * interval_s(self._config):  # this process was frozen
             self._heard = now
         self._looked = now
         silent_s, limit_s = now - self._heard, self._config.engine_heartbeat_timeout_sec

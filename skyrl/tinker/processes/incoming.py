@@ -64,7 +64,7 @@ class Incoming(asyncio.BufferedProtocol):
         """Wait for the end of the connection."""
         await self._ended.wait()
 
-    # -- what the event loop calls ------------------------------------------------------------------------------------
+    # -- callbacks of the event loop ----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
@@ -103,7 +103,7 @@ class Incoming(asyncio.BufferedProtocol):
     def _is_direct(self) -> bool:
         return len(self._wanted) > DIRECT_BYTES
 
-    # -- what the bytes mean ------------------------------------------------------------------------------------------
+    # -- parsing ------------------------------------------------------------------------------------------------------
 
     def _parse(self) -> Generator[memoryview, None, None]:
         """Parser coroutine: requests bytes by yielding their memory, and appends complete frames."""

@@ -72,12 +72,12 @@ class Launcher:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
             signal.signal(number, _noticed)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for its children, which inherit this until they can answer it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # children inherit this until they install a handler
         while True:
             try:
                 status = self._run_api()
                 reason = _reason(status)
-            except OSError as error:  # of descriptors, memory or processes, which may come back
+            except OSError as error:  # lack of descriptors, memory or processes, perhaps temporary
                 if self._stops:
                     return 1
                 status, reason, self._ended = 1, f"cannot be started: {error}", False
@@ -111,7 +111,7 @@ class Launcher:
                 command.append(f"--listener={self._listener.fileno()}")
             if self._was_ready:
                 command.append("--again")
-            # In a session of its own, so that a Ctrl-C at the terminal reaches the launcher only.
+            # In a separate session, so that a Ctrl-C at the terminal reaches the launcher only.
             self._child = subprocess.Popen(
                 [*command, "--", *self._options], pass_fds=inherited, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -148,7 +148,7 @@ class Launcher:
     def _stop(self) -> None:
         """Forward a stop request to the API process; a second one is more urgent."""
         self._stops += 1
-        if self._listener is not None:  # nobody is to wait for a server that will not come
+        if self._listener is not None:  # clients must not wait for a server that will not start
             self._listener.close()
             self._listener = None
         if self._child is None or self._child.poll() is not None:
@@ -196,6 +196,6 @@ def _reason(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with exit status {status}"
 
 
-if __name__ == "__main__":  # for a program that owns the server: an inherited pipe's handle, then the options
+if __name__ == "__main__":  # for a parent program: handle of an inherited pipe, then the options
     os.set_inheritable(int(sys.argv[1]), False)
     sys.exit(run(sys.argv[2:], "python -m skyrl.tinker.api", owner=int(sys.argv[1])))

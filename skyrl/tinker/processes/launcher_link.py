@@ -55,7 +55,7 @@ class LauncherLink:
                 orders = b""
             if not orders:
                 loop.remove_reader(self._socket)
-            # Whoever starts the server again need not wait: what is not stored is in the log.
+            # A restart need not wait: unstored requests are in the log.
             on_order(NOW in orders or not orders)
 
         loop.add_reader(self._socket, read)

@@ -40,7 +40,7 @@ class EngineEvents:
     def frame(self, frame: FromEngine) -> None:
         """Handle a frame from the engine."""
         match frame:
-            case Ready():  # what is pending is sent to it
+            case Ready():  # the engine gets all pending requests
                 self._training.engine_models.engine_ready()
                 self._samples.engine_ready()
                 self._service.engine_ready()
@@ -67,7 +67,7 @@ class EngineEvents:
             case Parked(model_id=model_id, done=done):
                 self._training.engine_models.parked(model_id, done)
             case _:
-                pass  # the supervisor keeps what the engine says of its start
+                pass  # the supervisor handles frames about startup
 
     def ended(self, _reason: str) -> None:
         """Handle an unexpected exit of the engine. Unfinished requests go to the next engine."""

@@ -112,7 +112,7 @@ class EngineModels:
         if self._service.engine.state == "ready" and self._states.get(model_id) == "here":
             self._service.engine.send(RetryLater(model_id))
 
-    # -- the engine's life --------------------------------------------------------------------------------------------
+    # -- start and exit of the engine ---------------------------------------------------------------------------------
 
     def engine_ready(self) -> None:
         """Handle the start of a new engine: revive all models that have work."""
@@ -216,7 +216,7 @@ class EngineModels:
             crash_point("api: revival read, not sent")
             if revival is not None and life == self._life:
                 self._carry_out(model_id, revival)
-        except Exception as error:  # somebody waits for the model, whatever it is
+        except Exception as error:  # of any kind: clients wait for the model
             if life != self._life:
                 return
             if not isinstance(error, Unrevivable):
@@ -235,7 +235,7 @@ class EngineModels:
 
     def _carry_out(self, model_id: str, revival: Revival) -> None:
         for owed in self._pending.of_model(model_id):
-            if owed.accepted is None and owed.request_id in revival.accepted:  # else it was cancelled before
+            if owed.accepted is None and owed.request_id in revival.accepted:  # otherwise it was cancelled before
                 owed.accepted, owed.decided = revival.accepted[owed.request_id]
         for version, saved in revival.written.items():
             self._versions.stored(version)
@@ -252,7 +252,7 @@ class EngineModels:
         if not waiting and not revival.published_again:
             del self._states[model_id]
         elif not revival.published_again and all(isinstance(_operation(owed), DeleteModel) for owed in waiting):
-            del self._states[model_id]  # nothing of it is in the engine, so there is nothing to free
+            del self._states[model_id]  # the model is not in the engine, so there is nothing to free
             for owed in waiting:
                 if owed.logged:
                     self._end(owed.request_id, ModelOutput(model_id))
@@ -310,7 +310,7 @@ class EngineModels:
             self._outcomes.lose_model(model_id)
         advice = f"; {LOST_ADVICE}" if error.lost else ""
         for owed in self._pending.of_model(model_id):
-            if owed.logged:  # what is not asks for the model again once it is
+            if owed.logged:  # unlogged requests revive the model once they are logged
                 why = f"model_id={model_id} cannot be recovered: {error}{advice}"
                 gradients = "incomplete" if is_pass(owed) else "kept"
                 self._end(owed.request_id, ErrorResponse(why, error.category, gradients=gradients))
@@ -349,7 +349,7 @@ def _has_lost_files(operation: ModelOperation) -> bool:
     """Return True if the files that an operation reads are missing or have another digest."""
     if not isinstance(operation, LoadSnapshot | LoadCheckpoint):
         return False
-    if is_url(operation.path):  # it may be there when the bucket answers again, which is not waited for here
+    if is_url(operation.path):  # the file may exist, but a bucket may take minutes to answer
         return True
     found = inspect_folder(operation.path)
     return found is None or operation.digest not in (None, found.digest)

@@ -73,7 +73,7 @@ class Outcomes:
         self._dropped: set[str] = set()
         """Models with an outcome that could not be stored before the stop; their later outcomes are dropped."""
 
-    # -- what is stored -----------------------------------------------------------------------------------------------
+    # -- events to store ----------------------------------------------------------------------------------------------
 
     def finish(self, owed: PendingRequest, result: Result) -> None:
         """Store the outcome of a request, which is no longer pending, and answer it."""
@@ -111,7 +111,7 @@ class Outcomes:
         await self._serial.drain()
         await self._tidying.drain()
 
-    # -- how ----------------------------------------------------------------------------------------------------------
+    # -- storing ------------------------------------------------------------------------------------------------------
 
     def _add(self, model_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._serial.add(model_id, partial(self._in_line, model_id, work))
@@ -131,7 +131,7 @@ class Outcomes:
             outcome, obsolete = await self._store(owed, result)
         except Stopped:
             raise
-        except Exception as error:  # whatever it is, somebody waits for an answer
+        except Exception as error:  # of any kind: the client waits for an answer
             log.error("internal error while finishing request %s", owed.request_id, exc_info=error)
             message = f"internal error (request {owed.request_id}); the server's log has the details"
             done = not isinstance(result, ErrorResponse)

@@ -59,7 +59,7 @@ class RequestQueue:
         """Park models of sessions that have ended or are idle. With `session_id`, that session ends now."""
         activity, config = self._service.activity, self._service.config
         timeout_s = config.session_timeout_sec
-        if timeout_s < 0:  # never, but what has expired is of no use in the engine
+        if timeout_s < 0:  # no timeout, but expired sessions need no models in the engine
             timeout_s = ENDED_AFTER_S + config.session_retention_sec
         if session_id is not None:
             activity.finished(session_id)

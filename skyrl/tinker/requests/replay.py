@@ -165,7 +165,7 @@ def _decide_pending(
     if saved is not None:
         decision.from_files[request.request_id] = saved
     elif _came_late(request, requests):
-        return  # the scheduler tells its sender
+        return  # the scheduler rejects it with an error
     elif refused or since is None or request.seq_id > since:
         decision.steps.append(request)
     else:
@@ -184,7 +184,7 @@ def _came_late(request: LoggedRequest, requests: Sequence[LoggedRequest]) -> boo
     )
 
 
-# -- carrying it out --------------------------------------------------------------------------------------------------
+# -- preparation ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class SampleQueue:
         if (error := self._service.crash_record.verdict(request_id)) is not None:
             refusal = Failure(error, "server")
         await self._counts.reach(key)
-        # No await from here on: of two equal requests the second finds the first.
+        # No await from here on, so that the second of two equal requests finds the first.
         if (earlier := self._futures.sample_with(key)) is not None:
             return earlier
         waiting = None
@@ -277,7 +277,7 @@ class SampleQueue:
         if suspect is None:
             going = self._unsent.take_others()
         elif len(self._unsent) < len(self._pending):
-            return  # it would not be alone
+            return  # the suspect would not be alone
         else:
             self._alone, going = suspect, [suspect]
             self._unsent.remove(suspect)
@@ -300,7 +300,7 @@ class SampleQueue:
             return
         try:
             answer = Answer(await encoded(result.nbytes, partial(operation.encode, result)), PROTOBUF)
-        except Exception as error:  # whatever it is, somebody waits for an answer
+        except Exception as error:  # of any kind: the client waits for an answer
             log.error("internal error while finishing sample %s", request_id, exc_info=error)
             failure = Failure(f"internal error (request {request_id}); the server's log has the details", "server")
             self._futures.set(request_id, failure)

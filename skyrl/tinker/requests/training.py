@@ -66,7 +66,7 @@ class TrainingQueue:
         self.engine_models = EngineModels(service, futures, self._pending, self.outcomes, versions)
         self._tasks = Tasks()
 
-    # -- in -----------------------------------------------------------------------------------------------------------
+    # -- submission ---------------------------------------------------------------------------------------------------
 
     async def submit(self, operation: QueuedOperation, body: Body, caller: Caller) -> str:
         """Accept a request. Returns its request id, or the id of an earlier duplicate.
@@ -103,7 +103,7 @@ class TrainingQueue:
             decided=admission.decided,
         )
         crash_point("api: request parsed, not logged")
-        # Known from here on, so that a poll never finds it missing. There was no await since the room for it was kept.
+        # Add the future now, so that a poll never misses it. There was no await since the quota was reserved.
         owed = _pending_request(entry.request_id, operation, entry, size, caller.sharer)
         owed.accepted = accepted
         self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer, run=owed.model_id)
@@ -168,7 +168,7 @@ class TrainingQueue:
         elif logged.refusal is not None:
             self._pending.pop(owed.request_id)
             self._futures.set(owed.request_id, logged.refusal)
-        elif self._pending.get(owed.request_id) is owed:  # else a revival has found it in the log and ended it
+        elif self._pending.get(owed.request_id) is owed:  # otherwise a revival has read it from the log and ended it
             crash_point("api: request logged, not sent")
             self._service.directory.forget(owed.model_id)
             owed.logged = True
@@ -216,7 +216,7 @@ class TrainingQueue:
         await self._service.database.write(partial(request_log.cancel, request_id=request_id, decided=decided))
         self.engine_models.refuse(owed)
 
-    # -- what the engine says -----------------------------------------------------------------------------------------
+    # -- events of the engine -----------------------------------------------------------------------------------------
 
     def held(self, request_id: str, held: bool) -> None:
         """Record that the engine holds a request for a missing earlier one, or no longer holds it."""
@@ -250,7 +250,7 @@ class TrainingQueue:
                 gradients = "incomplete" if is_pass(owed) else "kept"
                 self.outcomes.finish(owed, ErrorResponse(error, gradients=gradients))
 
-    # -- the beginning and the end ------------------------------------------------------------------------------------
+    # -- start and stop -----------------------------------------------------------------------------------------------
 
     async def restore(self, database: RetryingWriter) -> None:
         """Load the pending requests of an earlier server. Call before the engine is started."""
@@ -285,7 +285,7 @@ def _without_key(operation: QueuedOperation, body: Body, parsed: Parsed) -> Body
         return replace(body, data=b"")
     if operation.name != "load_weights":
         return body
-    if parsed.request is None:  # it is refused, whenever it is done
+    if parsed.request is None:  # the request will be rejected
         return replace(body, data=b"")
     fields = json_object(body)
     fields.pop("weights_access_token", None)

@@ -64,7 +64,7 @@ class Prompt:
             return False
         shared = min(common, self._reusable)
         size = self._pages.size
-        there = min(-(-shared // size) * size, len(earlier.tokens))  # others find a page when it is full
+        there = min(-(-shared // size) * size, len(earlier.tokens))  # only full pages are shared
         return shared - self._read >= WORTH_WAITING and earlier._read < there
 
     def find_read(self) -> None:
@@ -90,7 +90,7 @@ class Prompt:
         if found is None or not self._pages.can_pin(found[0]):
             return
         source, count = found
-        self._pages.pin(source)  # so that taking a page does not take this one
+        self._pages.pin(source)  # so that it is not evicted when a page is taken
         try:
             self._own.append(self._take())
             self._runner.copy_pages([(source.page, self._own[-1])])
@@ -183,7 +183,7 @@ def _read_pieces(runner: ModelRunner[Any], version: Any, prompts: Sequence[Promp
     try:
         pieces = [prompt.next_piece() for prompt in prompts]
         states = runner.read(version, pieces)
-    except BackendLost:  # which no prompt is to blame for
+    except BackendLost:  # not caused by a prompt
         raise
     except Exception as error:
         if len(prompts) == 1:

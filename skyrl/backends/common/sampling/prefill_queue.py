@@ -30,7 +30,7 @@ class PrefillQueue:
 
     def append(self, prompt: Prompt) -> None:
         """Add a prompt at the end."""
-        key = prompt.tokens.tobytes()  # any order does in which those that begin alike are neighbours
+        key = prompt.tokens.tobytes()  # any order works that puts common prefixes together
         alike = self._sorted.setdefault(prompt.owner, [])
         place = bisect(alike, key, key=lambda other: other[0])
         neighbours = [other for _, other in alike[max(0, place - 1) : place + 1]]

@@ -78,12 +78,12 @@ class Sampler(Generic[Version]):
         self._versions = versions
         self._tokenizer = tokenizer
         self._base = base
-        # A state is that after the last token that was read: no other prompt can begin from it.
+        # A recurrent state belongs to the last token read, so no other prompt can start from it.
         self._shares = prefix_caching and not deterministic and not runner.state_bytes
         self._reads_in_parts = chunked_prefill
         self._max_rows = max_rows
         self._blocks = -(-max_context_length // PAGE_SIZE)
-        useful = 2 * max_rows * self._blocks + 1  # as much again as all rows take, for prefixes
+        useful = 2 * max_rows * self._blocks + 1  # pages for all rows, and as many again for prefixes
         self._states = StateSlots(runner.state_bytes, max_rows, cache_bytes)
         room = (cache_bytes - self._states.nbytes) // (runner.token_bytes * PAGE_SIZE)
         self._page_count = max(2, min(useful, room))
@@ -110,7 +110,7 @@ class Sampler(Generic[Version]):
         """
         try:
             yield from self._runner.warm_up()
-        except Exception as error:  # whoever needs that is told
+        except Exception as error:  # the requests that need it will fail
             log.warning("sampling cannot be made ready", exc_info=error)
             self._fail([], error)
 
@@ -286,7 +286,7 @@ class Sampler(Generic[Version]):
         job.origins = (Origin(0, self._versions.published(job.slot), self._base),)
         prompt = Prompt(job, self._owner(job), self._pages, self._runner)
         self._prefill.append(prompt)
-        reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))  # when nothing can fail any more
+        reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))  # after everything that can fail
         assert reserved, job
         prompt.state = self._states.of_prompt()
         job.passed_by = 0
@@ -332,7 +332,7 @@ class Sampler(Generic[Version]):
         forks: list[tuple[int, int]] = []
         started: list[Job] = []
         ended: list[Prompt] = []
-        lacking: set[Prompt] = set()  # those that lack room keep their places
+        lacking: set[Prompt] = set()  # prompts without room keep their positions
         while len(self._running) < self._max_rows:
             able = (prompt for prompt in self._read if prompt not in lacking)
             prompt = min(able, key=lambda prompt: self._rows_by_weight(prompt, rows), default=None)
@@ -340,7 +340,7 @@ class Sampler(Generic[Version]):
                 break
             job, number, count = prompt.job, prompt.samples_started, pages_per_sample(prompt.job, PAGE_SIZE)
             job.lacks_room = number > 0 and not self._reserve(count, self._states.to_go_on(job, number))
-            if job.lacks_room:  # not for its first sample: that was reserved with the prompt
+            if job.lacks_room:  # not the first sample, whose pages were reserved with the prompt
                 lacking.add(prompt)
                 continue
             job.passed_by = 0
@@ -367,7 +367,7 @@ class Sampler(Generic[Version]):
                 self._runner.copy_states(forks)
         except BackendLost:
             raise
-        except Exception as error:  # after the releases: the cache may be lost, and all who held pages of it forgotten
+        except Exception as error:  # after the releases, because the cache and all jobs with pages may be lost
             return self._fail(started, error)
         return []
 
@@ -440,7 +440,7 @@ class Sampler(Generic[Version]):
         assert job.slot is not None
         return job.request.tenant, self._versions.content(job.slot), 0 if self._shares else job.number
 
-    # -- ends ---------------------------------------------------------------------------------------------------------
+    # -- completion ---------------------------------------------------------------------------------------------------
 
     def _fail(self, jobs: Iterable[Job], error: Exception) -> list[Completion]:
         """Fail these jobs, and all started jobs if a program that did not finish has lost the cache."""

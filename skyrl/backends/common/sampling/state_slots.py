@@ -18,7 +18,7 @@ class StateSlots(Slots):
     """
 
     def __init__(self, state_bytes: int, max_rows: int, cache_bytes: int):
-        useful = 2 * max_rows + 1  # as many again as there are rows, for prompts
+        useful = 2 * max_rows + 1  # one per row, and as many again for prompts
         super().__init__(max(3, min(useful, cache_bytes // 2 // state_bytes)) if state_bytes else 1)
         self._state_bytes = state_bytes
 

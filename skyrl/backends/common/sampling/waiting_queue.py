@@ -90,7 +90,7 @@ class WaitingQueue:
             if pages <= left:
                 yield job
                 if job not in self:
-                    if job.slot is not None:  # it has begun
+                    if job.slot is not None:  # the job has started
                         for other in ahead:
                             other.passed_by += pages
                         left -= pages
