@@ -248,8 +248,7 @@ def _place(
 
 
 def _order(arrays: TileArrays, multiple_of: tuple[str, ...]) -> None:
-    """Set the order of tokens: first those that can have a gradient (nonzero weight and nonzero factors of the loss).
-    """
+    """Set the order of tokens: first those that can have a gradient (nonzero weight and factors of the loss)."""
     trained = (arrays.weights != 0).any(axis=1)
     for field in multiple_of:
         trained &= arrays.inputs[field] != 0

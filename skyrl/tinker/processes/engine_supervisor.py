@@ -59,12 +59,11 @@ class EngineSupervisor:
         config: Configuration for each engine.
         on_frame: Called on the loop with every frame of the engine.
         on_crash: Called with the reason when an engine exits unexpectedly; its running work is lost.
-        on_failure: Called once, with a message for the user who started the server, if no engine can be started. With
-            `again=True`, another API process may succeed.
+        on_failure: Called once, with a message for the user who started the server, if no engine can be started.
+            With `again=True`, another API process may succeed.
         first: Process of the first engine, if it was started already.
         again: True if an engine with this configuration was ready before. Failures to start then count as
-            temporary, and
-            the supervisor retries without limit.
+            temporary, and the supervisor retries without limit.
     """
 
     def __init__(

@@ -279,8 +279,7 @@ class ModelRunner(ABC, Generic[Version]):
             logits: Logits of a block.
             seed: uint32 `[2]`, as `seed_words`.
             position: Position of the block's first row. The random number of a draw is that of (seed, LARGEST_INT32
-                - draw,
-                position).
+                - draw, position).
             first: Index of the first draw of each row.
             temperature: With 0, each draw is the most likely token.
         """
