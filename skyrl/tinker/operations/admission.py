@@ -64,9 +64,7 @@ def _empty(_: Session, __: Result) -> tuple[dict[str, Any], UnreferencedFiles | 
 
 @dataclass(frozen=True)
 class Accepted:
-    """An accepted request: an operation for the engine, and its effects on the database, which run in the writer's
-    transactions.
-    """
+    """An accepted request: an operation, and its effects on the database (functions for the writer's transactions)."""
 
     operation: Operation
     on_log: Callable[[Session], None] = _nothing

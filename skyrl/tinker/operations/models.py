@@ -88,9 +88,7 @@ MODULES = {"train_attn", "train_mlp", "train_unembed"}
 
 
 def _refuse_other_adapter(path: TinkerPath, stored: LoraConfig, loaded: LoraConfig, besides: set[str]) -> None:
-    """Raise `RequestError` unless both adapters have equal configurations, except for the fields `besides` and the
-    seed.
-    """
+    """Raise `RequestError` unless both adapters are equal except for the fields `besides` and the seed."""
     for name in LoraConfig.model_fields:
         if name not in {"seed", *besides} and getattr(stored, name) != getattr(loaded, name):
             raise RequestError(
