@@ -1,4 +1,4 @@
-"""Parameters of a base model that one token passes through, counted from what its files say of themselves."""
+"""Number of a base model's parameters that one token uses, counted from the headers of its files."""
 
 import json
 import math
@@ -11,15 +11,17 @@ from skyrl.utils.files.tensor_file import read_header
 PROJECTION, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "top_k_experts")
-"""Names in config.json of how many experts a layer has, and how many of them a token goes to."""
+"""Names in config.json for the number of experts of a layer, and for the number of experts per token."""
 
 
 def active_parameters(folder: Path) -> int | None:
-    """Count of a model folder's parameters, of the experts those that a token is sent to, without an embedding that is
-    only looked up (one that is tied to the vocabulary projection counts once). None where there are no weights, or
-    none that can be read, of which loading them says more.
+    """Count the parameters in a model folder that one token uses.
 
-    Two operations of each are a token's forward pass, six its forward and backward pass (Kaplan et al. 2020,
+    Only the experts that a token is routed to count. An embedding that is only looked up does not count (an embedding
+    tied to the vocabulary projection counts once). Returns None if there are no readable weights; loading them gives a
+    better error.
+
+    A forward pass takes two operations per token and parameter, a forward and backward pass six (Kaplan et al. 2020,
     arXiv 2001.08361, section 2.1).
     """
     config = json.loads((folder / "config.json").read_text())

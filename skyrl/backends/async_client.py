@@ -1,7 +1,7 @@
-"""A backend that runs in a thread of its own, for programs that wait for many of its results at a time.
+"""A backend that runs in a separate thread, for programs that wait for many of its results at the same time.
 
-Its executor interleaves training and sampling, as it does for the Tinker engine; here, whoever awaits a result gets it
-as soon as it is complete, while other requests go on.
+Its executor interleaves training and sampling, as it does for the Tinker engine. Callers get each result as soon as it
+is complete, while other requests continue.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ log = logging.getLogger(__name__)
 
 
 class BackendClient:
-    """Steps a backend in a thread. Close it, or use it as a context manager; the backend is closed with it."""
+    """Runs a backend in a thread. Close it, or use it as a context manager; this also closes the backend."""
 
     def __init__(self, backend: AbstractBackend):
         self.backend = backend
         self._inbox: deque[Callable[[], None]] = deque()
-        """Calls that the thread is to make between two steps."""
+        """Calls for the thread to make between two steps."""
         self._futures: dict[str, Future[Result]] = {}
         self._wake = threading.Event()
         self._closing = False
         self._end: BaseException | None = None
-        """Reason why nothing is done any more, once that is so."""
+        """Reason why the client has stopped, if it has."""
         self._lock = threading.Lock()
-        """Lock of the inbox, and of who still gets a future, until the end."""
+        """Lock of the inbox, and of the creation of futures until the client stops."""
         backend.on_wake = self._wake.set
         self._thread = threading.Thread(target=self._run, name="backend", daemon=True)
         self._thread.start()
@@ -44,14 +44,15 @@ class BackendClient:
         self.close()
 
     async def run(self, operation: Operation) -> Result:
-        """Its result, or its error: `RequestError` for what is wrong with it, `StorageError`, or `RuntimeError`.
+        """Run an operation and return its result.
 
         Operations of one model take effect in the order of these calls. A sample whose task is cancelled is dropped.
+        Raises `RequestError` for an invalid operation, `StorageError`, or `RuntimeError`.
         """
         return await self._outcome(operation, self._submitted(operation))
 
     def begin(self, operation: Operation) -> "asyncio.Task[Result]":
-        """Begin as `run` does: the result has the operation's place in their order already, whenever it is awaited."""
+        """Start an operation like `run`, and return an awaitable. Its position in the order is fixed by this call."""
         return asyncio.ensure_future(self._outcome(operation, self._submitted(operation)))
 
     def _submitted(self, operation: Operation) -> "Future[Result]":
@@ -72,11 +73,11 @@ class BackendClient:
         return result
 
     def drop_version(self, version: str) -> None:
-        """Forget a published version, after what was asked for before."""
+        """Forget a published version, after all earlier operations."""
         self._call(lambda: self.backend.drop_version(version))
 
     def close(self) -> None:
-        """Stop, fail what is not complete, and finish background writes. What is asked for later fails at once."""
+        """Stop: fail unfinished operations and finish background writes. Later operations fail at once."""
         if self._closing:
             return
         self._closing = True
@@ -116,7 +117,7 @@ class BackendClient:
             self._stop(error)
 
     def _stop(self, error: BaseException) -> None:
-        """From now on nothing is done, and whoever waits is told why."""
+        """Stop accepting operations, and fail all waiting callers with the reason."""
         with self._lock:
             self._end = self._end or error
         self._inbox.clear()
@@ -133,7 +134,7 @@ def _error(failed: ErrorResponse) -> Exception:
 
 
 def _stopped(why: BaseException) -> RuntimeError:
-    """An error of its own for each who is told, as tracebacks are added to it."""
+    """Create a separate error for each caller, because tracebacks are added to it."""
     error = RuntimeError(f"the backend has stopped: {why or type(why).__name__}")
     error.__cause__ = why
     return error

@@ -1,13 +1,13 @@
-"""The one interface that the Tinker engine and the trainers drive.
+"""The interface of a backend for the Tinker engine and the trainers.
 
-Three primitives carry everything: `submit(operation)` queues work, `step()` does what can be done now and returns what
-completed, `cancel(request_id)` drops a sample. Operations of one model take effect in the order they were submitted;
-different models, and samples, interleave. The documented synchronous methods (`forward_backward(batch)`,
-`optim_step(...)`, `sample(batch)`, ...) submit and step until their own requests are done. `AbstractBackend` has every
+It has three primitives: `submit(operation)` queues work, `step()` does the work that is possible now and returns
+completions, and `cancel(request_id)` drops a sample. Operations of one model take effect in the order of submission;
+operations of different models, and samples, interleave. The documented synchronous methods (`forward_backward(batch)`,
+`optim_step(...)`, `sample(batch)`, ...) submit operations and step until these are done. `AbstractBackend` has every
 member that the engine, the trainers and the contract tests use.
 
-To add a backend, subclass `skyrl.backends.executor.Executor`, which implements the primitives from a few hooks
-(`docs/add-a-backend.md`); the kit in `tests/conformance` says what is missing.
+To add a backend, subclass `skyrl.backends.executor.Executor`, which implements the primitives with a few hooks
+(`docs/add-a-backend.md`). The conformance tests in `tests/conformance` show what is missing.
 """
 
 from abc import ABC, abstractmethod
@@ -82,7 +82,7 @@ class AbstractBackend(ABC):
         self.base_model = base_model
         self.config = config
         self._ready: list[Completion] = []
-        """Completions that `step` returns before anything else."""
+        """Completions for the next `step` to return first."""
 
     # -- primitives ---------------------------------------------------------------------------------------------------
 
@@ -92,32 +92,32 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """Do what can be done now: dispatch micro-batches, take in what has been computed, a burst of decoding.
+        """Dispatch micro-batches, handle results, and run a burst of decoding, as far as possible now.
 
-        Returns what completed. Raises `BackendLost` when it cannot go on.
+        Returns completions. Raises `BackendLost` if the backend cannot continue.
         """
 
     @abstractmethod
     def cancel(self, request_id: str) -> None:
-        """Drop a sample that is queued or running; it gets no completion. Unknown ids are ignored."""
+        """Drop a queued or running sample, which gets no completion. Unknown ids are ignored."""
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until `step` has something to do (True) or `timeout_s` seconds passed (False)."""
+        """Block until `step` has something to do (True) or `timeout_s` seconds have passed (False)."""
 
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """True if `step` has something to do right now. What is computed or written elsewhere does not count."""
+        """True if `step` has something to do now. Work in other processes or in background writes does not count."""
 
     @property
     @abstractmethod
     def computed(self) -> tuple[str, ...]:
-        """Requests that something is computed of elsewhere, so that its end may be theirs to answer for."""
+        """Requests with work in other processes, which a crash there may be attributed to."""
 
     @abstractmethod
     def time_left(self) -> float | None:
-        """Seconds until `step` has to be called though nothing has happened; None: it need not."""
+        """Seconds until `step` must be called even without an event; None: no limit."""
 
     @property
     @abstractmethod
@@ -130,19 +130,19 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def has_model(self, model_id: str) -> bool:
-        """Return True if the model exists now."""
+        """Return True if the model exists."""
 
     def has_own_base(self, model_id: str) -> bool:
-        """Return True if a model that exists is trained as a whole, so that what is stored of it is large."""
+        """Return True if the model exists and is fully trained, so its files are large."""
         return False
 
     def prepare(self) -> bool:
-        """With nothing else to do: one piece of what later requests would wait for. False: there is none left."""
+        """Prepare for later requests, one step. Call when idle. Returns False if nothing is left to prepare."""
         return False
 
     @property
     def metrics(self) -> dict[str, int]:
-        """Programs that it has compiled, by what they are for."""
+        """Number of compiled programs by purpose."""
         return {}
 
     @property
@@ -151,19 +151,19 @@ class AbstractBackend(ABC):
         return {}
 
     def drop_version(self, version: str) -> None:  # noqa: B027 (a backend without versions in memory has nothing to do)
-        """Forget a published version that was deleted or has expired. Its files are the caller's.
+        """Forget a published version that was deleted or has expired. The caller removes its files.
 
-        Samples of it that were submitted before are drawn from it all the same, running or not.
+        Samples of it that were submitted before still use it, running or not.
         """
 
     def close(self) -> None:  # noqa: B027
         """Finish background writes and free resources."""
 
     def refuse(self, refusal: Rejected) -> bool:
-        """Let the model operation of this request id fail, in its place, with the refusal's error.
+        """Make the model operation with this request id fail at its position, with the refusal's error.
 
-        A pass that has begun is computed no further; any other operation that has begun goes on. Returns True if it
-        fails: else it is not here, or goes on.
+        A pass that has started is not computed further; any other started operation continues. Returns True if the
+        operation fails, False if it is not here or continues.
         """
         return False
 
@@ -171,34 +171,34 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Set the weights of tenants, of which all others weigh 1. Before anything is submitted."""
+        """Set the weights of tenants; the default weight is 1. Call before `submit`."""
 
     @abstractmethod
     def submit_first(self, operation: ModelOperation) -> None:
-        """Queue an operation before all others of its model, none of which may have begun (`is_working_on`)."""
+        """Queue an operation before all others of its model, none of which may have started (`is_working_on`)."""
 
     @abstractmethod
     def is_working_on(self, model_id: str) -> bool:
-        """Return True if an operation of the model has begun and not ended, background writes aside."""
+        """Return True if an operation of the model has started and not ended, apart from background writes."""
 
     @abstractmethod
     def abandon(self) -> list[ModelOperation]:
-        """Drop all model operations that have not ended, and return them. Their models stay as they are."""
+        """Drop and return all unfinished model operations. Their models stay unchanged."""
 
     @abstractmethod
     def failed_pass(self, model_id: str) -> str | None:
-        """Error that broke a pass since the last optimizer step, so that the next has to fail. None: it need not."""
+        """Error of a failed pass since the last optimizer step, which makes the next step fail; else None."""
 
     # -- what the engine and the trainers replace to be told ----------------------------------------------------------
 
     def on_wake(self) -> None:  # noqa: B027
-        """Called, from any thread, when there may be something for `step` to do."""
+        """Called, from any thread, when `step` may have something to do."""
 
     def on_quantum(self, request_ids: tuple[str, ...]) -> None:  # noqa: B027
-        """Called before anything is computed, with the requests that are from then on, beside what is `computed`."""
+        """Called before a computation, with its requests. Those in `computed` continue."""
 
     def on_progress(self, progress: Progress) -> None:  # noqa: B027
-        """Called by `step` with tokens of a sample that goes on, by a backend that tells of them."""
+        """Called by `step` with new tokens of a running sample, if the backend reports progress."""
 
     def on_stored(self, version: str, saved: SaveOutput) -> None:  # noqa: B027
         """Called, from any thread, when a version that was published with `persist=False` is on disk."""
@@ -206,14 +206,14 @@ class AbstractBackend(ABC):
     # -- documented synchronous methods -------------------------------------------------------------------------------
 
     def create_model(self, model_id: str, lora_config: LoraConfig, value_head: bool = False) -> None:
-        """Allocate an adapter (rank 0: base weights) and its optimizer, of a critic if it has a value head.
+        """Create an adapter (rank 0: base weights) and its optimizer. With a value head, the model is a critic.
 
         Raises `RequestError` if it cannot be created.
         """
         self._run(CreateModel(request_id=_new_id(), model_id=model_id, lora_config=lora_config, value_head=value_head))
 
     def delete_model(self, model_id: str) -> None:
-        """Free everything of the model."""
+        """Free all memory of the model."""
         self._run(DeleteModel(request_id=_new_id(), model_id=model_id))
 
     def forward_backward(
@@ -238,30 +238,30 @@ class AbstractBackend(ABC):
     def save_checkpoint(self, output_path: str, model_id: str) -> None:
         """Write a training checkpoint (weights and optimizer) to `output_path`.
 
-        That is a folder, or one tar if the path ends in .tar, .tar.gz or .tgz.
+        The path is a folder, or a tar file if it ends in .tar, .tar.gz or .tgz.
         """
         self._run(SaveCheckpoint(request_id=_new_id(), model_id=model_id, path=str(output_path)))
 
     def load_checkpoint(self, checkpoint_path: str, model_id: str) -> None:
-        """The inverse of `save_checkpoint`, optimizer state included. Reads a folder or a tar, whatever it is called.
+        """Load a training checkpoint, optimizer state included, from a folder or a tar file of any name.
 
-        Raises `RequestError` for a tar that holds anything but a checkpoint.
+        Raises `RequestError` for a tar file that holds anything but a checkpoint.
         """
         self._run(LoadCheckpoint(request_id=_new_id(), model_id=model_id, path=str(checkpoint_path)))
 
     def save_sampler_checkpoint(self, output_path: str, model_id: str, persist: bool = True) -> None:
-        """Make the current weights samplable. The last part of `output_path` is the checkpoint id.
+        """Publish the current weights for sampling. The last part of `output_path` is the checkpoint id.
 
-        The path is that of a folder or a tar, as in `save_checkpoint`; a tar's suffix is no part of the id.
+        The path is a folder or a tar file, as in `save_checkpoint`; the suffix of a tar file is not part of the id.
 
-        Raises `RequestError` for an unknown model. With `persist=False` it returns before the files are written.
+        With `persist=False`, returns before the files are written. Raises `RequestError` for an unknown model.
         """
         path = str(output_path)
         version = version_of(model_id, checkpoint_id_of(path))
         self._run(Publish(request_id=_new_id(), model_id=model_id, version=version, path=path, persist=persist))
 
     def export_model(self, output_path: str, model_id: str) -> None:
-        """Write the whole model to the folder `output_path` in Hugging Face format, adapters merged."""
+        """Write the whole model to the folder `output_path` in Hugging Face format, with the adapter merged."""
         self._run(ExportModel(request_id=_new_id(), model_id=model_id, path=str(output_path)))
 
     def _expect(self, operation: Operation, kind: type[T]) -> T:
@@ -277,7 +277,7 @@ class AbstractBackend(ABC):
         return result
 
     def _finish(self, operations: list[Operation]) -> dict[str, Any]:
-        """Submit and step until all are done. Completions of others' operations are kept for the next `step`."""
+        """Submit operations and step until all are done. Other completions are kept for the next `step`."""
         for operation in operations:
             self.submit(operation)
         wanted = {operation.request_id for operation in operations}

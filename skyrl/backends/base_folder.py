@@ -1,4 +1,4 @@
-"""The folder of a base model on this machine, and what its config.json says; a hub id is downloaded."""
+"""Local folder and config.json of a base model; a hub id is downloaded."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from skyrl.errors import RequestError
 from skyrl.utils.spelling import did_you_mean
 
 ROPE = ("rope_theta", "rope_scaling")
-"""Names of what positions are turned by, in the config.json of older models."""
+"""Names of the fields for rotary embeddings in the config.json of older models."""
 
 
 def model_folder(base_model: str) -> Path:
-    """Folder with the model's files; a hub id is downloaded (or found in the hub's cache).
+    """Folder with the model's files; a hub id is downloaded, or found in the hub's cache.
 
     Raises:
-        RequestError: Neither a model folder nor a model that the hub gives us.
+        RequestError: The name is neither a model folder nor a model that can be downloaded.
     """
     from huggingface_hub import snapshot_download
 
@@ -42,14 +42,14 @@ def is_on_this_machine(base_model: str) -> bool:
 
 
 def config_of(base_model: str, field: str = "base_model") -> Mapping[str, Any]:
-    """The model's config.json, which alone is downloaded for a hub id.
+    """Return the model's config.json. For a hub id, only this file is downloaded.
 
     Args:
         base_model: Folder or hub id.
-        field: Name of the setting that it comes from, in messages.
+        field: Name of the setting with this value, for error messages.
 
     Raises:
-        RequestError: As `model_folder`, and for a file that is not what it should be.
+        RequestError: As `model_folder`, and for a malformed file.
     """
     from huggingface_hub import hf_hub_download
 
@@ -68,14 +68,14 @@ def config_of(base_model: str, field: str = "base_model") -> Mapping[str, Any]:
 
 
 def overridden(folder: Path, values: Mapping[str, Any], parent: str | Path | None) -> Path:
-    """A model folder whose config.json has other values; the rest of its files are links.
+    """Create a model folder with changed values in config.json; its other files are links.
 
     Args:
-        folder: The model.
-        values: By name. rope_theta and rope_scaling are those of a config.json of any age.
-        parent: Folder in which it is made, in one of its own; None: where temporary files are.
+        folder: Folder of the model.
+        values: Values by field name. rope_theta and rope_scaling work for a config.json of any age.
+        parent: Folder in which the new folder is created; None: the folder for temporary files.
 
-    Raises RequestError for a name that neither the file nor transformers' class of such configurations has.
+    Raises RequestError for a name that neither the file nor the configuration class of transformers has.
     """
     config = json.loads((folder / "config.json").read_text())
     text = config.get("text_config")
@@ -105,7 +105,7 @@ def overridden(folder: Path, values: Mapping[str, Any], parent: str | Path | Non
 
 
 def _check_names(names: Collection[str], known: Collection[str], model_type: Any) -> None:
-    """Raise `RequestError` for a name that is neither known nor one of transformers' for this type of model."""
+    """Raise `RequestError` for a name that is neither known nor a field of transformers for this type of model."""
     if not (unknown := [name for name in names if name not in known]):
         return
     from transformers import CONFIG_MAPPING
@@ -120,9 +120,9 @@ def _check_names(names: Collection[str], known: Collection[str], model_type: Any
 
 
 def hub_silence() -> str | None:
-    """Reason why the model hub cannot be reached, asked once; None if it answers.
+    """Reason why the model hub cannot be reached, determined once; None if it responds.
 
-    The hub's own client asks many times, with a line for each, before it looks into its cache.
+    The hub's own client retries many times, with a line for each, before it uses its cache.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -137,7 +137,7 @@ def hub_silence() -> str | None:
 
 
 def _found(base_model: str, download: Callable[[bool], str], field: str = "base_model") -> Path:
-    """The local folder of that name, or what `download` gives, from the hub's cache alone if it is told so."""
+    """Return the local folder of that name, or the result of `download`, optionally from the hub's cache only."""
     folder = Path(base_model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():

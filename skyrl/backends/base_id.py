@@ -1,7 +1,7 @@
-"""Content id of a base model: equal for equal configurations and weights, however many files hold them.
+"""Content id of a base model: equal for equal configurations and weights, independent of the division into files.
 
-Large tensors are sampled, at places that follow from their sizes alone, so that an id takes about as long as opening
-the files. Training changes all numbers of a tensor, so two models that differ do so at those places.
+Large tensors are sampled at offsets that depend only on their sizes, so computing an id takes about as long as opening
+the files. Training changes all numbers of a tensor, so two different models differ at those offsets.
 """
 
 import contextlib
@@ -16,19 +16,19 @@ from typing import Any, BinaryIO
 from skyrl.utils.files.tensor_file import read_header
 
 PIECES, PIECE = 16, 4096
-"""Pieces of a tensor that are read, and bytes of each. A tensor that has no more is read whole."""
+"""Number of pieces read from a tensor, and bytes of each. Smaller tensors are read completely."""
 DIGITS = 16
 """Hexadecimal digits of an id."""
 BESIDE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Entries of config.json that change nothing of what is computed."""
+"""Entries of config.json without influence on computation."""
 
 
 def base_id(folder: Path, random: bool = False) -> str:
     """Content id of the model in a folder.
 
     Args:
-        folder: With config.json and weights in safetensors files.
-        random: True if the weights are not read, but drawn.
+        folder: Folder with config.json and weights in safetensors files.
+        random: True if the weights are drawn at random instead of read.
     """
     config = json.loads((folder / "config.json").read_text())
     told: dict[str, Any] = {name: value for name, value in config.items() if name not in BESIDE}
@@ -41,7 +41,7 @@ def base_id(folder: Path, random: bool = False) -> str:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, list[Any]]]:
-    """Name, and type, shape and hash of each tensor of a file."""
+    """Name, type, shape and hash of each tensor of a file."""
     with path.open("rb") as file:
         header, begin = read_header(file)
         for name, tensor in header.items():

@@ -1,4 +1,4 @@
-"""The work that a backend can be given: one dataclass per kind, and the completion that comes back."""
+"""Operations that a backend runs: one dataclass per kind, and the completion that it returns."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,11 +25,11 @@ ADAMW = AdamParams()
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """A unit of work. `request_id` is unique and comes back in its completion."""
+    """A unit of work. `request_id` is unique, and its completion has the same id."""
 
     request_id: str
     tenant: str = ""
-    """Owner of the operation: tenants share the machine fairly, and nothing cached for one is used for another."""
+    """Owner of the operation. Tenants share the machine fairly and never share cached data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +38,16 @@ class ModelOperation(Operation):
 
     model_id: str
     alone: bool = False
-    """True if nothing of another model is computed in the same call, as this may end the process that computes it."""
+    """True if the operation must not share a call with other models, because it may crash the process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CreateModel(ModelOperation):
-    """Make an adapter with fresh weights, or a copy of the base model (rank 0). Returns `ModelOutput`."""
+    """Create an adapter with fresh weights, or a copy of the base model (rank 0). Returns `ModelOutput`."""
 
     lora_config: LoraConfig
     value_head: bool = False
-    """True if it is a critic, which maps each token to a value."""
+    """True for a critic, which maps each token to a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +55,17 @@ class ForwardBackward(ModelOperation):
     """Add the gradients of a loss, summed over `data`, to the model's sums. Returns `ForwardBackwardOutput`."""
 
     data: list[Datum]
-    """Checked by `check_pass`; for an objective, inputs are its `inputs`, `weights`, `target_tokens` and
-    `temperature`."""
+    """Sequences, checked by `check_pass`. With an objective, their inputs are its `inputs`, `weights`, `target_tokens`
+    and `temperature`."""
     loss_fn: str | Objective
-    """A loss of the protocol by its name, or a trainer's objective. Keep one object of it: programs are found by it."""
+    """Name of a loss of the Tinker protocol, or a trainer's objective. Reuse the same object: compiled programs are
+    looked up by it."""
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
-    """Settings of a loss of the protocol."""
+    """Settings of a loss of the Tinker protocol."""
     forward_only: bool = False
-    """Compute outputs and metrics only; sums stay as they are."""
+    """Compute outputs and metrics only; gradient sums stay unchanged."""
     reference: bool = False
-    """Compute with the base model instead of the model, which stays as it is. `forward_only` too."""
+    """Compute with the base model instead of the model, which stays unchanged. Requires `forward_only`."""
 
     @cached_property
     def tokens(self) -> int:
@@ -78,37 +79,42 @@ class OptimStep(ModelOperation):
 
     adam_params: AdamParams = ADAMW
     dimuon_params: DimuonParams | None = None
-    """Hyper-parameters of a Dimuon step; with them `adam_params` mean nothing. A model keeps to one of the two."""
+    """Hyper-parameters of a Dimuon step; `adam_params` is then ignored. A model cannot switch between the two
+    optimizers."""
     skip_if_not_finite: bool = False
-    """Clear gradients whose norm is not finite and change nothing else, instead of applying them."""
+    """If the gradient norm is not finite, clear the gradients without applying them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveCheckpoint(ModelOperation):
-    """Write weights, optimizer state and configuration to the folder `path`. Returns `SaveOutput` once it is there."""
+    """Write weights, optimizer state and configuration to the folder `path`.
+
+    Returns `SaveOutput` when it is complete.
+    """
 
     path: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadCheckpoint(ModelOperation):
-    """Replace the model's weights by those of a training checkpoint. Creates the model if there is none.
+    """Replace the model's weights by those of a training checkpoint. Creates the model if it does not exist.
 
     Pending gradients are dropped. Returns `ModelOutput`.
     """
 
     path: str
     load_optimizer: bool = True
-    """False starts the optimizer anew (zero moments, step 0)."""
+    """False starts with a new optimizer state (zero moments, step 0)."""
     digest: str | None = None
-    """Hash of the folder's manifest (sha256, hex), where that is known."""
+    """Hash of the folder's manifest (sha256, hex), if known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveSnapshot(ModelOperation):
-    """Write all that the model is, gradient sums included, to the folder `path`. Returns `SaveOutput` once it is there.
+    """Write the model's complete state, gradient sums included, to the folder `path`. Returns `SaveOutput` when it is
+    complete.
 
-    Everything the model wrote before (checkpoints, versions) is on disk by then, or the snapshot fails.
+    Earlier writes of the model (checkpoints, versions) are on disk by then, or the snapshot fails.
     """
 
     path: str
@@ -116,7 +122,7 @@ class SaveSnapshot(ModelOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSnapshot(ModelOperation):
-    """Make the model that `SaveSnapshot` wrote. Returns `ModelOutput`."""
+    """Create a model from a snapshot of `SaveSnapshot`. Returns `ModelOutput`."""
 
     path: str
     digest: str
@@ -127,18 +133,19 @@ class LoadSnapshot(ModelOperation):
 class Publish(ModelOperation):
     """Freeze the current weights as the immutable sampler version `version`, stored in PEFT layout at `path`.
 
-    Returns `SaveOutput`: once it is on disk if `persist`, else at once (the write goes on in the background).
+    Returns `SaveOutput`: with `persist`, when the version is on disk, otherwise at once (the write continues in the
+    background).
     """
 
     version: str
     path: str | None
-    """None: in memory only, until it is dropped."""
+    """Folder of the version; None: in memory only, until the version is dropped."""
     persist: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportModel(ModelOperation):
-    """Write the base model with what the model has learned as a Hugging Face folder. Returns `SaveOutput`."""
+    """Write the base model with the trained weights as a Hugging Face folder. Returns `SaveOutput`."""
 
     path: str
 
@@ -150,10 +157,10 @@ class DeleteModel(ModelOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected(ModelOperation):
-    """A request that was refused before it came here, in its place in the model's order.
+    """A request that was rejected earlier, at its position in the model's order.
 
-    It completes with `error`. `gradients="incomplete"` makes the model's next optimizer step fail too: never a step on
-    a partial batch. `"dropped"` clears the gradient sums, as that failed step does.
+    It completes with `error`. `gradients="incomplete"` makes the model's next optimizer step fail too, which prevents a
+    step on a partial batch. `"dropped"` clears the gradient sums, as that failed step does.
     """
 
     error: str
@@ -167,37 +174,37 @@ class Sample(Operation):
     version: str | None
     """Id of the version, or None for the base model."""
     path: str | None = None
-    """Folder of the version (sampler or training checkpoint folder), read if it is not in memory."""
+    """Folder of the version (sampler or training checkpoint), to read if the version is not in memory."""
     prompt: np.ndarray
     """int32 `[prompt]`, not empty."""
     params: SamplingParams
-    """`seed` and `max_tokens` are set."""
+    """Sampling parameters with `seed` and `max_tokens` set."""
     options: SamplingOptions = NO_OPTIONS
     num_samples: int = 1
     routing_key: str | None = None
-    """Requests of one key, such as a conversation's, have much in common: where there are several engines, each may
-    find there what it shares with those before. It changes nothing of what is drawn."""
+    """Requests with equal keys, such as those of a conversation, share prefixes. With several engines, the router
+    prefers one engine for them, whose cache may have the prefix. The key has no influence on the result."""
     tempered_logprobs: bool = False
-    """Report log-probabilities of generated tokens at the request's temperature, as trainers want them, not at 1."""
+    """Report log-probabilities of generated tokens at the request's temperature, for trainers, instead of at 1."""
     topk_sample_logprobs: int = 0
-    """Most likely tokens to report at each generated place; 0: none."""
+    """Number of most likely tokens to report at each generated position; 0: none."""
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
-    """Number of the prompt's last tokens that the two options above are about; None: all."""
+    """Number of last prompt tokens that the two options above apply to; None: all."""
     target_prompt_logprobs: TokenMatrix | None = None
-    """int32 token ids `[prompt - 1, K]` to score, row i at prompt position i + 1; -1 scores nothing."""
+    """int32 token ids `[prompt - 1, K]` to score, row i at prompt position i + 1; -1: no token."""
     prompt_alt_tokens_k: int = 0
-    """Draws at the request's temperature, without its filters, for every prompt position after the first."""
+    """Number of draws at the request's temperature, without its filters, for every prompt position after the first."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Tokens of a sequence that is being sampled, after those that were told before. Its result has them all again."""
+    """New tokens of a running sequence. Its result contains them again."""
 
     request_id: str
     number: int
-    """Number of the sequence among the request's samples."""
+    """Index of the sequence among the request's samples."""
     tokens: np.ndarray
     """int32 `[n]`."""
     logprobs: np.ndarray
@@ -211,5 +218,5 @@ class Completion:
     request_id: str
     result: Result
     device_s: float = 0.0
-    """Seconds of the dispatches that computed it, each shared with what was computed beside it: by tokens in training,
-    equally in sampling. 0.0 where nobody knows, as of samples that external engines draw."""
+    """Seconds of its dispatches, each divided among the requests in it: by tokens in training, equally in sampling. 0.0
+    if unknown, as for samples of external engines."""

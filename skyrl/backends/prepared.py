@@ -1,6 +1,6 @@
-"""Prepared batches (columns with one entry per sequence) as operations, checked request by request.
+"""Conversion of prepared batches (columns with one entry per sequence) to operations, checked request by request.
 
-A request that cannot be served becomes a `Rejected` operation, so it fails alone.
+A request that cannot be served becomes a `Rejected` operation, so only this request fails.
 """
 
 import secrets
@@ -16,17 +16,17 @@ from skyrl.utils.files.tar_folder import without_suffix
 
 
 def version_of(model_id: str, checkpoint_id: str) -> str:
-    """Version id of a checkpoint that was saved through the synchronous methods."""
+    """Version id of a checkpoint that was saved by the synchronous methods."""
     return f"{model_id}/{checkpoint_id}"
 
 
 def checkpoint_id_of(path: str) -> str:
-    """Checkpoint id of a sampler checkpoint at this path: its last part, without the suffix of a tar."""
+    """Checkpoint id of a sampler checkpoint at this path: its last part, without the suffix of a tar file."""
     return without_suffix(path.rstrip("/").rsplit("/", 1)[-1])
 
 
 def passes_of(batch: PreparedModelPassBatch, forward_only: bool, info: BackendInfo) -> list[Operation]:
-    """One operation per request of the batch."""
+    """Create one operation per request of the batch."""
     operations: list[Operation] = []
     for request_id, model_id, start, end in batch.request_batch_slices:
         rows = range(start, end)
@@ -65,7 +65,7 @@ def passes_of(batch: PreparedModelPassBatch, forward_only: bool, info: BackendIn
 
 
 def samples_of(batch: PreparedSampleBatch, info: BackendInfo) -> list[Operation]:
-    """One operation per request of the batch; its rows are samples 0, 1, ... of the first row's seed."""
+    """Create one operation per request of the batch; its rows are samples 0, 1, ... of the first row's seed."""
     operations: list[Operation] = []
     for request_id, model_id, start, end, needs_prompt_logprobs in batch.request_batch_slices:
         rows = range(start, end)
@@ -107,7 +107,7 @@ def _check_same(what: str, request_id: str, values: list) -> None:
 
 
 def _datum(batch: PreparedModelPassBatch, row: int) -> Datum:
-    """One row of the columns; empty columns are inputs that the loss does not have."""
+    """Datum of one row of the columns. Empty columns are inputs that the loss does not have."""
     floats = {
         "weights": batch.all_token_weights[row],
         "logprobs": batch.all_sampling_logprobs[row],

@@ -1,4 +1,4 @@
-"""Backends by name, for the server and the trainers alike. Nothing outside a backend's folder names its class."""
+"""Backends by name, for the server and the trainers. No code outside a backend's folder names its class."""
 
 import inspect
 import pkgutil
@@ -12,25 +12,25 @@ from skyrl.utils.accelerators import torch_sees_gpu
 from skyrl.utils.registry import Registry
 
 BACKENDS: Registry[str] = Registry("backend")
-"""module:attribute of each backend class, imported only when it is asked for."""
+"""module:attribute of each backend class, imported on demand."""
 BACKENDS.register("jax")("skyrl.backends.jax:JaxBackend")
 for _name in ("skyrl_train", "fsdp2", "fsdp"):
     BACKENDS.register(_name)("skyrl.backends.skyrl_train_backend:SkyRLTrainBackend")
 
 EXTRAS = {"torch": "skyrl[train]", "ray": "skyrl[train]"}
-"""Extras that install a package which a backend needs."""
+"""Extras of this package that install a package needed by a backend."""
 
 
 def default_backend() -> str:
-    """Name of the backend of who names none: torch's where torch sees a GPU, else JAX's."""
+    """Name of the default backend: torch's if torch finds a GPU, else JAX's."""
     return "skyrl_train" if torch_sees_gpu() else "jax"
 
 
 def find_backend(name: str) -> Callable[..., AbstractBackend]:
-    """Import a backend class, a registered one or module:attribute; it is called with (base_model, config, progress).
+    """Import a backend class by registered name or module:attribute. It is called with (base_model, config, progress).
 
     Raises:
-        RequestError: There is none, or it cannot be imported.
+        RequestError: There is no such class, or it cannot be imported.
     """
     try:
         return pkgutil.resolve_name(name if ":" in name else BACKENDS[name])
@@ -50,5 +50,5 @@ def find_backend(name: str) -> Callable[..., AbstractBackend]:
 
 
 def options_of(backend: Callable[..., AbstractBackend]) -> type[BaseModel]:
-    """The class of a backend's configuration: what its `config` is annotated with."""
+    """Configuration class of a backend: the annotation of its `config` parameter."""
     return inspect.signature(backend, eval_str=True).parameters["config"].annotation

@@ -1,6 +1,7 @@
-"""Statistics of a backend about its work since its start, which a server shows to its operator (`/metrics`).
+"""Statistics of a backend since its start, which a server shows to its operator (`/metrics`).
 
-To add one, name it here, and count it in `statistics` of whatever knows it. A backend of one's own may tell others too.
+To add one, name it here, and count it in the `statistics` property of the class that counts it. A custom backend may
+report others.
 """
 
 from typing import Literal, NamedTuple
@@ -10,10 +11,10 @@ Statistics = dict[str, int]
 
 
 class Described(NamedTuple):
-    """Meaning of a statistic."""
+    """Description of a statistic."""
 
     kind: Literal["counter", "gauge"]
-    """A counter only grows while the process lives."""
+    """Kind of the statistic; a counter only grows while the process lives."""
     help: str
 
 

@@ -1,6 +1,6 @@
-"""The API process, as its launcher starts it: reads the options, then serves.
+"""Entry point of the API process: parses the options, then serves.
 
-Nothing that takes time is imported before the options are known to be good.
+Slow imports happen only after the options were found to be valid.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Errors between a request and its operation. Each is answered with a status of its own."""
+"""Errors before a request reaches its operation. Each has its own HTTP status."""
 
 
 class BadKey(Exception):
-    """Not a key of this server. `is_token`: it is a token, which the client should make anew with its key."""
+    """Unknown key. `is_token`: an invalid or expired token, which the client has to renew with its key."""
 
     def __init__(self, message: str, is_token: bool = False):
         super().__init__(message)
@@ -10,15 +10,15 @@ class BadKey(Exception):
 
 
 class MalformedBody(Exception):
-    """The request body cannot be parsed. The message says what is wrong with it."""
+    """The request body cannot be parsed. The message has the reason."""
 
 
 class BodyTooLarge(MalformedBody):
-    """A body is larger than is read. The message says what the limit is.
+    """A body exceeds the limit that the message states.
 
     Args:
-        message: For its sender.
-        beginning: Last piece of its beginning that was read, if that may be of use.
+        message: Message to the client.
+        beginning: Last part of the beginning of the body that was read, if it may be useful.
     """
 
     def __init__(self, message: str, beginning: bytes | None = None):
@@ -27,8 +27,8 @@ class BodyTooLarge(MalformedBody):
 
 
 class EngineStarting(Exception):
-    """The engine has never been ready, so nothing is known of its model yet."""
+    """No engine has been ready yet, so the base model is not known."""
 
 
 class DatabaseFull(Exception):
-    """The database's disk is full (or fails). Nothing of the job has been stored; it may be tried again."""
+    """The database's disk is full or fails. Nothing of the job was stored; it may be retried."""

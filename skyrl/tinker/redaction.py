@@ -1,4 +1,4 @@
-"""Keeps paths of the server's disks out of what its clients read. The log has them in full."""
+"""Removal of the server's paths from messages to clients. The log has the full paths."""
 
 import logging
 import os
@@ -15,16 +15,16 @@ from skyrl.tinker.config import EngineConfig
 log = logging.getLogger(__name__)
 
 HIDDEN = "(its folder)"
-"""Text in place of a folder by itself."""
+"""Replacement for a folder by itself."""
 
 
 class Redaction:
     """Removes the server's folders from messages: `/data/checkpoints/MODEL/weights/a` becomes `MODEL/weights/a`.
 
-    The base model's path stays, as it is the name by which clients ask for the model.
+    The base model's path stays, because clients request the model by this name.
 
     Args:
-        config: Names the folders: of checkpoints, of the database, and those among the backend's options.
+        config: Options with the folders: of checkpoints, of the database, and those in the backend's options.
     """
 
     def __init__(self, config: EngineConfig):
@@ -34,7 +34,7 @@ class Redaction:
         self._folder = re.compile(f"({'|'.join(map(re.escape, longest_first))})(/|(?![\\w.-]))")
 
     def __call__(self, message: str) -> str:
-        """The message as clients may read it."""
+        """Return the message for clients."""
         redacted = self._folder.sub(lambda found: "" if found[2] else HIDDEN, message)
         if redacted != message:
             log.warning("error sent to a client with its paths removed: %s", message)
@@ -56,5 +56,5 @@ def _folders(config: EngineConfig) -> Iterable[Path]:
 
 
 def _spellings(path: Path) -> set[str]:
-    """The path as it was given, and with its links followed; not the root, which everything begins with."""
+    """The path as given, and with links resolved; never the root, which is a prefix of every path."""
     return {str(path.absolute()), str(path.resolve())} - {"/"}

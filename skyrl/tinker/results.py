@@ -1,4 +1,4 @@
-"""Outcomes of requests: an encoded answer, a failure, or neither."""
+"""Outcomes of requests: an encoded answer, a failure, or lost."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why there is no result, and whose fault it is."""
+    """An error message, and whether the client or the server is at fault."""
 
     error: str
     category: ErrorCategory
@@ -30,7 +30,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Lost:
-    """The request is gone without a result; the client submits it again."""
+    """The request has no result; the client submits it again."""
 
 
 Outcome = Answer | Failure | Lost

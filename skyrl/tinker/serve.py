@@ -1,7 +1,7 @@
-"""The life of an API process: it listens, starts the server's parts, announces them, and stops them in order.
+"""Main program of an API process: listens, starts the server's parts, announces the address, and stops in order.
 
-It supervises the engine process and is the only one that opens the database. It imports neither jax nor torch, so it is
-up in a moment and answers while the engine loads and computes.
+The process supervises the engine process, and it is the only process that opens the database. It imports neither jax
+nor torch, so it starts quickly and responds while the engine loads and computes.
 """
 
 import asyncio
@@ -35,26 +35,26 @@ from skyrl.utils.log import setup_logging
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
-"""Seconds that an idle connection stays open; longer than clients keep theirs, so that they close first."""
+"""Seconds until an idle connection is closed; longer than in clients, so that clients close first."""
 MAX_FILES = 65536
-"""Open files, so connections, that the process asks the system for."""
+"""Limit of open files, and so of connections, to request from the system."""
 COLLECTIONS = (10_000, 20, 50)
-"""Thresholds of the garbage collector: waiting requests are many objects, and none of them is garbage."""
+"""Thresholds of the garbage collector. Waiting requests are many objects, none of them garbage."""
 SWITCH_S = 0.0005
-"""Seconds that a thread which decodes a body may keep the event loop waiting for the interpreter. Python's own choice,
-ten times as much, is paid several times by each answer."""
+"""Switch interval of the interpreter in seconds: the longest wait of the event loop for a decoding thread. Each answer
+would pay Python's default, ten times as much, several times."""
 SHOWN_KEYS = 8
-"""Keys whose names are printed at the start; of more only their number."""
+"""Maximum number of keys whose names are printed at the start; of more keys, only the number is printed."""
 OPEN_REQUESTS = 0.25
-"""Part of `shutdown_timeout_sec` that open requests get to finish; the rest is the engine's."""
+"""Fraction of `shutdown_timeout_sec` for open requests to finish; the rest is for the engine."""
 LAST_S = 1.0
-"""Seconds after `shutdown_timeout_sec` that storing what has come, and closing, may take."""
+"""Seconds after `shutdown_timeout_sec` for storing results and closing."""
 
 
 def run(config: EngineConfig, link: LauncherLink, listener: socket.socket, engine: EngineProcess | None) -> int:
-    """Serve on `listener` until told to stop, with `engine` as the first engine's process, if there is one already.
+    """Serve on `listener` until told to stop. `engine` is the process of the first engine, if it was started already.
 
-    Returns the process's exit status; start-up failures are told in one line.
+    Returns the process's exit status. Failures to start are printed in one line.
     """
     setup_logging(config.log_level, style=config.log_format)
     sys.setswitchinterval(SWITCH_S)
@@ -110,7 +110,10 @@ async def _serve(
 
 
 async def _live(server: TinkerServer, door: Doorstep, http: "_HttpServer", url: str, link: LauncherLink) -> None:
-    """Start the server's parts behind the door, then announce them. Returns when there will never be an engine."""
+    """Start the server's parts while `Doorstep` answers, then announce the address.
+
+    Returns if no engine can be started.
+    """
     try:
         await server.start(again=link.again)
     finally:
@@ -124,12 +127,12 @@ async def _live(server: TinkerServer, door: Doorstep, http: "_HttpServer", url: 
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn that ends when it is told to, and lets long polls go at once."""
+    """uvicorn server that stops on command and then ends long polls immediately."""
 
     def __init__(self, config: uvicorn.Config, server: TinkerServer, door: Doorstep, leave: Callable[[], None]):
         super().__init__(config)
         self.told = False
-        """True once it was told to end."""
+        """True after the command to stop."""
         self._server = server
         self._door = door
         self._leave = leave
@@ -143,7 +146,7 @@ class _HttpServer(uvicorn.Server):
         self.should_exit = True
 
     def end(self, at_once: bool = False) -> None:
-        """Stop; `at_once` waits neither for open requests nor for the engine, whose work is in the log."""
+        """Stop. `at_once` waits neither for open requests nor for the engine, whose work is in the log."""
         if not self.should_exit:
             log.info("stopping")
             self._leave()
@@ -154,9 +157,9 @@ class _HttpServer(uvicorn.Server):
 
 
 def _leave(after_s: float, link: LauncherLink) -> None:
-    """End the process after so long, whatever it waits for then, such as a database that hangs.
+    """Exit after this time even if something blocks, such as a database that hangs.
 
-    What is not stored is done again at the next start.
+    Work that is not stored is repeated at the next start.
     """
 
     def end() -> None:
@@ -170,7 +173,7 @@ def _leave(after_s: float, link: LauncherLink) -> None:
 
 
 async def _announce(server: TinkerServer, url: str, http: _HttpServer, link: LauncherLink) -> None:
-    """Say where the server is once it is ready; end it if it never will be."""
+    """Print the address when the server is ready; stop the server if it never will be."""
     log.info("listening on %s; loading the base model", url)
     ready = asyncio.create_task(server.service.became_ready.wait())
     failed = asyncio.create_task(server.failed.wait())
@@ -208,7 +211,7 @@ def _in_short(names: list[str]) -> str:
 
 
 def _allow_many_connections() -> None:
-    """Every waiting sample of a client holds a connection, and many systems allow a process 1024 files at first."""
+    """Raise the limit of open files: each waiting sample holds a connection, and the usual limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
         with contextlib.suppress(ValueError, OSError):  # systems that allow less than they say

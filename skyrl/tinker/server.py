@@ -1,4 +1,4 @@
-"""Ties the parts of the API process together: database, queue, engine; starts and stops them in order."""
+"""Assembly of the API process: database, queue and engine, started and stopped in order."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class TinkerServer:
-    """The state behind the routes. `service` and `queue` exist from `start` on."""
+    """State behind the routes. `service` and `queue` exist from `start` on."""
 
     service: Service
     queue: RequestQueue
@@ -38,26 +38,27 @@ class TinkerServer:
     def __init__(self, config: EngineConfig, make_engine: EngineFactory):
         self.config = config
         self.failure: str | None = None
-        """Reason why there will never be an engine, once that is known."""
+        """Reason why no engine can be started, if that is known."""
         self.again = False
-        """True if another process may do better (see `failure`)."""
+        """True if another process may succeed (see `failure`)."""
         self.failed = asyncio.Event()
         self._make_engine = make_engine
         self.started = False
         """True if there is something to stop."""
         self._stopping = threading.Event()
         self._patient: RetryingWriter | None = None
-        """Asks the database for what the start needs."""
+        """Retrying reader of the database for the start."""
 
     async def start(self, again: bool = False) -> None:
-        """Open the database, take over what an earlier server left, start the engine. Does not wait for the model.
+        """Open the database, load pending requests of an earlier server, start the engine. Does not wait for the model.
 
         Args:
-            again: All of it was there before, so what is wrong with it is told and waited for.
+            again: True if a server with these options was ready before. Failures then count as temporary and are
+                retried.
 
         Raises:
-            RequestError: The database cannot be opened, the folder of checkpoints cannot be written, or the two do not
-                belong together.
+            RequestError: The database cannot be opened, the folder of checkpoints cannot be written, or the two do
+                not belong together.
         """
         database = await self._open(again)
         loop = asyncio.get_running_loop()
@@ -97,7 +98,7 @@ class TinkerServer:
         self._parking = asyncio.create_task(self._park_idle_models())
 
     async def _open(self, again: bool) -> Database:
-        """Hold the folder and open the database that belongs to it."""
+        """Lock the folder, and open the database that belongs to it."""
         failures = 0
         while True:
             try:
@@ -124,7 +125,7 @@ class TinkerServer:
         return database
 
     def release_waiters(self, at_once: bool) -> None:
-        """Let every poll return, as the server is to stop; `at_once`: without what the engine would still finish."""
+        """Make every poll return, because the server stops; `at_once`: without further results."""
         self._stopping.set()
         if self._patient is not None:
             self._patient.stop()
@@ -139,7 +140,7 @@ class TinkerServer:
         self.queue.futures.close()
 
     async def stop(self) -> None:
-        """Let polls go, let the engine put down what it has, store what it still reports, close the database."""
+        """Release polls, stop the engine after its last snapshots, store its last results, close the database."""
         self._lease.ending()
         self._wake_polls()
         self._cleanup.cancel()
@@ -174,7 +175,7 @@ class TinkerServer:
             log.warning("the time that sessions were last heard of cannot be stored: %s", error)
 
     def _superseded(self, message: str) -> None:
-        """Another server has our database: what the engine does from now on is lost."""
+        """Handle that another server has taken over the database: further work of the engine is lost."""
         if self.started:
             self.service.engine.kill()
         self._on_failure(message)

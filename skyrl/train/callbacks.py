@@ -1,4 +1,4 @@
-"""Callbacks of a run: classes of one's own that are told of its steps, named `module:Class` in `trainer.callbacks`.
+"""Callbacks of a run: custom classes that receive its events, named as `module:Class` in `trainer.callbacks`.
 
 class StopWhenSolved(Callback):
     def on_step_end(self, run, metrics):
@@ -19,7 +19,7 @@ class RunView(Protocol):
 
     @property
     def global_step(self) -> int:
-        """Steps taken."""
+        """Number of completed steps."""
         ...
 
     @property
@@ -29,36 +29,39 @@ class RunView(Protocol):
 
 
 class Callback:
-    """Base class; methods that are not overridden do nothing. What one raises ends the run.
+    """Base class of callbacks. Its methods do nothing; an exception in a method ends the run.
 
     Events have the names of transformers' `TrainerCallback`
-    (https://huggingface.co/docs/transformers/main_classes/callback). A class is called without arguments.
+    (https://huggingface.co/docs/transformers/main_classes/callback). The class is instantiated without arguments.
     """
 
     def on_train_begin(self, run: RunView) -> None:
         """Called before the first step and the evaluation before it."""
 
     def on_step_end(self, run: RunView, metrics: dict[str, float]) -> bool | None:
-        """Called after each step with its metrics. True makes it the last one."""
+        """Called after each step with its metrics. Return True to make it the last step."""
 
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> None:
         """Called after each evaluation with its metrics."""
 
     def on_save(self, run: RunView, path: Path | str) -> None:
-        """Called with the folder of each checkpoint, or its URL in a bucket, once it is written.
+        """Called with the folder of each checkpoint, or its URL in a bucket, when it is written.
 
-        Where they are written beside the steps (async_checkpoints), that may be steps later, and `run` is further on.
+        With `async_checkpoints`, this may be some steps later, and `run` is further on.
         """
 
     def on_train_end(self, run: RunView) -> None:
-        """Called at the end, also where the run is interrupted or fails."""
+        """Called at the end, also if the run is interrupted or fails."""
 
 
 CALLBACKS: Registry[type[Callback]] = Registry("callback")
 
 
 def load_callbacks(names: Sequence[str], field: str) -> list[Callback]:
-    """An instance of each class that a configuration names in `field`. Raises ConfigError where there is none."""
+    """Create an instance of each class that the configuration names in `field`.
+
+    Raises ConfigError for unknown classes.
+    """
     return [_load(name, field) for name in names]
 
 

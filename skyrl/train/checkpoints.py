@@ -1,15 +1,15 @@
-"""Checkpoints of a training run: folders that are either wholly there or not there at all.
+"""Checkpoints of a training run: folders that are either complete or absent.
 
-    {ckpt_path}/latest_ckpt_global_step.txt               the newest checkpoint's step, written last
-    {ckpt_path}/best_ckpt_global_step.txt                 the best one's, where they are compared
+    {ckpt_path}/latest_ckpt_global_step.txt               step of the newest checkpoint, written last
+    {ckpt_path}/best_ckpt_global_step.txt                 step of the best checkpoint, if evaluations are compared
     {ckpt_path}/global_step_N/policy/, critic/, ...       models, as the backend writes them
-    {ckpt_path}/global_step_N/trainer_state.json          what else a run is made of, and hashes of the models
-    {ckpt_path}/global_step_N/rollouts.jsonl              what was sampled and not trained on, if there is any
-    {ckpt_path}/global_step_N/manifest.json               hashes of the two
+    {ckpt_path}/global_step_N/trainer_state.json          all other state, and hashes of the models
+    {ckpt_path}/global_step_N/rollouts.jsonl              samples that were not trained on yet, if there are any
+    {ckpt_path}/global_step_N/manifest.json               hashes of the two files above
 
-A checkpoint is written under a temporary name and renamed once all of it is on disk; in a bucket it is there with its
-manifest, which is sent last. A run finds its own by the id that they hold: others' in the same folder are never
-removed, nor taken for the newest. One process at a time uses a folder.
+A checkpoint is written under a temporary name and renamed when all files are on disk. In a bucket, it exists when its
+manifest does, which is uploaded last. Checkpoints contain the id of their run: a run never removes checkpoints of other
+runs in the same folder, and never resumes from them. One process at a time uses a folder.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _NAME = re.compile(r"global_step_(0|[1-9]\d*)")
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that is whole and of this model and algorithm."""
+    """A complete checkpoint of this model and algorithm."""
 
     step: int
     path: Path
@@ -51,19 +51,19 @@ class Checkpoint(NamedTuple):
     state: dict[str, Any]
     rollouts: list[dict[str, Any]]
     settings: dict[str, Any]
-    """Configuration of that run; empty where an older version wrote it."""
+    """Configuration of that run; empty for checkpoints of older versions."""
     best: dict[str, Any] | None = None
-    """The best evaluation of that run until then, where they are compared."""
+    """Best evaluation of that run so far, if evaluations are compared."""
     source: Place | None = None
-    """The bucket that it was fetched from, if it was."""
+    """Bucket that the checkpoint was downloaded from, if any."""
 
     @property
     def title(self) -> str:
-        """Path or URL that it was found at."""
+        """Path or URL of the checkpoint."""
         return str(self.path) if self.source is None else f"{self.source}/{self.path.name}"
 
     def model_path(self, model: str) -> str:
-        """Folder of a model, such as policy. Raises StorageError if the checkpoint has none of that name."""
+        """Folder of a model, such as policy. Raises StorageError if the checkpoint has no such model."""
         path = self.path / model
         if not path.is_dir():
             raise StorageError(f"{self.path} holds no {model}; use a checkpoint of a run that had one")
@@ -74,15 +74,15 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        ckpt_path: Their folder, which `resume` takes for this run.
-        identity: What this run trains, by `run_identity.identity_of`.
-        max_to_keep: Newest checkpoints of this run that are kept. -1: all.
-        ranking: How evaluations are compared; the checkpoint of the best is kept besides. None: they are not.
+        ckpt_path: Folder of the checkpoints, which `resume` locks for this run.
+        identity: Identity of the run, from `run_identity.identity_of`.
+        max_to_keep: Number of newest checkpoints of this run to keep. -1: all.
+        ranking: Comparison of evaluations; the checkpoint of the best is kept in addition. None: no comparison.
         fields: Names of the run's settings, in messages.
-        settings: The whole configuration, as dictionaries: a run that goes on with another one says what has changed.
+        settings: The whole configuration, as dictionaries. A resumed run logs the changed settings.
 
     Raises:
-        ConfigError: The folder is in no bucket that is served, such as ftp://.
+        ConfigError: The URL scheme is not supported, such as ftp://.
     """
 
     def __init__(
@@ -101,30 +101,30 @@ class CheckpointStore:
         except RequestError as error:
             raise ConfigError(f"{self._fields.ckpt_path}: {error}") from None
         self.folder = self.place.folder
-        """Folder on disk, which what goes into a bucket is in until it is sent."""
+        """Folder on disk. Checkpoints for a bucket are written here first."""
         self._identity = dict(identity)
         self._max_to_keep = max_to_keep
         self._ranking = ranking
         self.best: Best | None = None
-        """The best evaluation, of which there is a checkpoint, or will be with the next that is written."""
+        """Best evaluation, whose checkpoint exists or will be written next."""
         self._settings = json.loads(json.dumps(dict(settings or {}), default=plain))
         self.run_id = uuid4().hex
-        """Id of this run; that of the run before it when it goes on from a checkpoint in its own folder."""
+        """Id of this run. A run that resumes from its own folder keeps its id."""
 
     def resume(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
-        """The checkpoint to go on from; None to begin anew. From here on the folder is this process's until that ends.
+        """Lock the folder for this process and return the checkpoint to resume from; None: start anew.
 
-        It is made if it is not there, and what a killed run left half done in it is tidied up. Checkpoints that
-        are newer, or of another run, are logged; they stay.
+        Creates the folder if necessary, and removes incomplete files of a killed run. Logs checkpoints that are newer
+        or of another run; they stay.
 
         Args:
-            mode: `trainer.resume_mode`. latest looks into the run's own folder only.
+            mode: `trainer.resume_mode`. latest searches only the run's own folder.
             path: `trainer.resume_path`.
 
         Raises:
             StorageError: The checkpoint is missing or damaged.
-            ConfigError: It is no checkpoint, or one of another model or algorithm. Or another run is using the folder,
-                in which nothing has been touched.
+            ConfigError: It is not a checkpoint, or it is of another model or algorithm. Or another run uses the
+                folder, which is unchanged then.
         """
         self._claim()
         self.place.tidy()
@@ -139,9 +139,9 @@ class CheckpointStore:
         return found
 
     def find(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
-        """The checkpoint that `resume` goes on from, read only: another process may be using the folder.
+        """Return the checkpoint that `resume` would return, without a lock: another process may use the folder.
 
-        Raises as `resume` does.
+        Raises as `resume`.
         """
         if mode == "from_path":
             assert path is not None, "the configuration is resolved"
@@ -150,17 +150,17 @@ class CheckpointStore:
         return None if step is None else self._load(f"{self.place}/{_name(step)}")
 
     def initial(self, path: str, field: str) -> Checkpoint:
-        """The checkpoint whose weights a new run begins with, of RL or SFT, whatever else its run was.
+        """Return the checkpoint with the initial weights of a new run, from any RL or SFT run.
 
-        Raises StorageError and ConfigError as `resume` does. `field` names it in messages.
+        `field` is the name of the setting in messages. Raises StorageError and ConfigError as `resume`.
         """
         return self._load(path, weights_of=field)
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Compare the evaluation after a step with those before it.
+        """Compare the evaluation after a step with earlier ones. Returns True if it is the best.
 
-        True if it is the best: its checkpoint is to be written next. There is none of step 0, whose metrics are only
-        looked at. Raises ConfigError as `Ranking.better`.
+        The caller then writes its checkpoint. Step 0 is not compared; only the existence of the metric is checked.
+        Raises ConfigError as `Ranking.better`.
         """
         better = None if self._ranking is None else self._ranking.better(self.best, step, metrics)
         if step == 0:
@@ -170,18 +170,18 @@ class CheckpointStore:
 
     @contextmanager
     def saving(self, step: int, state: Mapping[str, Any], rollouts: Sequence[Mapping[str, Any]] = ()) -> Iterator[Path]:
-        """Write the checkpoint of a step. Afterwards it is the newest, and those that are too many are gone.
+        """Context that writes the checkpoint of a step, and then removes checkpoints above the limit.
 
-        Yields the folder into which the models are to be written, each into a folder named after it.
+        Yields the folder for the models, each in a subfolder with its name.
 
         Args:
-            step: Global steps that are done.
-            state: What else is to be restored, as values that JSON has. It is copied at once.
-            rollouts: What was sampled and not trained on, an object each.
+            step: Number of completed global steps.
+            state: Other state to restore, as JSON values. It is copied at once.
+            rollouts: Samples that were not trained on yet, one object each.
 
         Raises:
-            StorageError: The disk refuses a write, or a model is not whole. The checkpoint before is still there.
-            ConfigError: Another run is using the folder.
+            StorageError: A write failed, or a model is incomplete. The previous checkpoint is intact.
+            ConfigError: Another run uses the folder.
         """
         self._claim()
         lines = [json.dumps(dict(one), default=plain).encode() + b"\n" for one in rollouts]
@@ -215,15 +215,15 @@ class CheckpointStore:
         self._remove_old(step, None if best is None else best.step)
 
     def folder_of(self, step: int) -> Path:
-        """Folder of the checkpoint of a step, whether there is one or not."""
+        """Folder of the checkpoint of a step, whether or not it exists."""
         return self.folder / _name(step)
 
     def title_of(self, step: int) -> Where:
-        """The same where it ends up."""
+        """Final path or URL of the checkpoint of a step."""
         return self.folder_of(step) if self.place.is_disk else f"{self.place}/{_name(step)}"
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints in the folder, whoever wrote them, in order."""
+        """Steps of all checkpoints in the folder, of any run, in order."""
         return sorted(int(match[1]) for name in self.place.names() if (match := _NAME.fullmatch(name)))
 
     def _claim(self) -> None:
@@ -234,7 +234,7 @@ class CheckpointStore:
             )
 
     def marked_step(self) -> int | None:
-        """Step of the newest checkpoint; None if there is none. Raises StorageError if that cannot be read."""
+        """Step of the newest checkpoint; None if there is none. Raises StorageError if it cannot be read."""
         marker = f"{self.place}/{MARKER}"
         try:
             content = self.place.read(MARKER)
@@ -248,7 +248,7 @@ class CheckpointStore:
         return int(text)
 
     def _load(self, where: str, weights_of: str | None = None) -> Checkpoint:
-        """The checkpoint at a path or URL. Raises as `resume` does."""
+        """Load the checkpoint at a path or URL. Raises as `resume`."""
         if not is_url(where):
             return self._read(Path(where).expanduser(), weights_of)
         parent, _, name = where.rstrip("/").rpartition("/")
@@ -299,7 +299,7 @@ class CheckpointStore:
         )
 
     def _report(self, resumed: int) -> None:
-        """Say what is in the folder and not gone on from."""
+        """Log the checkpoints in the folder that the run does not resume from."""
         left = [step for step in self.steps() if step > resumed or self._run_of(_name(step)) != self.run_id]
         if left:
             logger.warning(
@@ -312,21 +312,21 @@ class CheckpointStore:
             )
 
     def _set_aside(self, name: str) -> None:
-        """Give a folder of another run another name, before this run's takes its place."""
+        """Rename a folder of another run that has the name of a new checkpoint."""
         if self.place.has(name) and (owner := self._run_of(name)) != self.run_id:
             aside = f"{name}.of-{(owner or 'unknown')[:8]}-{uuid4().hex[:4]}"
             self.place.move(name, aside)
             logger.warning("moved %s/%s of another run to %s/%s", self.place, name, self.place, aside)
 
     def _run_of(self, name: str) -> str | None:
-        """Id of the run that wrote a checkpoint; None if that cannot be told."""
+        """Id of the run that wrote a checkpoint; None if unknown."""
         try:
             return json.loads(self.place.read(f"{name}/{STATE}") or b"")["run_id"]
         except (OSError, StorageError, ValueError, KeyError, TypeError):
             return None
 
     def _remove_old(self, step: int, best: int | None) -> None:
-        """Remove the oldest of this run's checkpoints up to `step`, the newest, beyond those that are kept."""
+        """Remove the oldest checkpoints of this run above the limit, up to `step`, the newest."""
         for name in self.place.leftovers():
             if (match := _NAME.fullmatch(name)) and int(match[1]) <= step:
                 self._remove(name)
@@ -347,12 +347,12 @@ class CheckpointStore:
 def begin_writing(
     saving: AbstractContextManager[Path], begin: Callable[[Path], Sequence[Awaitable[object]]], folder: Where
 ) -> "asyncio.Task[Where]":
-    """Begin to write a checkpoint, of models as they are now. Returns what ends with its folder.
+    """Start to write a checkpoint with the current models. Returns an awaitable of its folder.
 
     Args:
-        saving: `CheckpointStore.saving` of it.
-        begin: Begins to save each model in a folder below the one it is given.
-        folder: Where it will be. What goes to a URL takes long, and is sent in a thread.
+        saving: `CheckpointStore.saving` of the checkpoint.
+        begin: Starts to save each model in a subfolder of the given folder.
+        folder: Final path of the checkpoint. An upload to a URL runs in a thread, because it takes long.
     """
     with ExitStack() as stack:
         writes = begin(stack.enter_context(saving))
@@ -382,12 +382,12 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _leave(opened: ExitStack, failed: BaseException | None) -> None:
-    """End a block, by an error if there is one."""
+    """Exit a context, with an exception if there is one."""
     with opened:
         if failed is not None:
             raise failed
 
 
 def _name(step: int) -> str:
-    """Folder of the checkpoint of a step."""
+    """Folder name of the checkpoint of a step."""
     return f"global_step_{step}"

@@ -1,4 +1,4 @@
-"""`skyrl train rl`, `sft`, `dpo` and `check-generator`: a configuration from a file and overrides, then the run."""
+"""`skyrl train rl`, `sft`, `dpo` and `check-generator`: parse a configuration from a file and overrides, then run."""
 
 import asyncio
 import logging
@@ -30,17 +30,17 @@ log = logging.getLogger(__name__)
 C = TypeVar("C", SkyRLTrainConfig, SFTConfig, DPOConfig)
 
 PROCESS = "train"
-"""Name in the log."""
+"""Name of the process in the log."""
 
 REPORTED = (ConfigError, RequestError, RolloutError, StorageError)
-"""Errors that end a run with their message alone; everything else keeps its traceback."""
+"""Errors that end a run with only their message; all others keep their traceback."""
 
 
 class FieldParser(ArgumentParser):
-    """Parser that takes `key.path=value`, and says so where a field is given as an option (`--resume PATH`).
+    """Parser of `key.path=value` arguments, with a hint if a field is given as an option (`--resume PATH`).
 
     Args:
-        fields_of: Configuration whose fields can be set.
+        fields_of: Configuration with the fields.
     """
 
     def __init__(self, fields_of: type[SkyRLTrainConfig | SFTConfig], **kwargs: Any):
@@ -48,7 +48,7 @@ class FieldParser(ArgumentParser):
         self._fields = list(field_paths(fields_of))
 
     def suggestion(self, unknown: Sequence[str]) -> str:
-        """Field that the first unknown option stands for, or the options that are most like the unknown ones."""
+        """Field that the first unknown option stands for, or the options that are similar to the unknown ones."""
         for option in unknown:
             name = option.partition("=")[0].lstrip("-")
             same = [field for field in self._fields if name.replace("-", "_") in (field, field.rpartition(".")[2])]
@@ -93,16 +93,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], None], argv: Sequence[str]) -> int:
-    """A command line of overrides, for a class of configurations and what trains as one says.
+    """Run a command line of overrides for one configuration class. Returns the exit status.
+
+    Errors that the user can fix are printed as one message.
 
     Args:
         prog: Name of the program, in messages.
-        description: What it does, for `--help`.
+        description: Description for `--help`.
         cls: Class of the configuration.
-        train: Gets it, resolved.
+        train: Called with the resolved configuration.
         argv: Arguments.
-
-    Returns the exit status. What a user can mend is one message.
     """
     what = (description or "").strip()
     parser = FieldParser(
@@ -140,7 +140,7 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
 
 
 def _print_fields(prog: str, made: Callable[[], SkyRLTrainConfig | SFTConfig]) -> int:
-    """Print every field with the value that a run would use, and whether its strategy refuses others."""
+    """Print every field with its effective value, and whether its strategy rejects other values."""
     try:
         config = made()
         used = config.derived()
@@ -155,7 +155,7 @@ def _print_fields(prog: str, made: Callable[[], SkyRLTrainConfig | SFTConfig]) -
 
 
 def _warned(message: Warning | str, category: type[Warning], *where: object) -> None:
-    """A caution in one line. Where in this program it was given says nothing to who runs it."""
+    """Format a warning in one line, without its place in the code, which does not help the user."""
     log.warning("%s", message) if issubclass(category, UserWarning) else log.warning(
         "%s: %s", category.__name__, message
     )

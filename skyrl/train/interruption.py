@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a request to end a run once its state is saved; a second one ends the process at once."""
+"""Handling of SIGINT and SIGTERM: the first ends a run after its state is saved, the second ends it at once."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class Interrupted(Exception):
-    """A run has ended as a signal asked for; the message says what is saved."""
+    """A run has ended because of a signal; the message says what was saved."""
 
     def __init__(self, number: signal.Signals, message: str):
         super().__init__(message)
@@ -26,16 +26,16 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Request to end a run. Used in the event loop of the main thread; in another one signals are not its own."""
+    """Request to end a run. Signals are handled only in the event loop of the main thread."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        """Signal that asked; None: nobody has."""
+        """Signal of the request; None: no request."""
         self._asked = asyncio.Event()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals of this process."""
+        """Context that handles the signals of this process."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -61,7 +61,7 @@ class Interruption:
         self._asked.set()
 
     async def either(self, task: "asyncio.Task[Any]") -> None:
-        """Wait until a task has ended or somebody asks."""
+        """Wait until a task has ended or a signal arrives."""
         asked = asyncio.ensure_future(self._asked.wait())
         try:
             await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -72,7 +72,7 @@ class Interruption:
             asked.cancel()
 
     async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Result of work that is dropped when somebody asks: then None."""
+        """Return the result of work, or None if a signal arrives, which cancels the work."""
         task = asyncio.ensure_future(work)
         await self.either(task)
         return await task if task.done() else await drop(task)

@@ -1,7 +1,7 @@
-"""Learning rates over a run, by the names and with the values of transformers' `get_scheduler`.
+"""Learning rate schedules with the names and values of transformers' `get_scheduler`.
 
-A schedule is a pure function of the number of optimizer steps taken before, so that a resumed run needs no state of
-it. To add one, add a function that says what follows the warm-up to `SCHEDULES`.
+A schedule is a pure function of the number of previous optimizer steps, so a resumed run needs no schedule state. To
+add one, add its function for the steps after the warm-up to `SCHEDULES`.
 """
 
 import math
@@ -14,11 +14,11 @@ from skyrl.types import AdamParams
 POLYNOMIAL_END = 1e-7
 """Learning rate at the end of `polynomial`."""
 DEFAULT_TIMESCALE = 10_000
-"""Steps after which `inverse_sqrt` without warm-up has fallen by a factor of the square root of 2."""
+"""Number of steps in which `inverse_sqrt` without warm-up falls by a factor of the square root of 2."""
 
 
 class _Place(NamedTuple):
-    """Place in a run of an optimizer step after the warm-up."""
+    """Position of an optimizer step in the part of a run after the warm-up."""
 
     step: int
     warmup_steps: int
@@ -27,7 +27,7 @@ class _Place(NamedTuple):
 
     @property
     def progress(self) -> float:
-        """From 0, at the end of the warm-up, to 1, at the end of the run and after it."""
+        """Fraction from 0, at the end of the warm-up, to 1, at the end of the run and later."""
         return min(1.0, (self.step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
 
 
@@ -63,17 +63,17 @@ SCHEDULES: dict[str, Callable[[_Place], float]] = {
     "polynomial": _polynomial,
     "inverse_sqrt": _inverse_sqrt,
 }
-"""By name, the factor after the warm-up."""
+"""Function of the factor after the warm-up, by name of the schedule."""
 
 
 def learning_rate_factor(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
     """Factor of `optimizer.lr` in an optimizer step.
 
-    The warm-up rises from 0 in a straight line; `constant` has none. After `total_steps` it stays what it was there.
+    The warm-up rises linearly from 0; `constant` has none. After `total_steps`, the factor stays constant.
 
     Args:
-        optimizer: Names the schedule (one of `SCHEDULES`), the highest rate, and the steps of the warm-up.
-        step: Optimizer steps taken before this one.
+        optimizer: Configuration with the schedule (one of `SCHEDULES`), the highest rate, and the steps of the warm-up.
+        step: Number of previous optimizer steps.
         total_steps: Optimizer steps of the whole run.
     """
     warmup_steps = optimizer.num_warmup_steps

@@ -1,4 +1,4 @@
-"""`python -m skyrl.train.main_sft key.path=value ...`: what `skyrl train sft` does."""
+"""`python -m skyrl.train.main_sft key.path=value ...`, equivalent to `skyrl train sft`."""
 
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Folders that a run writes into: on disk, or in a bucket.
+"""Output folders of a run, on disk or in a bucket.
 
-What goes into a bucket is written on disk first, in a folder below the user's own (`SKYRL_DATA`), sent as soon as it is
-whole, and removed from the disk. Files that grow (metrics) stay there and are sent again with each checkpoint.
+Files for a bucket are first written to a folder on disk, below `SKYRL_DATA`. Complete folders are uploaded and then
+removed from the disk. Growing files (metrics) stay on disk and are uploaded with each checkpoint.
 """
 
 import posixpath
@@ -30,69 +30,69 @@ Where = Path | str
 
 
 def place_of(path: str | Path) -> "Place":
-    """The place at a path or URL. Raises `RequestError` for a URL of no bucket that is served."""
+    """Return the place of a path or URL. Raises `RequestError` for a URL with an unsupported scheme."""
     return Bucket(str(path)) if is_url(path) else Place(Path(path).expanduser())
 
 
 class Place:
-    """A folder on disk. Names are relative to it; all methods raise `StorageError` if the disk or the store refuses."""
+    """A folder on disk. Names are relative to it; all methods raise `StorageError` if the disk or the store fails."""
 
     is_disk = True
-    """False for one that ends up in a bucket."""
+    """False for a folder in a bucket."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        """Folder or bucket that everything is written to."""
+        """Folder on disk for all writes."""
 
     def __str__(self) -> str:
         return str(self.folder)
 
     def shown(self, path: Path) -> Where:
-        """Final name of a path in `folder`."""
+        """Final path or URL of a path in `folder`."""
         return path
 
     def claim(self) -> bool:
-        """Claim the place for this process until that ends; made if it is not there. False: another process has it."""
+        """Lock the place for this process until it ends, and create it if missing. Returns False if it is locked."""
         return claim_folder(self.folder)
 
     def tidy(self) -> None:
-        """Finish what a killed process left half done. Only with a claim."""
+        """Complete or remove unfinished work of a killed process. Requires a claim."""
         tidy(self.folder)
 
     def names(self, below: str = "") -> list[str]:
-        """Names of the files and whole folders in the place, or in a folder of it."""
+        """Names of the files and complete folders in the place, or in a folder of it."""
         folder = self.folder / below
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
     def leftovers(self) -> list[str]:
-        """Names of folders that were not written wholly and are in the way of nothing."""
+        """Names of incomplete folders, which have no effect."""
         return []
 
     def read(self, name: str) -> bytes | None:
-        """Content of a file; None if there is none. Raises OSError of the disk."""
+        """Content of a file; None if it does not exist. Raises OSError of the disk."""
         try:
             return (self.folder / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Put a file, wholly or not at all."""
+        """Write a file atomically."""
         replace_file(self.folder / name, content)
 
     def fetch(self, name: str) -> Path:
-        """Folder on disk with what the folder `name` holds, to be read. There is nothing at it if there is none."""
+        """Return a folder on disk with the content of the folder `name`, for reading. The path may not exist."""
         return self.folder / name
 
     def has(self, name: str) -> bool:
-        """Return True if there is a whole folder of this name."""
+        """Return True if there is a complete folder of this name."""
         return (self.folder / name).exists()
 
     def move(self, name: str, to: str) -> None:
-        """Give a folder another name."""
+        """Rename a folder."""
         (self.folder / name).rename(self.folder / to)
 
     def remove(self, name: str) -> None:
-        """Remove a file or folder, if it is there. Raises OSError of the disk."""
+        """Remove a file or folder, if it exists. Raises OSError of the disk."""
         path = self.folder / name
         if path.is_dir():
             remove_folder(path)
@@ -100,18 +100,18 @@ class Place:
             path.unlink(missing_ok=True)
 
     def send(self, path: Path) -> Where:
-        """Do what is left to do with a file or folder that is whole in `folder` now. Returns where it is."""
+        """Upload a complete file or folder of `folder`, if necessary. Returns its final location."""
         return path
 
     def keep(self, name: str) -> None:
-        """The same for a file that grows."""
+        """Upload a growing file, which stays on disk."""
 
     def take_back(self, name: str) -> None:
-        """Have such a file in `folder` again, as it was kept."""
+        """Restore a growing file in `folder` from its last upload."""
 
 
 class Bucket(Place):
-    """A folder in a bucket, behind a folder on disk. Raises `RequestError` as `ObjectStore`."""
+    """A folder in a bucket, with a folder on disk for writing. Raises `RequestError` as `ObjectStore`."""
 
     is_disk = False
 

@@ -1,4 +1,4 @@
-"""The best checkpoint of a run: by which metric of its evaluations, and which it is."""
+"""Selection of the best checkpoint of a run by a metric of its evaluations."""
 
 import math
 from collections.abc import Mapping
@@ -11,28 +11,28 @@ class Best(NamedTuple):
     """The best evaluation so far."""
 
     step: int
-    """Steps after which it was made."""
+    """Step of the evaluation."""
     value: float
 
 
 class Ranking(NamedTuple):
-    """Order of evaluations, from worst to best."""
+    """Comparison of evaluations by one metric."""
 
     field: str
-    """Setting that names the metric, in messages."""
+    """Setting with the metric's name, in messages."""
     metric: str
     highest: bool
-    """False: the lowest value is the best, as of a loss."""
+    """True if the highest value is the best; False for the lowest, as for a loss."""
 
     @classmethod
     def of(cls, field: str, metric: str | None, mode: str) -> "Ranking | None":
-        """The ranking of a configuration; None where no metric is named. The mode is max or min."""
+        """Create the ranking of a configuration; None if no metric is named. The mode is max or min."""
         return None if metric is None else cls(field, metric, mode == "max")
 
     def better(self, best: Best | None, step: int, metrics: Mapping[str, float]) -> Best | None:
-        """The evaluation after a step, if it is better than the best. One that is no number never is.
+        """Return the evaluation after a step if it is better than the best, else None. NaN is never better.
 
-        Raises ConfigError if its metrics have none of that name.
+        Raises ConfigError if the metrics have no such name.
         """
         value = metrics.get(self.metric)
         if value is None:
@@ -46,11 +46,11 @@ class Ranking(NamedTuple):
         return Best(step, float(value))
 
     def restored(self, stored: Mapping[str, Any] | None) -> Best | None:
-        """Return the best evaluation of a stored run, if that run compared them in the same way."""
+        """Return the best evaluation of a stored run, or None if that run used another metric or direction."""
         if not stored or (stored["metric"], stored["highest"]) != (self.metric, self.highest):
             return None
         return Best(stored["step"], stored["value"])
 
     def stored(self, best: Best) -> dict[str, Any]:
-        """The inverse, as JSON has it."""
+        """Return `best` as JSON values, for `restored`."""
         return {"metric": self.metric, "highest": self.highest, **best._asdict()}

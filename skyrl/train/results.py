@@ -1,7 +1,7 @@
-"""The model that a finished run leaves: one folder, in the form in which it is used.
+"""The final model of a run: one folder, ready for use.
 
-A LoRA run leaves its adapter in PEFT's format, or on request the whole model with the adapter merged into it; any other
-run leaves the whole model in Hugging Face format. `skyrl export` writes the same of a checkpoint.
+A LoRA run saves its adapter in PEFT format or, on request, the whole model with the adapter merged into it. Any other
+run saves the whole model in Hugging Face format. `skyrl export` writes the same from a checkpoint.
 """
 
 import asyncio
@@ -17,32 +17,32 @@ RESULT = "model"
 
 
 class Result(NamedTuple):
-    """The model of a run, as it is written in the end."""
+    """The final model of a run."""
 
     folder: Path
     is_adapter: bool
-    """True for an adapter in PEFT's format, False for a whole model in Hugging Face format."""
+    """True for an adapter in PEFT format, False for a whole model in Hugging Face format."""
     place: Place | None = None
-    """Place of the folder, if that may be a bucket."""
+    """Place of the folder, if it may be in a bucket."""
 
     @property
     def title(self) -> str:
-        """The form, in words."""
+        """Name of the format."""
         return "model (PEFT adapter)" if self.is_adapter else "model (Hugging Face format)"
 
     @property
     def where(self) -> Where:
-        """Path or URL at which it is in the end."""
+        """Final path or URL."""
         return self.folder if self.place is None else self.place.shown(self.folder)
 
     async def write(self, learner: Learner, keep_earlier: bool) -> None:
-        """Write the model as it is now.
+        """Write the model.
 
         Args:
             learner: The model.
-            keep_earlier: Give a folder that is there already another name, as it is of another run; else replace it.
+            keep_earlier: Rename an existing folder, because it belongs to another run. False: replace it.
 
-        Raises StorageError if the disk or the bucket refuses it.
+        Raises StorageError if a write to the disk or the bucket fails.
         """
         if keep_earlier and self.place is not None and not self.place.is_disk:
             _set_aside(self.place, self.folder.name)
@@ -55,13 +55,13 @@ class Result(NamedTuple):
 
 
 def result_in(folder: str | Path, rank: int, is_merged: bool) -> Result:
-    """The result of a run that trains an adapter of a rank (0: all weights), below a folder."""
+    """Create the `Result` of a run below a folder. A rank of 0 means that all weights are trained."""
     place = place_of(folder)
     return Result(place.folder / RESULT, rank > 0 and not is_merged, place)
 
 
 def _set_aside(place: Place, name: str) -> None:
-    """Give a folder of a bucket the first free name: model.1."""
+    """Rename a folder in a bucket to the first free name: model.1."""
     if place.has(name):
         taken = set(place.names())
         place.move(name, next(to for number in range(1, 1_000_000) if (to := f"{name}.{number}") not in taken))

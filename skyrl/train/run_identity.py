@@ -1,4 +1,4 @@
-"""Identity of a run: settings that a checkpoint and a run that goes on from it have in common."""
+"""Identity of a run: the settings that must be equal in a checkpoint and in a run that resumes from it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,19 +9,19 @@ from skyrl.train.config import SkyRLLoraConfig, SkyRLTrainConfig
 
 
 class Fields(NamedTuple):
-    """Names of a run's settings in messages; by default those of RL."""
+    """Names of a run's settings in messages; those of RL by default."""
 
     ckpt_path: str = "trainer.ckpt_path"
     own_folder: str = "trainer.run_name or a trainer.ckpt_path"
-    """Setting that gives a run a folder of its own."""
+    """Setting for the run's own folder."""
     resume_path: str = "trainer.resume_mode=from_path and trainer.resume_path"
-    """Setting that names the checkpoint to go on from."""
+    """Setting for the checkpoint to resume from."""
     anew: str = "trainer.resume_mode=none"
-    """Setting that goes on from none."""
+    """Setting that starts a new run."""
 
 
 def identity_of(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Identity shared by a checkpoint and a run that goes on from it: fields of a resolved configuration by path."""
+    """Return the identity of a resolved configuration: values by path of the field."""
     trainer = config.trainer
     policy, critic, algorithm = trainer.policy.model, trainer.critic.model, trainer.algorithm
     adapters = {"policy": policy.lora, **({"critic": critic.lora} if trainer.has_critic else {})}
@@ -44,17 +44,17 @@ def identity_of(config: SkyRLTrainConfig) -> dict[str, Any]:
 
 
 SET = ("target_modules", "exclude_modules", "dropout")
-"""Adapter settings that are part of an identity only if they were set: checkpoints without them have the defaults."""
+"""Adapter settings that are part of an identity only if they are set. Checkpoints without them have the defaults."""
 
 
 def adapter_settings(lora: SkyRLLoraConfig) -> dict[str, str | list[str] | float | None]:
-    """Those of `SET` that are no defaults."""
+    """Settings of `SET` that differ from their defaults."""
     given = {name: getattr(lora, name) for name in SET}
     return {name: value for name, value in given.items() if value != getattr(SkyRLLoraConfig(), name)}
 
 
 def check_same_model(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any], field: str) -> None:
-    """Raise ConfigError for a checkpoint of another model than that of a run, whose settings may be others else."""
+    """Raise ConfigError if a checkpoint is of another model; other settings may differ."""
     there, here = ({_own(name): identity[name] for name in identity} for identity in (stored, given))
     names = [name for name in sorted({*there, *here}) if name.startswith("model.")]
     if differing := [name for name in names if there.get(name) != here.get(name)]:
@@ -69,7 +69,7 @@ def check_same_model(path: Path, stored: Mapping[str, Any], given: Mapping[str, 
 
 
 def check_identity(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any], fields: Fields) -> None:
-    """Raise ConfigError for a checkpoint of another model or algorithm."""
+    """Raise ConfigError if a checkpoint is of another model or algorithm."""
     differing = [name for name in sorted({*stored, *given}) if stored.get(name) != given.get(name)]
     if differing:
         values = "; ".join(f"{name}={_value(stored, name)} there and {_value(given, name)} here" for name in differing)
@@ -80,11 +80,11 @@ def check_identity(path: Path, stored: Mapping[str, Any], given: Mapping[str, An
 
 
 def _value(identity: Mapping[str, Any], path: str) -> Any:
-    """Value of a setting in an identity, also if it was not set."""
+    """Value of a setting in an identity, which is the default if it is missing."""
     name = path.rpartition(".")[2]
     return identity.get(path, getattr(SkyRLLoraConfig(), name) if name in SET else None)
 
 
 def _own(name: str) -> str:
-    """Name of a setting of the policy in SFT, whose model it is."""
+    """Name of a setting in SFT whose RL name belongs to the policy."""
     return name.removeprefix("trainer.policy.")

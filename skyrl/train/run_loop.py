@@ -1,4 +1,4 @@
-"""The loop around the steps of a run, of RL as of SFT: evaluations, metrics, exports and checkpoints in between."""
+"""The training loop of RL and SFT: steps, with evaluations, metrics, exports and checkpoints in between."""
 
 import asyncio
 import logging
@@ -18,16 +18,16 @@ log = logging.getLogger(__name__)
 
 
 MENDED = (ConfigError, RolloutError)
-"""Errors of which the cause may be mended, and with which the backend is well."""
+"""Errors whose cause can be fixed, and which leave the backend usable."""
 WAY_ON = "the same command goes on from there"
 
 
 class SteppedRun(Protocol):
-    """A run that can be taken a step further."""
+    """Interface of a run for the training loop."""
 
     @property
     def global_step(self) -> int:
-        """Steps taken."""
+        """Number of completed steps."""
         ...
 
     @property
@@ -40,24 +40,24 @@ class SteppedRun(Protocol):
 
     @property
     def can_save(self) -> bool:
-        """True if models are what they were after `global_step` steps: in a step, until it changes them."""
+        """True if the models are those after `global_step` steps. During a step, until it changes them."""
         ...
 
     @property
     def way_on(self) -> str:
-        """Way to resume from the newest checkpoint, in words."""
+        """Message with the way to resume from the newest checkpoint."""
         ...
 
     async def step(self) -> Metrics:
-        """Take one step. One that is cancelled, or fails, while `can_save` is true has changed nothing."""
+        """Run one step. A step that is cancelled or fails while `can_save` is True has changed nothing."""
         ...
 
     async def end_epoch(self) -> None:
-        """Do what is done after the last step of an epoch, before anything is evaluated."""
+        """Called after the last step of an epoch, before an evaluation."""
         ...
 
     async def evaluate(self) -> Metrics:
-        """Measure the model on evaluation data."""
+        """Evaluate the model on evaluation data."""
         ...
 
     async def export(self) -> None:
@@ -65,49 +65,49 @@ class SteppedRun(Protocol):
         ...
 
     async def leave_model(self) -> None:
-        """Write the model of a run that has finished, in the form in which it is used."""
+        """Write the final model of a finished run, ready for use."""
         ...
 
     async def save(self) -> "asyncio.Task[Where] | None":
-        """Begin to write a checkpoint of all that the run is now, whatever is done meanwhile.
+        """Start to write a checkpoint of the current state. Later changes do not affect it.
 
-        Returns what ends with its folder; None where there is no place for any.
+        Returns an awaitable of its folder; None if checkpoints are disabled.
         """
         ...
 
     def improves(self, metrics: Metrics) -> bool:
-        """Return True if those of an evaluation are the best so far, so that its checkpoint is to be kept."""
+        """Return True if the metrics of an evaluation are the best so far, so its checkpoint has to be kept."""
         ...
 
 
 class Cadence(NamedTuple):
-    """Steps between two evaluations, exports and checkpoints, each of which there is after the last step too."""
+    """Intervals of evaluations, exports and checkpoints in steps. Each also happens after the last step."""
 
     evaluation: int
-    """0 or less: after the last step alone."""
+    """0 or less: only after the last step."""
     has_evaluation: bool
-    """True if there is anything to evaluate on."""
+    """True if there are evaluation data."""
     before_first: bool
-    """Evaluate before the first step."""
+    """True: also evaluate before the first step."""
     export: int
-    """0 or less: none at all."""
+    """0 or less: no exports."""
     checkpoint: int
-    """0 or less: none at all, or after epochs alone."""
+    """0 or less: no checkpoints, or only after epochs."""
     checkpoint_epochs: bool = False
-    """True if there is a checkpoint after each epoch too."""
+    """True: also write a checkpoint after each epoch."""
     beside: bool = False
-    """True if a checkpoint is written while the next steps are taken, until there is another one."""
+    """True: write a checkpoint during the next steps, until the next checkpoint."""
 
 
 class _Loop:
-    """A run, and who is told of it."""
+    """A run with its listeners."""
 
     def __init__(self, run: SteppedRun, callbacks: Sequence[Callback], interruption: Interruption):
         self.run = run
         self._callbacks = callbacks
         self._interruption = interruption
         self._saved = run.global_step
-        """Step of the newest checkpoint, or at which the run began: nothing is lost with it."""
+        """Step of the newest checkpoint, or the first step of this process. Work up to this step cannot be lost."""
         self._writing: tuple[int, asyncio.Task[Where]] | None = None
         """The checkpoint that is being written, and its step."""
 
@@ -155,7 +155,7 @@ class _Loop:
             log.info("stopped by a callback after %d of %d steps", run.global_step, run.total_steps)
 
     async def _step(self) -> Metrics | None:
-        """Metrics of a step; None if it was dropped as somebody asked for the end."""
+        """Run a step and return its metrics; None if a signal has cancelled it."""
         if self._writing is not None and self._writing[1].done():
             await self.written()
         run, task = self.run, asyncio.ensure_future(self.run.step())
@@ -171,7 +171,7 @@ class _Loop:
             raise
 
     async def _rescue(self) -> None:
-        """Save what would be lost with a run that cannot go on."""
+        """Save the state of a run that cannot continue."""
         await self.finish_writing()
         if self.run.global_step != self._saved:
             log.warning("the run cannot go on; %s", await self.saved())
@@ -190,9 +190,9 @@ class _Loop:
         return metrics | {"timing/evaluate": time.monotonic() - begun}
 
     async def _save(self, wait: bool = True) -> Where | None:
-        """Write a checkpoint, after the one before it. Returns its folder if it is there.
+        """Write a checkpoint, after the previous one. Returns its folder if it is complete.
 
-        Where somebody asks for the end, one that has failed does not keep the run from writing this one.
+        When a signal ends the run, a failure of the previous checkpoint does not prevent this one.
         """
         await (self.written() if self._interruption.signal is None else self.finish_writing())
         writing = await self.run.save()
@@ -202,7 +202,7 @@ class _Loop:
         return await self.written() if wait else None
 
     async def written(self) -> Where | None:
-        """Wait for the checkpoint that is being written, if one is. Raises what went wrong with it."""
+        """Wait for the checkpoint that is being written, if any. Raises its error."""
         if self._writing is None:
             return None
         (step, writing), self._writing = self._writing, None
@@ -213,14 +213,14 @@ class _Loop:
         return path
 
     async def finish_writing(self) -> None:
-        """The same where the run ends anyhow: what went wrong is logged."""
+        """Wait for the checkpoint that is being written. Logs its error, because the run ends anyway."""
         try:
             await self.written()
         except Exception as error:
             log.warning("failed to write a checkpoint: %s", error)
 
     async def saved(self) -> str:
-        """Write a checkpoint, unless nothing would be lost, and say what there is."""
+        """Write a checkpoint if there is unsaved work, and return a message about the saved state."""
         run = self.run
         await self.finish_writing()
         taken = f"{run.global_step} of {run.total_steps} steps are taken"
@@ -239,11 +239,11 @@ async def run_steps(
     callbacks: Sequence[Callback] = (),
     interruption: Interruption | None = None,
 ) -> None:
-    """Take all steps that are left, and report the metrics of each, with those of evaluations after it.
+    """Run all remaining steps, and report the metrics of each together with those of its evaluation.
 
-    A checkpoint is written last of all: a run that goes on from it does nothing again that came before. Where a signal
-    asks for the end, what changes no model is dropped, a step that does is ended, and the state is saved. It is saved
-    too where sampling cannot go on.
+    A checkpoint is written last, so a run that resumes from it repeats none of the work before it. If a signal ends the
+    run, work that changes no model is cancelled, a step that changes models is completed, and the state is saved. The
+    state is also saved if sampling cannot continue.
 
     Raises:
         Interrupted: A signal has ended the run.

@@ -757,7 +757,7 @@ DEFECTS = [
                 "        prompt = Prompt(job, self._owner(job), self._pages, self._runner)\n"
                 "        self._prefill.append(prompt)\n"
                 "        reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))  # "
-                "when nothing can fail any more\n",
+                "after everything that can fail\n",
                 "        reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))\n"
                 "        prompt = Prompt(job, self._owner(job), self._pages, self._runner)\n"
                 "        self._prefill.append(prompt)\n",

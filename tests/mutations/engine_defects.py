@@ -189,7 +189,7 @@ ENGINE_DEFECTS = [
         [
             Edit(
                 "skyrl/backends/common/sampling/prefill.py",
-                "    except BackendLost:  # which no prompt is to blame for\n        raise\n",
+                "    except BackendLost:  # not caused by a prompt\n        raise\n",
                 "",
             )
         ],

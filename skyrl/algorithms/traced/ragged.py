@@ -55,7 +55,7 @@ Operand = Ragged | float | int | bool
 
 
 class Needs:
-    """Fewest tokens and targets per token of a datum for which a loss is defined."""
+    """Minimum number of tokens per datum, and of targets per token, that a loss needs to be defined."""
 
     def __init__(self) -> None:
         self.tokens = 1

@@ -1,14 +1,14 @@
-"""Policy that backends share: which model, version or page is where, and what goes when. It sees no array of a device.
+"""Shared code of backends: location and eviction of models, versions and pages. It handles no device arrays.
 
 models             operations on models, and their files
-sampling           continuous sampling, for which a backend computes
-packing            sequences into tiles
-pass_output        what comes back of these
+sampling           continuous batching on top of a backend's computation
+packing            packing of sequences into tiles
+pass_output        results of passes, reassembled from tiles
 adamw              hyper-parameters of a step
-memory_plan        what a device's memory is for
+memory_plan        division of a device's memory
 offload            models on the device, in host memory, on disk
-versions           published weights: who uses which, and which are in memory
-page_table         pages of a KV cache, and prefixes that prompts share
-background_writer  files, in threads, each model's in order
-waiting            what an operation yields while it waits
+versions           published weights: users, and location in memory or on disk
+page_table         pages of a KV cache, and shared prefixes
+background_writer  background writes and reads of files, in order for each model
+waiting            futures that an operation yields to wait
 """

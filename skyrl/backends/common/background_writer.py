@@ -1,10 +1,10 @@
-"""Background writes to disk and reads from it: in threads, each model's writes in the order in which they were handed
-over.
+"""Background writes to disk and reads from it, in threads. Writes of one model run in order of submission.
 
-The order is a promise: when a snapshot of a model is on disk, so is everything that the model wrote before, and what is
-read from a folder is what was handed over for it before, whoever did. Otherwise nobody waits for anybody: a model whose
-writes take long has one thread. A version that was published at once has nobody left to tell of a full disk, so one
-that cannot be written is kept here and written before the next snapshot of its model, which fails if that fails again.
+The order gives two guarantees. When a snapshot of a model is on disk, so are all its earlier writes. A read of a folder
+sees all earlier writes to this folder, by any model. Otherwise writes are independent: a model with slow writes
+occupies one thread. A version that was published with `persist=False` has no request left to fail if the disk is full.
+Such a version stays in memory and is written before the next snapshot of its model, which fails if this write fails
+again.
 """
 
 import logging
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 THREADS = 4
-"""Models that write at once, and reads."""
+"""Number of models that write concurrently; number of concurrent reads."""
 LARGE = 2
-"""Models among `THREADS` that write a base too. They have threads of their own, and so has what a bucket is asked for,
-which may keep a thread waiting for minutes."""
+"""Threads, out of `THREADS`, for models with base weights of their own. Requests to buckets, which may block for
+minutes, have separate threads, too."""
 
 
 @dataclass(eq=False)
@@ -40,14 +40,15 @@ class _Unwritten:
     nbytes: int
     large: bool
     failure: Exception | None = None
-    """Reason why it could not be written, unless it is being tried."""
+    """Reason why the write failed; None while it is in progress."""
 
 
 class Writer:
-    """A few threads that write and read. All but `close` and `wait` return at once, and may be called from any thread.
+    """Threads that write and read. All methods except `close` and `wait` return at once, and may be called from any
+    thread.
 
     Args:
-        on_stored: Called in a thread with a version, once what `keep_version` was given for it is on disk.
+        on_stored: Called in a thread with a version of `keep_version` when it is on disk.
     """
 
     def __init__(self, on_stored: Callable[[str, SaveOutput], None]):
@@ -58,21 +59,21 @@ class Writer:
         self._senders = ThreadPoolExecutor(THREADS, thread_name_prefix="sender")
         self._fetchers = ThreadPoolExecutor(THREADS, thread_name_prefix="fetcher")
         self._last: dict[tuple[str, str], Future[Any]] = {}
-        """Last write that was handed over, of each ("model", id) and to each ("folder", path)."""
+        """Last submitted write, for each ("model", id) and each ("folder", path)."""
         self._unwritten: dict[str, _Unwritten] = {}
-        """By version, in order of publication."""
+        """Unwritten versions, in order of publication."""
         self._pending: dict[Future[Any], tuple[str, int]] = {}
-        """Model and bytes of what is in memory until it is written."""
+        """Model and bytes of data that are in memory until they are written."""
         self._next: Future[None] | None = None
-        """Done with the next change of what is not written, if somebody waits for it."""
+        """Future for the next change of unwritten data, if `next_change` was called."""
         self._lock = threading.Lock()
 
     def submit(
         self, model_id: str, path: str, write: Callable[[], T], nbytes: int = 0, large: bool = False
     ) -> "Future[T]":
-        """Write something of a model to the folder `path`, after all that the model wrote before.
+        """Write data of a model to the folder `path`, after all its earlier writes.
 
-        `nbytes` of memory count as `unwritten_bytes` meanwhile. What is `large` holds up no small ones.
+        Meanwhile, `nbytes` count as `unwritten_bytes`. `large` writes do not delay small ones.
         """
         lines, writing = [("model", model_id), _folder(path)], Future[T]()
         with self._lock:
@@ -85,7 +86,7 @@ class Writer:
         return writing
 
     def read(self, path: str, read: Callable[[], T]) -> "Future[T]":
-        """Read the folder `path`, after all that is being written to it, whichever model it is of."""
+        """Read the folder `path`, after all earlier writes to it by any model."""
         reading = Future[T]()
         with self._lock:
             before = self._before([_folder(path)])
@@ -101,9 +102,9 @@ class Writer:
         nbytes: int = 0,
         large: bool = False,
     ) -> "Future[Exception | None]":
-        """Write a version that is in use already; try again before each snapshot of its model until it is written.
+        """Write a version that is already in use, with a retry before each snapshot of its model.
 
-        The future is done after the first time. `nbytes` of memory count as `unwritten_bytes` until it is written.
+        The future is done after the first attempt. `nbytes` count as `unwritten_bytes` until the version is written.
         """
         entry = _Unwritten(model_id, path, write, nbytes, large)
         with self._lock:
@@ -112,54 +113,57 @@ class Writer:
         return self._submit_version(version, entry)
 
     def forget_version(self, version: str) -> None:
-        """The version was deleted; nobody waits for it any more."""
+        """Stop writing a version that was deleted."""
         with self._lock:
             self._unwritten.pop(version, None)
         self._changed()
 
     @property
     def unwritten_bytes(self) -> int:
-        """Memory of what is there only until it is written."""
+        """Memory of data that are not on disk yet."""
         with self._lock:
             pending = sum(nbytes for _, nbytes in self._pending.values())
             return pending + sum(entry.nbytes for entry in self._unwritten.values())
 
     def has_unwritten(self, model_id: str) -> bool:
-        """True if some of what is not written yet is of this model."""
+        """True if this model has unwritten data."""
         with self._lock:
             versions = {entry.model_id for entry in self._unwritten.values()}
             return model_id in versions.union(model for model, _ in self._pending.values())
 
     @property
     def trying(self) -> bool:
-        """True if any of it is on its way to the disk."""
+        """True if a write of unwritten data is in progress."""
         with self._lock:
             return bool(self._pending) or any(entry.failure is None for entry in self._unwritten.values())
 
     @property
     def failure(self) -> Exception | None:
-        """Reason why some of it is not on disk."""
+        """Reason why some data are not on disk."""
         return next((entry.failure for _, entry in self._left() if entry.failure is not None), None)
 
     def next_change(self) -> "Future[None]":
-        """Done when something of what is not written yet is written, cannot be, or need not be any more."""
+        """Future that is done when unwritten data are written, fail, or are no longer needed."""
         with self._lock:
             self._next = self._next or Future()
             return self._next
 
     def try_again(self) -> None:
-        """Write what could not be written."""
+        """Retry failed writes."""
         for version, entry in self._left():
             if entry.failure is not None:
                 entry.failure = None
                 self._submit_version(version, entry)
 
     def snapshot(self, model_id: str, path: str, write: Callable[[], T], large: bool = False) -> "Future[T]":
-        """Call `write` once everything of the model is on disk. Fails with `StorageError` if something cannot be."""
+        """Call `write` when all earlier data of the model are on disk.
+
+        Fails with `StorageError` if they cannot be written.
+        """
         return self.submit(model_id, path, partial(self._write_after_versions, model_id, write), large=large)
 
     def wait(self) -> None:
-        """Wait until all that was handed over is written, or cannot be."""
+        """Wait until all submitted data are written or have failed."""
         while True:
             with self._lock:
                 writings = set(self._last.values())
@@ -168,7 +172,7 @@ class Writer:
             wait(writings)
 
     def close(self) -> None:
-        """Finish all writes, those that failed before included."""
+        """Finish all writes, including retries of failed ones."""
         for version, entry in self._left():
             self._submit_version(version, entry)
         self.wait()
@@ -208,7 +212,7 @@ class Writer:
         return write()
 
     def _write_version(self, version: str, entry: _Unwritten) -> Exception | None:
-        """Write a version unless it was written, deleted or replaced meanwhile. Returns why it could not be."""
+        """Write a version unless it was written, deleted or replaced meanwhile. Returns the reason of a failure."""
         if self._unwritten.get(version) is not entry:
             return None
         crash_point("engine: version published, not written")
@@ -238,7 +242,7 @@ def _folder(path: str) -> tuple[str, str]:
 
 
 def _after(before: list[Future[Any]], threads: ThreadPoolExecutor, call: Callable[[], T], outcome: "Future[T]") -> None:
-    """Once all of `before` has ended, call in one of the threads. No thread waits meanwhile."""
+    """Call a function in one of the threads when all of `before` have ended. No thread blocks meanwhile."""
     if before:
         before[0].add_done_callback(lambda _: _after(before[1:], threads, call, outcome))
         return

@@ -1,14 +1,14 @@
-"""Offloading of models: on the device while they work, in host memory while they wait, on disk when that is full.
+"""Offloading of models: active models are on the device, idle models in host memory, and on disk when it is full.
 
-Any number of models may be open. One that is asked to work stands in line for the device, first come first served.
-Room that the first of the line is given is its own from then on, before anything of it is there; models that are not at
-work, used least recently first, make room in a thread, while others go on. A model at work stays where it is and waits
-for nothing but its own reading, so the line always moves. What is on its way out for somebody stands in line itself to
-come back.
+Any number of models may be open. A model that an operation needs queues for room on the device, first come first
+served. The first model in the queue reserves the room that it needs. Idle models are evicted in a thread, least
+recently used first, while other models continue. An active model is not evicted and waits for nothing but its own read,
+so the queue always advances. A model that is being evicted for another one queues itself when it is needed again.
 
-Whatever has no room anywhere else is on disk in files like a snapshot's, which belong to this process and go with it:
-what must outlive it is snapshotted. After a move that failed, who waits for the room is told so, and nothing is moved
-until somebody else stands in line. What a model consists of is its backend's matter: see `OffloadState`.
+Models without room in memory are stored on disk in the format of snapshots. These files belong to this process and are
+removed with it; they are no substitute for snapshots. If an eviction fails, the models that wait for its room get an
+error, and no model is evicted until another model queues. The content of a model is defined by its backend
+(`OffloadState`).
 """
 
 import copy
@@ -39,51 +39,51 @@ Tier = Literal["device", "host", "disk"]
 
 @dataclass
 class MemoryBudget:
-    """Bytes of models in memory; the disk takes the rest."""
+    """Memory limits for models in bytes; further models are on disk."""
 
     device: int
     host: int
 
 
 class ModelInfo(NamedTuple):
-    """Facts about a model, known wherever it is."""
+    """Facts about a model, known in every tier."""
 
     lora_config: LoraConfig
     step: int
-    """Optimizer steps taken."""
+    """Number of optimizer steps."""
     value_head: bool
     """True for a critic."""
 
 
 class OffloadState(Protocol):
-    """One model of a backend: weights, gradient sums, moments of the optimizer. Only the backend looks into it.
+    """One model of a backend: weights, gradient sums, optimizer moments. Only the backend accesses its content.
 
-    A shallow copy (`copy.copy`) stays as it is whatever the original becomes.
+    Changes of the original do not affect a shallow copy (`copy.copy`).
     """
 
     sequences: int | None
-    """Sequences whose gradients are in the sums. None: not known, as of sums in files that have no count."""
+    """Number of sequences in the gradient sums. None: unknown, as for sums from files without a count."""
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes at most, gradient sums included."""
+        """Maximum memory of the model, gradient sums included."""
         ...
 
     @property
     def info(self) -> ModelInfo:
-        """Facts about it that are known while it is on disk, too."""
+        """Facts that must be known while the model is on disk, too."""
         ...
 
     def to_host(self) -> Self:
-        """The model with its arrays in host memory. Called in a thread, with a copy."""
+        """Return the model with its arrays in host memory. Called in a thread, on a copy."""
         ...
 
     def to_device(self) -> Self:
-        """The model with its arrays on the device."""
+        """Return the model with its arrays on the device."""
         ...
 
     def drop_sums(self) -> None:
-        """Clear its gradient sums and the count of their sequences, in place."""
+        """Clear the gradient sums and the count of their sequences, in place."""
         ...
 
 
@@ -94,34 +94,33 @@ State = TypeVar("State", bound=OffloadState)
 class _Resident(Generic[State]):
     nbytes: int
     number: int
-    """Names its files."""
+    """Number in the name of the model's files."""
     state: State | None = None
-    """None on disk."""
+    """The model; None if it is on disk."""
     tier: Tier = "disk"
     moving: Future[Any] | None = None
-    """Towards the disk: to the host, with its state there as the result, or to disk."""
+    """Eviction in progress: to the host, with the new state as the result, or to disk."""
     info: ModelInfo | None = None
     """Facts about a model on disk."""
     without_sums: bool = False
-    """Void gradient sums on disk, or on their way there."""
+    """True if the gradient sums on disk, or on their way there, are void."""
     refused: StorageError | RequestError | None = None
-    """Reason why it had to leave the line."""
+    """Error with which the model left the queue."""
 
 
 class ModelOffload(Generic[State]):
-    """All models that are open. For one thread; what it starts in another changes nothing until it looks.
+    """All open models. For use by one thread; background moves take effect when that thread calls `tidy`.
 
     Args:
-        budget: How much memory models may take.
+        budget: Memory limits.
         write: Stores a model in a folder. Raises `StorageError`.
-        read: The inverse.
-        folder: Where those folders are. None: where temporary files are.
+        read: Reads a model that `write` has stored.
+        folder: Parent folder for stored models. None: the folder for temporary files.
         notify: Called from a thread when `has_news` becomes true.
-        offloads: Whether models leave the device to make room for others. If not, those for whom there is none are
-            refused.
+        offloads: Evict models from the device to make room. If False, models without room are rejected.
 
     Raises:
-        RequestError: Nothing can be written in that folder.
+        RequestError: The folder cannot be written.
     """
 
     def __init__(
@@ -138,20 +137,21 @@ class ModelOffload(Generic[State]):
         self._notify = notify
         self._offloads = offloads
         self._moved = threading.Event()
-        """Set when a move has ended that was not looked at."""
+        """Set when a move has ended that `tidy` has not handled."""
         self._write = write
         self._read = read
         self._files = _scratch(folder)
         self._models: OrderedDict[str, _Resident[State]] = OrderedDict()
-        """Least recently used first."""
+        """Models by id, least recently used first."""
         self._line: dict[_Resident[State], Future[None]] = {}
-        """Models that wait for room on the device, the one that came first first; done when it has left the line."""
+        """Models that queue for room on the device, in order of arrival; each future is done when its model leaves the
+        queue."""
         self._working: set[_Resident[State]] = set()
-        """Models that have that room, each from its turn in the line until its operation ends."""
+        """Models with reserved room, from their turn in the queue until their operation ends."""
         self._failures: dict[Tier, str] = {}
-        """Reason why the last move from a tier failed, if it did."""
+        """Errors of the last moves, by the tier that the model should have left."""
         self._paused = False
-        """True if one failed since somebody stood in line last."""
+        """True if a move has failed since a model last entered the queue."""
         self._closed = False
         self._numbers = itertools.count()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
@@ -167,11 +167,11 @@ class ModelOffload(Generic[State]):
         return self._models[model_id].tier
 
     def is_on_device(self, model_id: str) -> bool:
-        """Return True if a model is on the device and would not have to wait for its room."""
+        """Return True if a model is on the device and does not have to queue for its room."""
         return self._stays(self._models[model_id])
 
     def info(self, model_id: str) -> ModelInfo:
-        """Facts about a model, known wherever it is."""
+        """Facts about a model, known in every tier."""
         model = self._models[model_id]
         if model.state is not None:
             return model.state.info
@@ -179,12 +179,12 @@ class ModelOffload(Generic[State]):
         return model.info
 
     def used_bytes(self, tier: Tier) -> int:
-        """Size of the models that are in a tier, or on the device expected there."""
+        """Size of the models in a tier; on the device, models with reserved room count, too."""
         there = {model for model in self._models.values() if model.tier == tier}
         return sum(model.nbytes for model in (there | self._working if tier == "device" else there))
 
     def check_room(self, nbytes: int) -> None:
-        """Raise `RequestError` if there is no place for one more model of that size."""
+        """Raise `RequestError` if there is no room for another model of this size."""
         if nbytes > self.budget.device:
             raise RequestError(
                 f"a model of this rank takes {_mib(nbytes)} MiB and models may take {_mib(self.budget.device)} MiB of "
@@ -201,7 +201,10 @@ class ModelOffload(Generic[State]):
 
     @contextmanager
     def reserved(self, nbytes: int) -> Iterator[Awaiting[None]]:
-        """Keep room on the device for a model that is to be put there. The value is a generator that waits for it."""
+        """Context that reserves room on the device for a new model.
+
+        Its value is a generator that waits for the room.
+        """
         claim = _Resident(nbytes, next(self._numbers))
         try:
             yield self._stand_in_line(claim)
@@ -209,7 +212,7 @@ class ModelOffload(Generic[State]):
             self._end(claim)
 
     def put(self, model_id: str, state: State) -> None:
-        """Add a model that is on the device, or replace it. In the room that was reserved for it."""
+        """Add or replace a model that is on the device, in its reserved room."""
         before = self._models.get(model_id)
         if before is not None:
             self._keep(before)
@@ -218,27 +221,27 @@ class ModelOffload(Generic[State]):
         self._models.move_to_end(model_id)
 
     def remove(self, model_id: str) -> None:
-        """The model is gone."""
+        """Remove a model."""
         model = self._models.pop(model_id)
         self._keep(model)
         self._forget_files(model)
         self.tidy()
 
     def drop_sums(self, model_id: str) -> None:
-        """Clear the model's gradient sums, wherever they are."""
+        """Clear the model's gradient sums, in any tier."""
         model = self._models[model_id]
         model.without_sums = model.state is None or model.moving is not None
         if model.state is not None:
             model.state.drop_sums()
 
     def peek(self, model_id: str) -> State:
-        """The model as it is, read from disk if it is there, without moving it."""
+        """Return the current state of a model without moving it. Reads it from disk if necessary."""
         model = self._models[model_id]
         return self._valid(model, self._read(self._path(model))) if model.state is None else model.state
 
     @contextmanager
     def used(self, model_id: str) -> Iterator[Awaiting[State]]:
-        """Keep a model where it works. The value is a generator that brings it there and returns it."""
+        """Context that keeps a model on the device. Its value is a generator that loads and returns the model."""
         model = self._models[model_id]
         assert model not in self._working and model not in self._line, model_id
         self._models.move_to_end(model_id)
@@ -249,11 +252,11 @@ class ModelOffload(Generic[State]):
 
     @property
     def has_news(self) -> bool:
-        """True if a move has ended since `tidy` looked."""
+        """True if a move has ended since the last `tidy`."""
         return self._moved.is_set()
 
     def tidy(self) -> None:
-        """Note what has arrived, let in who has room, and start to move away what there is too much of. Never fails."""
+        """Handle finished moves, admit queued models that have room, and start evictions. Never fails."""
         self._moved.clear()
         if self._closed:
             return
@@ -267,7 +270,7 @@ class ModelOffload(Generic[State]):
         self._make_room("host", self.used_bytes("host") - self.budget.host)
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove all stored models."""
         self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._files.remove()
@@ -290,7 +293,7 @@ class ModelOffload(Generic[State]):
         return model.state
 
     def _stays(self, model: _Resident[State]) -> bool:
-        """Return True if a model is on the device and nobody waits for its room."""
+        """Return True if a model is on the device and its room is not needed."""
         return model.tier == "device" and (model.moving is None or not self._line)
 
     def _stand_in_line(self, model: _Resident[State]) -> Awaiting[None]:
@@ -303,14 +306,14 @@ class ModelOffload(Generic[State]):
             raise model.refused
 
     def _end(self, model: _Resident[State]) -> None:
-        """The operation that a model or a claim was there for has ended."""
+        """Release the room of a model or a reservation after its operation."""
         self._line.pop(model, None)
         self._working.discard(model)
         model.refused = None
         self.tidy()
 
     def _served(self, first: _Resident[State]) -> bool:
-        """Return True if the first of the line has left it: with room, or because none can be made."""
+        """Return True if the first model has left the queue, with room or with an error."""
         others = self.used_bytes("device") - (first.nbytes if first.tier == "device" else 0)
         excess = others + first.nbytes - self.budget.device
         if excess <= 0 or not others:
@@ -333,7 +336,7 @@ class ModelOffload(Generic[State]):
         return True
 
     def _make_room(self, tier: Tier, excess: int, first: _Resident[State] | None = None) -> int:
-        """Start to move so many bytes away. Returns how many of them are not on their way."""
+        """Start evictions for this many bytes. Returns the bytes that no eviction will free."""
         if excess <= 0 or (tier == "device" and not self._offloads):
             return excess
         there = [model for model in self._models.values() if model.tier == tier and model not in self._line]
@@ -348,7 +351,7 @@ class ModelOffload(Generic[State]):
         return excess
 
     def _move(self, model: _Resident[State]) -> None:
-        """Start to move a model one tier towards the disk."""
+        """Start to evict a model to the next tier."""
         assert model.state is not None and model.moving is None
         move = methodcaller("to_host") if model.tier == "device" else partial(self._write, self._path(model))
         model.moving = self._thread.submit(move, copy.copy(model.state))
@@ -360,7 +363,7 @@ class ModelOffload(Generic[State]):
             self._notify()
 
     def _arrived(self, model: _Resident[State]) -> None:
-        """A move has ended."""
+        """Handle a finished eviction."""
         assert model.moving is not None and model.state is not None
         moving, model.moving = model.moving, None
         error = moving.exception()
@@ -381,14 +384,14 @@ class ModelOffload(Generic[State]):
             model.state, model.tier = None, "disk"
 
     def _keep(self, model: _Resident[State]) -> None:
-        """The model stays where it is, whatever its move comes to."""
+        """Cancel the eviction of a model, which stays in its tier."""
         if model.moving is not None:
             model.moving.cancel()
             model.moving = None
             self._forget_files(model)
 
     def _valid(self, model: _Resident[State], state: State) -> State:
-        """State that was stored or moved of a model, as it is now."""
+        """Return a stored or moved state, without gradient sums that were dropped meanwhile."""
         if model.without_sums:
             state.drop_sums()
         return state
@@ -397,7 +400,7 @@ class ModelOffload(Generic[State]):
         return str(self._files.path / str(model.number))
 
     def _forget_files(self, model: _Resident[State]) -> None:
-        """Remove what is on disk of a model, after all that has been started."""
+        """Remove a model's files, after all moves that were started before."""
         model.without_sums = False
         if not self._closed:
             self._thread.submit(shutil.rmtree, self._path(model), ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Cuts a training request into tiles: rows of a few fixed lengths that sequences are packed into.
+"""Packing of the sequences of a training request into tiles, which are rows of a few fixed lengths.
 
-A tile is one row of tokens, so that all products see every token at once and only attention knows where sequences end.
-Its length comes from a small lattice, so a handful of compiled programs serves every request. Longest sequences come
-first, and each tile takes the longest that still fits; the result depends on the request and the configuration only,
-never on what else is running. Pure NumPy.
+A tile is one row of tokens: matrix products process all tokens at once, and only attention depends on the boundaries of
+sequences. The lengths come from a small set, so a few compiled programs serve all requests. Sequences are placed
+longest first, and each tile takes the longest sequence that still fits. The result depends only on the request and the
+configuration, not on other requests. Pure NumPy.
 """
 
 import zlib
@@ -21,28 +21,28 @@ from skyrl.algorithms.traced.objective import TracedObjective
 from skyrl.types import AdapterConfig, Datum, LoraConfig
 
 SHORTEST_TILE = 32
-"""Tokens of the smallest tile."""
+"""Length of the shortest tile in tokens."""
 
 MAX_SEGMENTS = 64
-"""Sequences packed into one tile at most (a static bound for losses over whole sequences)."""
+"""Maximum sequences per tile (a static bound for losses over whole sequences)."""
 
 WIRE_FIELDS = tuple(field for field in INPUT_FIELDS.values() if field != "weights")
-"""Inputs of the protocol's losses."""
+"""Inputs of the losses of the Tinker protocol."""
 
 WIDE = 64
-"""Targets per token of a tile for requests with more than one. Those with more yet take several passes."""
+"""Targets per token of a tile, for requests with more than one target per token. More targets take several passes."""
 
 
 class DropoutArrays(NamedTuple):
-    """Dropout of what an adapter reads in a pass over one tile."""
+    """Dropout on the inputs of an adapter in a pass over one tile."""
 
     rate: np.ndarray
     """float32 `[]`, above 0."""
     key: np.ndarray
-    """uint32 `[2]`, of which the masks are a function."""
+    """uint32 `[2]`, which determines the masks."""
 
     def at(self, *place: int) -> "DropoutArrays":
-        """That of a part, such as a module or a rank, which numbers from 0 tell apart."""
+        """Return the dropout of a part, such as a module or a rank, identified by numbers from 0."""
         return self._replace(key=np.random.SeedSequence([*self.key.tolist(), *place]).generate_state(2))
 
 
@@ -54,7 +54,7 @@ class TileArrays(NamedTuple):
     positions: np.ndarray
     """int32 `[N]`, from 0 in each sequence."""
     segments: np.ndarray
-    """int32 `[N]`: which of the tile's sequences a token belongs to, or -1."""
+    """int32 `[N]`: index of the token's sequence in the tile, or -1."""
     targets: np.ndarray
     """int32 `[N, K]`."""
     weights: np.ndarray
@@ -64,22 +64,22 @@ class TileArrays(NamedTuple):
     loss_index: np.ndarray
     """int32 `[]`."""
     knobs: np.ndarray
-    """float32 `[knobs]`: the loss's settings."""
+    """float32 `[knobs]`: settings of the loss."""
     order: np.ndarray
-    """int32 `[N]`: first the tokens that can have a gradient, then those that have none, then unused cells."""
+    """int32 `[N]`: indices of tokens that can have a gradient, then other tokens, then unused cells."""
     trained: np.ndarray
-    """int32 `[]`: how many can have a gradient."""
+    """int32 `[]`: number of tokens that can have a gradient."""
     read: np.ndarray
-    """int32 `[]`: how many cells are used."""
+    """int32 `[]`: number of used cells."""
     temperature: np.ndarray | None = None
-    """float32 `[N]`, what logits are divided by. None for losses of the protocol, which have none."""
+    """float32 `[N]`, divisor of the logits. None for losses of the Tinker protocol."""
     named: dict[str, np.ndarray] | None = None
-    """Inputs of a traced loss by its names, float32 `[N]` or `[N, K]`. None for other losses."""
+    """Inputs of a traced loss by name, float32 `[N]` or `[N, K]`. None for other losses."""
     dropout: DropoutArrays | None = None
-    """None: there is none."""
+    """Dropout; None: no dropout."""
 
     def with_dropout(self, config: LoraConfig, step: int) -> "TileArrays":
-        """The tile for training an adapter of this kind that has taken so many steps: the same again, the same."""
+        """Return the tile with dropout for training an adapter. Equal data and steps give equal masks."""
         if not isinstance(config, AdapterConfig) or not config.dropout:
             return self
         data = zlib.crc32(self.targets.tobytes(), zlib.crc32(self.tokens.tobytes()))
@@ -98,12 +98,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class Tile:
-    """Arrays of one micro-batch and where each sequence lies in them."""
+    """Arrays of one micro-batch, and the positions of its sequences."""
 
     arrays: TileArrays
     placements: list[Placement]
     first_target: int = 0
-    """Index, among a sequence's targets per token, of the tile's first."""
+    """Index of the tile's first target, among the targets per token of a sequence."""
 
     @property
     def length(self) -> int:
@@ -115,14 +115,14 @@ class TileShape:
     """Size of tiles."""
 
     tokens: int = 512
-    """Length of a tile, unless its request has less or one of its sequences has more."""
+    """Length of a tile, unless its request is shorter or has a longer sequence."""
     sequences: int = 0
-    """Sequences of a tile at most, if above 0 (`train_micro_batch_size`)."""
+    """Maximum sequences per tile, if above 0 (`train_micro_batch_size`)."""
 
     def lengths(self, longest: int, wide: bool = False) -> list[int]:
-        """All lengths that tiles have while no sequence has more than `longest` tokens, ascending.
+        """All tile lengths, ascending, if no sequence has more than `longest` tokens.
 
-        Those of `wide` tiles, which have more than one target per token, are some of the others.
+        The lengths of `wide` tiles, with more than one target per token, are a subset of the others.
         """
         sixteenths = (4, 16) if wide else (1, 4, 8, 12, 16)
         lengths = sorted({max(SHORTEST_TILE, self.tokens * part // 16) for part in sixteenths})
@@ -131,18 +131,17 @@ class TileShape:
         return lengths
 
     def length_for(self, tokens: int, wide: bool = False) -> int:
-        """Length of the smallest tile with room for so many tokens."""
+        """Length of the shortest tile with room for this many tokens."""
         return next(length for length in self.lengths(tokens, wide) if length >= tokens)
 
 
 def make_tiles(
     data: list[Datum], loss_fn: str | Objective, loss_fn_config: Mapping[str, float], shape: TileShape
 ) -> Iterator[Tile]:
-    """Pack the sequences of one request into tiles, longest first. It was checked (`check_pass`,
-    `check_objective_data`).
+    """Pack the sequences of a checked request (`check_pass`, `check_objective_data`) into tiles, longest first.
 
-    Targets beyond the first `WIDE` of a token are in tiles of their own. Losses with several targets per token are sums
-    over them, so their tiles' losses and gradients add up.
+    Targets of a token beyond the first `WIDE` are in separate tiles. Losses with several targets per token are sums
+    over targets, so losses and gradients of the tiles add up.
     """
     most = max(_targets(datum).shape[1] for datum in data)
     width = 1 if most == 1 else WIDE
@@ -167,7 +166,7 @@ def make_tiles(
 
 
 def _named(data: list[Datum], placements: list[Placement], length: int) -> dict[str, np.ndarray]:
-    """Inputs of a traced loss at their cells. All that have several values per token have one width."""
+    """Inputs of a traced loss at their cells. All inputs with several values per token have the same width."""
     first = data[0].loss_fn_inputs
     width = (
         WIDE if any(max(datum.loss_fn_inputs[key].shape[1:], default=1) > 1 for datum in data for key in first) else 1
@@ -249,7 +248,7 @@ def _place(
 
 
 def _order(arrays: TileArrays, multiple_of: tuple[str, ...]) -> None:
-    """Put tokens first that can have a gradient: with a weight, and with all else that the loss is a multiple of."""
+    """Set the order of tokens: first those that can have a gradient (nonzero weight and factors of the loss)."""
     trained = (arrays.weights != 0).any(axis=1)
     for field in multiple_of:
         trained &= arrays.inputs[field] != 0
@@ -260,6 +259,6 @@ def _order(arrays: TileArrays, multiple_of: tuple[str, ...]) -> None:
 
 
 def _targets(datum: Datum) -> np.ndarray:
-    """`[tokens, K]`, K = 1 for plain next-token targets."""
+    """Targets `[tokens, K]`; K = 1 for plain next-token targets."""
     targets = datum.loss_fn_inputs["target_tokens"]
     return targets if targets.ndim == 2 else targets[:, None]

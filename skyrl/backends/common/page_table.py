@@ -1,8 +1,9 @@
-"""Table of pages of the cache: who owns which, and which hold the beginning of another prompt.
+"""Page table of the cache: owners of pages, and a tree of shared prefixes.
 
-Pages are free, owned by one sequence that writes to them, or part of a tree of prefixes, where they are read only. A
-node of the tree is a page and the tokens in it; the path to it is what came before. Whoever uses a node pins its whole
-path. Nodes that nobody uses stay until their pages are needed, least recently used first. Nothing here knows of arrays.
+A page is free, owned by one sequence that writes to it, or part of the prefix tree, where it is read-only. A node of
+the tree is a page with its tokens; the path to the node contains the preceding tokens. A user of a node pins its whole
+path. Unused nodes are evicted when their pages are needed, least recently used first. This module does not handle
+arrays.
 """
 
 from collections import OrderedDict
@@ -12,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 PAGE_SIZE = 64
-"""Tokens of a page of keys and values."""
+"""Tokens per page of keys and values."""
 
 SCRATCH = 0
-"""Page that rows without a sequence, and padding, write to. It is nobody's."""
+"""Page for writes of idle rows and padding. It has no owner."""
 
 
 @dataclass(eq=False)
@@ -23,20 +24,20 @@ class Node:
     """A page in the tree. Roots have no page and no tokens."""
 
     tokens: np.ndarray
-    """int32, at most a page."""
+    """int32, at most one page."""
     page: int
     parent: "Node | None"
     owner: Hashable
     """Owner of the tree."""
     children: dict[int, list["Node"]] = field(default_factory=dict)
-    """By their first token."""
+    """Children by their first token."""
     users: int = 0
 
 
 class Slots:
-    """Slots 1 to `count - 1` of something: slot 0 is `SCRATCH`.
+    """Allocator for slots 1 to `count - 1`; slot 0 is `SCRATCH`.
 
-    One is reserved before it is taken, so that who has begun can go on: `reserve`, then `take`.
+    Slots are reserved (`reserve`) before they are allocated (`take`), so that a started request can always continue.
     """
 
     def __init__(self, count: int):
@@ -46,48 +47,48 @@ class Slots:
 
     @property
     def available(self) -> int:
-        """Slots that could be reserved now."""
+        """Number of slots that can be reserved now."""
         return len(self._free) - self._reserved
 
     def reserve(self, slots: int) -> bool:
-        """Set so many aside, if there are as many."""
+        """Reserve this many slots. Returns False if there are not enough."""
         if slots > self.available:
             return False
         self._reserved += slots
         return True
 
     def unreserve(self, slots: int) -> None:
-        """Undo a part of `reserve`."""
+        """Cancel a part of the reservations."""
         assert 0 <= slots <= self._reserved, (slots, self._reserved)
         self._reserved -= slots
 
     def take(self) -> int:
-        """One of those that are reserved. Its contents are anything."""
+        """Allocate a reserved slot. Its content is undefined."""
         self.unreserve(1)
         return self._free.pop()
 
     def give_back(self, slot: int) -> None:
-        """Free one that was taken."""
+        """Free an allocated slot."""
         self._free.append(slot)
 
     def clear(self) -> None:
-        """Forget everything: what they hold was lost. None may be in use."""
+        """Free all slots, because their content was lost. None may be in use."""
         self._free, self._reserved = list(range(self.count - 1, SCRATCH, -1)), 0
 
 
 class Pages(Slots):
-    """Pages 1 to `count - 1` of a cache. Those of the tree that nobody uses are as good as free.
+    """Allocator for pages 1 to `count - 1` of a cache. Unused pages of the prefix tree count as available.
 
     Args:
-        count: Pages there are, the scratch page included.
-        size: Tokens of a page.
+        count: Number of pages, the scratch page included.
+        size: Tokens per page.
     """
 
     def __init__(self, count: int, size: int):
         super().__init__(count)
         self.size = size
         self._roots: dict[Hashable, Node] = {}
-        """Roots of the owners that have pages in the tree."""
+        """Roots of owners with pages in the tree."""
         self._idle: OrderedDict[Node, None] = OrderedDict()
         """Nodes without users, least recently used first."""
 
@@ -103,19 +104,19 @@ class Pages(Slots):
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
     def root(self, owner: Hashable) -> Node:
-        """Root of an owner's prefix tree. It is kept from the first `insert` below it on."""
+        """Root of an owner's prefix tree. It is stored at the first `insert` below it."""
         known = self._roots.get(owner)
         return Node(np.empty(0, np.int32), SCRATCH, None, owner) if known is None else known
 
     def next_full(self, node: Node, tokens: np.ndarray) -> Node | None:
-        """The child that holds exactly these tokens, a full page of them."""
+        """Return the child with exactly these tokens, if they fill a page."""
         if len(tokens) != self.size:
             return None
         children = node.children.get(int(tokens[0]), ())
         return next((child for child in children if np.array_equal(child.tokens, tokens)), None)
 
     def longest(self, node: Node, tokens: np.ndarray) -> tuple[Node, int] | None:
-        """The child that shares the longest beginning with `tokens`, and how many that are."""
+        """Return the child with the longest common prefix with `tokens`, and the length of that prefix."""
         if not len(tokens):
             return None
         children = node.children.get(int(tokens[0]), ())
@@ -123,11 +124,11 @@ class Pages(Slots):
         return None if best is None else (best[1], best[0])
 
     def can_pin(self, node: Node) -> bool:
-        """Return True if using a node leaves enough pages to those who have reserved them."""
+        """Return True if pinning a node leaves enough pages for all reservations."""
         return node.users > 0 or self.available > 0
 
     def pin(self, node: Node) -> None:
-        """Use a node, whose parent is in use."""
+        """Pin a node whose parent is pinned."""
         if node.users == 0:
             self._idle.pop(node, None)
         node.users += 1
@@ -140,7 +141,10 @@ class Pages(Slots):
             self._idle[node] = None
 
     def insert(self, parent: Node, tokens: np.ndarray, page: int) -> Node:
-        """Hand a page over to the tree, pinned once. If it has an equal one, that is returned and `page` freed."""
+        """Add a page to the tree, pinned once.
+
+        If the tree has an equal page, `page` is freed and that node returned.
+        """
         if parent.parent is None:
             assert self._roots.setdefault(parent.owner, parent) is parent, parent.owner
         children = parent.children.setdefault(int(tokens[0]), [])
@@ -159,7 +163,7 @@ class Pages(Slots):
         self._idle.clear()
 
     def _evict(self) -> None:
-        """Free the page of a node that nobody uses: the least recently used one, or one below it."""
+        """Free the page of an unused node: the least recently used one, or one below it."""
         node = next(iter(self._idle))
         while node.children:
             node = next(iter(node.children.values()))[0]
@@ -175,7 +179,7 @@ class Pages(Slots):
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of tokens that two sequences begin with in common."""
+    """Length of the common prefix of two sequences."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length

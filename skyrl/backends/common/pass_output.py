@@ -1,4 +1,4 @@
-"""Results of a training pass: what comes back of each tile, put together for each sequence."""
+"""Results of a training pass: outputs of tiles, reassembled for each sequence."""
 
 from typing import Any, NamedTuple
 
@@ -11,13 +11,13 @@ from skyrl.types import ForwardBackwardOutput
 
 
 class PassOutput(NamedTuple):
-    """Per token of a tile: loss `[N]`, and what it is computed from."""
+    """Outputs per token of a tile: the loss `[N]`, and the values that it is computed from."""
 
     losses: Any
     scores: dict[Output, Any]
-    """Log-probability of each target `[N, K]`, entropy and value `[N]`: those that the loss reads."""
+    """Log-probability of each target `[N, K]`, and entropy and value `[N]`, as far as the loss reads them."""
     metrics: dict[str, Any] = {}  # noqa: RUF012 (never changed)
-    """Metrics of a traced loss, a number of each sequence."""
+    """Metrics of a traced loss, one number per sequence."""
 
 
 class PassOutputs:
@@ -29,7 +29,7 @@ class PassOutputs:
         self._metrics: dict[str, float] = {}
 
     def fill(self, tile: Tile, output: PassOutput) -> None:
-        """Take in what was computed of a tile."""
+        """Add the outputs of a tile."""
         for place in tile.placements:
             self._data[place.datum].fill(tile, slice(place.start, place.start + place.length), output)
         for name, values in output.metrics.items():
@@ -37,7 +37,9 @@ class PassOutputs:
             self._metrics[name] = self._metrics.get(name, 0.0) + total
 
     def result(self) -> ForwardBackwardOutput:
-        """Outputs of each datum, the sum of all losses, and a traced loss's metrics as their names say."""
+        """Return the outputs of each datum, the sum of all losses, and a traced loss's metrics, aggregated by the rule
+        in each name.
+        """
         loss = sum(float(output.losses.sum(dtype=np.float64)) for output in self._data)
         metrics = {"loss:sum": loss, "num_tokens:sum": float(self._tokens)}
         for name, total in self._metrics.items():

@@ -1,11 +1,11 @@
-"""Published weights: immutable, known by version id, a few of them in slots that running samples use.
+"""Pool of published versions: immutable weights by version id, some of them in slots for running samples.
 
-Adapters are handles of a backend, which are passed on and never looked into. What one stands for never changes, so
-publishing a version is keeping its handle. Slots limit how many versions
-are sampled at once (slot 0 is the base model, without an adapter): a version is put into one when a sample needs it and
-stays until another version needs the slot. A request claims its version when it arrives, and has it until it ends,
-whatever becomes of the name meanwhile. Versions that are also on disk leave memory, least recently used first, when all
-take more than they may, and are read back, while others are sampled, when they are asked for.
+Adapters are opaque handles of a backend with immutable content, so publishing a version only stores its handle. The
+number of slots limits how many versions are sampled at once (slot 0 is the base model, without an adapter). A version
+is put into a slot when a sample needs it, and stays until another version needs the slot. A request claims its version
+on arrival and keeps it until it ends, even if the name is published again or dropped. If all versions together exceed
+the memory limit, versions that are also on disk leave memory, least recently used first. They are read back on demand,
+in the background.
 """
 
 import itertools
@@ -20,48 +20,48 @@ from typing import Generic, TypeVar
 from skyrl.errors import RequestError
 
 Handle = TypeVar("Handle")
-"""An adapter of a backend: its arrays, or a name for them where they are somewhere else."""
+"""An adapter of a backend: its arrays, or a reference to arrays that are elsewhere."""
 
 BASE_SLOT = 0
 
 READ_AT_ONCE = 4
-"""Versions that are read at the same time, each of which takes its memory."""
+"""Maximum number of concurrent reads of versions, each of which needs memory for one version."""
 
 
 @dataclass
 class _Slot(Generic[Handle]):
     version: str | None = None
-    """None: free."""
+    """Version in the slot; None: free."""
     published: str | None = None
-    """Name under which that was published."""
+    """Name under which that version was published."""
     pins: int = 0
     adapter: Handle | None = None
     content: int = 0
-    """Different for everything that was ever in a slot."""
+    """Unique number of the slot's content."""
     nbytes: int = 0
-    """That it takes beside the version, if it is a copy."""
+    """Bytes of the slot's copy, if it is a copy."""
 
 
 @dataclass(eq=False)
 class Claim:
-    """A version that somebody has asked for and is not done with. From `VersionPool.claim`."""
+    """A claim on a version by a request. Created by `VersionPool.claim`."""
 
     version: str | None
-    """Name in the pool, which changes where the version is dropped; None is the base model."""
+    """Name in the pool, which changes when the version is dropped; None is the base model."""
     path: str | None
-    """Folder to read it from if the pool does not know it."""
+    """Folder to read the version from if it is not in the pool."""
 
 
 class VersionPool(Generic[Handle]):
     """All published versions. Safe to use from several threads.
 
     Args:
-        nbytes: Memory that an adapter takes.
-        fitted: An adapter as slots hold it, such as of the largest rank: itself, or a copy that is kept beside it.
-        slots: Slots there are, the base model's included.
-        load: Starts to read the adapter that is stored in a folder, in another thread. The future fails with
-            `StorageError` or `RequestError`.
-        max_bytes: Memory of all versions, beside those that are nowhere else or in use, and the one used last.
+        nbytes: Returns the memory of an adapter.
+        fitted: Returns an adapter in the form that slots hold, such as padded to the largest rank: itself or a copy.
+        slots: Number of slots, including the base model's.
+        load: Starts to read an adapter from a folder in another thread. The future fails with `StorageError` or
+            `RequestError`.
+        max_bytes: Memory limit for all versions except the last used, those in use, and those that are not on disk.
         notify: Called, from any thread, when a read has ended.
     """
 
@@ -82,52 +82,52 @@ class VersionPool(Generic[Handle]):
         self._max_bytes = max_bytes
         self._notify = notify
         self.changes = 0
-        """Number of reads that have ended, and of slots that nobody uses any more. As long as it stays the same, no
-        version that could not be acquired can be."""
+        """Number of finished reads and of slots that became unused. After a change, more versions may be `at_hand` or
+        have a slot."""
         self._contents = itertools.count(1)
         self._slots: OrderedDict[int, _Slot[Handle]] = OrderedDict((slot, _Slot()) for slot in range(1, slots))
         self._resident: OrderedDict[str, Handle] = OrderedDict()
-        """Least recently used first."""
+        """Versions in memory, least recently used first."""
         self._sizes: dict[str, int] = {}
-        """Bytes of those."""
+        """Bytes of the versions in memory."""
         self._paths: dict[str, str] = {}
         self._readings: dict[str, tuple[str, Future[Handle]]] = {}
-        """(folder, what is being read from it) by version."""
+        """(folder, future) of each version that is being read."""
         self._claims: dict[str, list[Claim]] = {}
         self._dropped: dict[str, str] = {}
-        """Names that nobody can ask for, of versions that were dropped while they were claimed; the published ones."""
+        """Published names of versions that were dropped while claimed, by their private names."""
         self._lock = threading.RLock()
 
     def adapter(self, slot: int) -> Handle | None:
-        """Content of a slot that was acquired; None in the base model's."""
+        """Content of an acquired slot; None for the base model's."""
         return None if slot == BASE_SLOT else self._slots[slot].adapter
 
     def content(self, slot: int) -> int:
-        """A number for what is in a slot, which no other adapter ever has; 0 for the base model."""
+        """Unique number of a slot's content; 0 for the base model."""
         return 0 if slot == BASE_SLOT else self._slots[slot].content
 
     def published(self, slot: int) -> str | None:
-        """Name under which the content of a slot was published; None in the base model's."""
+        """Published name of a slot's content; None for the base model's."""
         return None if slot == BASE_SLOT else self._slots[slot].published
 
     def publish(self, version: str, adapter: Handle) -> None:
-        """Make `adapter` samplable as `version`. The handle is kept, so no program may be given its arrays as donated.
+        """Publish `adapter` for sampling as `version`. The pool keeps the handle, so its arrays must not be donated.
 
-        An older version of that name is dropped, as by `drop`.
+        An older version of the same name is dropped, as by `drop`.
         """
         with self._lock:
             self.drop(version)
             self._keep(version, adapter)
 
     def mark_stored(self, version: str, adapter: Handle, path: str) -> None:
-        """The version, if it is still `adapter`, can be read from the folder `path`, so it may leave memory."""
+        """Record that the version, if it is still `adapter`, is in the folder `path`, so it may leave memory."""
         with self._lock:
             if self._resident.get(version) is adapter:  # else it was dropped or replaced while it was being written
                 self._paths[version] = path
                 self._shed()
 
     def drop(self, version: str) -> None:
-        """Forget a version. Whoever has claimed it has it all the same, from memory or else from its files."""
+        """Forget a version. Requests with a claim keep it, in memory or from its files."""
         with self._lock:
             if version in self._claims and version in {*self._resident, *self._paths, *self._readings}:
                 self._set_aside(version)
@@ -140,11 +140,11 @@ class VersionPool(Generic[Handle]):
                     self._slots[slot] = _Slot()
 
     def claim(self, version: str | None, path: str | None = None) -> Claim:
-        """Ask for a version as it is now, until `disclaim`. Whether there is one is told by `at_hand` and `acquire`.
+        """Claim the current content of a version, until `disclaim`. `at_hand` and `acquire` check if it exists.
 
         Args:
-            version: None is the base model.
-            path: Folder to read the version from if this pool does not know it.
+            version: Id of the version; None is the base model.
+            path: Folder to read the version from if it is not in the pool.
         """
         claim = Claim(version, path)
         if version is not None:
@@ -153,7 +153,7 @@ class VersionPool(Generic[Handle]):
         return claim
 
     def disclaim(self, claim: Claim) -> None:
-        """Undo one `claim`. A version that was dropped leaves memory with its last one."""
+        """Undo one `claim`. A dropped version leaves memory with its last claim."""
         version = claim.version
         if version is None:
             return
@@ -166,11 +166,13 @@ class VersionPool(Generic[Handle]):
                     self.drop(version)
 
     def at_hand(self, claim: Claim) -> bool:
-        """True if a version is in memory. If not, it is being read from now on, or once others have been.
+        """Return True if a version is in memory, otherwise start to read it from disk.
+
+        A read does not start while `READ_AT_ONCE` others are in progress.
 
         Raises:
-            RequestError: Neither in memory nor at a known path, or not an adapter of this model.
-            StorageError: Its files are missing or damaged.
+            RequestError: The version is neither in memory nor at a known path, or is not an adapter of this model.
+            StorageError: The version's files are missing or damaged.
         """
         version = claim.version
         with self._lock:
@@ -197,7 +199,7 @@ class VersionPool(Generic[Handle]):
             return False
 
     def held(self, claim: Claim) -> Handle:
-        """The adapter of a version that is `at_hand`, for those who do not sample it from a slot."""
+        """Adapter of a version that is `at_hand`, for use without a slot."""
         assert claim.version is not None
         with self._lock:
             self._resident.move_to_end(claim.version)
@@ -209,9 +211,9 @@ class VersionPool(Generic[Handle]):
         return None if version is None else self._dropped.get(version, version)
 
     def acquire(self, claim: Claim) -> int | None:
-        """Pin a version and return its slot. None (for now) if it is not at hand, or samples run on every slot.
+        """Pin a version and return its slot, or None if it is not `at_hand` or if all slots are in use.
 
-        Errors are those of `at_hand`.
+        Raises as `at_hand`.
         """
         version = claim.version
         if version is None:
@@ -246,17 +248,17 @@ class VersionPool(Generic[Handle]):
 
     @property
     def pinned(self) -> int:
-        """Pins that have not been released."""
+        """Number of pins."""
         return sum(slot.pins for slot in self._slots.values())
 
     @property
     def held_bytes(self) -> int:
-        """Memory of all versions, with the copies that are in slots."""
+        """Memory of all versions, including copies in slots."""
         return sum(self._sizes.values()) + sum(slot.nbytes for slot in self._slots.values())
 
     @property
     def excess_bytes(self) -> int:
-        """Memory that all versions take beyond what they may; below 0 if there is room."""
+        """Memory of all versions above the limit; negative if there is room."""
         return self.held_bytes - self._max_bytes
 
     def _slot_of(self, version: str) -> int | None:
@@ -268,7 +270,7 @@ class VersionPool(Generic[Handle]):
         self._notify()
 
     def _has_arrived(self, version: str) -> bool:
-        """Take in a version that is being read, if it has been. Raises what its reading failed with."""
+        """Store a version whose read has finished. Returns False if it has not. Raises the read's error."""
         path, reading = self._readings[version]
         if not reading.done():
             return False
@@ -279,7 +281,7 @@ class VersionPool(Generic[Handle]):
         return True
 
     def _free_slot(self) -> int | None:
-        """An unused slot, else the least recently used one that is not pinned."""
+        """Return an unused slot, or the least recently used slot that is not pinned."""
         unpinned = [slot for slot, held in self._slots.items() if held.pins == 0]
         unused = (slot for slot in unpinned if self._slots[slot].version is None)
         return next(unused, unpinned[0] if unpinned else None)
@@ -291,7 +293,7 @@ class VersionPool(Generic[Handle]):
         self._shed()
 
     def _set_aside(self, version: str) -> None:
-        """Keep a version for those who have claimed it."""
+        """Keep a dropped version for its claims."""
         aside = f"{version} (dropped, {next(self._contents)})"
         self._dropped[aside] = self._dropped.get(version, version)
         path = self._paths.pop(version, None)
@@ -312,7 +314,7 @@ class VersionPool(Generic[Handle]):
         self._sizes.pop(version, None)
 
     def _shed(self) -> None:
-        """Let stored versions go that are not in use, least recently used first, while all take too much memory."""
+        """Drop stored, unused versions from memory, least recently used first, while the limit is exceeded."""
         excess = self.excess_bytes
         if excess <= 0:
             return

@@ -1,4 +1,4 @@
-"""Waits of an operation, which it yields, for something that happens elsewhere."""
+"""Waiting of an operation for an external event, by yielding a future."""
 
 from collections.abc import Generator
 from concurrent.futures import Future
@@ -7,4 +7,4 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 Awaiting = Generator[Future[Any], None, T]
-"""A part of an operation that computes nothing: it yields what it waits for, and returns what it waited for."""
+"""A generator that computes nothing: it yields a future to wait for, and returns the future's result."""

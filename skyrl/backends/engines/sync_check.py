@@ -46,7 +46,7 @@ class SyncCheck(Generic[Version]):
         self._numbers = count()
 
     def bound(self, admitted: Admitted) -> float:
-        """Mean difference of log-probabilities that a version on an engine may have."""
+        """Largest accepted mean difference between log-probabilities of an engine's version and ours."""
         if self._options.sync_logprob_bound is not None:
             return self._options.sync_logprob_bound
         return min(max(TIMES * admitted.difference, LEAST), self._options.logprob_bound)

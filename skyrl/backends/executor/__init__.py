@@ -1,8 +1,8 @@
-"""The executor: many models' operations and samples by turns, on a backend that only computes.
+"""The executor: schedules operations and samples of many models on a backend that only computes.
 
-`executor` is the base class, `work_queue` dispatches what operations want computed, `fair_scheduler` says whose turn it
-is, `fair_queue` which sample begins next, `phases` who has the devices that training and sampling share, and
-`sampling_options` which options a sample may have.
+`executor` is the base class, `work_queue` dispatches the quanta of operations, `fair_scheduler` orders the turns of
+models, and `fair_queue` the start of samples. `phases` alternates training and sampling on shared devices, and
+`sampling_options` checks the options of a sample.
 """
 
 from skyrl.backends.executor.executor import Executor, IncompleteGradients, SamplerLoop, failure

@@ -1,12 +1,12 @@
-"""The quantum loop: interleaves the training work of many models with sampling.
+"""The executor loop: interleaves the training operations of many models with sampling.
 
-A subclass says how to run one operation as a generator that yields what it wants computed (`run`), how to compute it
-(`compute`), and how to sample (`sampler`). The executor keeps each model's operations in order, takes turns between
-models, and gives sampling one burst per step, so a short request never waits for a long one. What `compute` hands to
-other processes is in flight until its future is done; nobody looks meanwhile. An operation may return a `Future` for
-work that goes on in the background (a file being written); it completes when the future does, while the model moves on.
+A subclass defines how to run an operation, as a generator that yields quanta to compute (`run`), how to compute quanta
+(`compute`), and how to sample (`sampler`). The executor keeps each model's operations in order, alternates between
+models, and runs one sampling burst per step, so a short request never waits for a long one. Work that `compute` gives
+to other processes is in flight until its future is done, without polling. An operation may return a `Future` for
+background work (such as writing a file). It completes when the future is done, and the model continues meanwhile.
 
-One thread submits and steps. Only `wait` may be left by another: what ends elsewhere wakes it (`notify`).
+One thread calls `submit` and `step`. `wait` in that thread returns when another thread calls `notify`.
 """
 
 import logging
@@ -50,16 +50,19 @@ __all__ = ["Executor", "Quantum", "SamplerLoop", "Work", "failure"]
 log = logging.getLogger(__name__)
 
 MAKES = CreateModel | LoadCheckpoint | LoadSnapshot
-"""Operations after which nothing is left of what the model was before."""
+"""Operations that replace the complete state of a model."""
 
 
 class SamplerLoop(Protocol):
-    """Continuous sampling: requests join at `add` and leave by themselves."""
+    """Continuous sampling: `add` queues a request, and `burst` returns finished requests."""
 
     @property
     def busy(self) -> bool:
-        """True if `burst` has something to do now. When this becomes true by something else than a call, such as the
-        end of a read or an answer from elsewhere, the executor's `notify` is called."""
+        """True if `burst` has something to do.
+
+        If this becomes true other than by a call, such as by a finished read or an external answer, the executor's
+        `notify` is called.
+        """
         ...
 
     @property
@@ -69,16 +72,16 @@ class SamplerLoop(Protocol):
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """Requests that are worked on whether there is a burst or not, by other processes."""
+        """Requests that other processes sample, independently of bursts."""
         ...
 
     @property
     def statistics(self) -> Statistics:
-        """Its part of `AbstractBackend.statistics`."""
+        """The sampler's part of `AbstractBackend.statistics`."""
         ...
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Set the weights of tenants, of which all others weigh 1. Before anything is added."""
+        """Set the weights of tenants; the default weight is 1. Call before `add`."""
         ...
 
     def add(self, request: Sample) -> None:
@@ -86,9 +89,9 @@ class SamplerLoop(Protocol):
         ...
 
     def burst(self) -> list[Completion]:
-        """Admit what fits, advance every running sequence, return finished requests.
+        """Admit waiting requests that fit, advance all running sequences, and return finished requests.
 
-        May tell of the others (`on_progress`). Raises `BackendLost`.
+        May report the progress of other requests (`on_progress`). Raises `BackendLost`.
         """
         ...
 
@@ -96,21 +99,23 @@ class SamplerLoop(Protocol):
 
 
 class Executor(AbstractBackend):
-    """`submit`, `step` and `cancel` on top of `run`, `compute`, `discard_gradients` and a sampler."""
+    """Base class of backends: `submit`, `step` and `cancel` for a subclass with `run`, `compute` and a sampler."""
 
     sampler: SamplerLoop
     in_flight = 1
-    """Dispatches that may be under way at a time, where `compute` returns futures."""
+    """Maximum concurrent dispatches, if `compute` returns futures."""
     deadline_s: float | None = None
-    """Seconds after which a dispatch that is under way has failed, and the backend with it; None: never."""
+    """Time limit of a dispatch in seconds, after which the backend is lost; None: no limit."""
     in_place = False
-    """True if `compute` changes models by itself, so that a dispatch which failed must not be tried again. Of a failed
-    pass the gradient sums are void, until the model's next optimizer step fails and calls `discard_gradients`. A model
-    whose operation was abandoned in the middle is void until it is loaded again. An optimizer step that fails after it
-    began to change weights has to raise `BackendLost`."""
+    """True if `compute` changes models directly, so a failed dispatch must not be retried.
+
+    After a failed pass, the gradient sums are void until the model's next optimizer step fails and calls
+    `discard_gradients`. A model whose operation was abandoned halfway is void until it is loaded again. An optimizer
+    step that fails after it began to change weights must raise `BackendLost`.
+    """
 
     phase_s = 2.0
-    """Seconds that training or sampling goes on while the other has something to do, where they share devices."""
+    """Seconds of a training or sampling phase while the other has work, if they share devices."""
 
     def __init__(self, base_model: str, config: BaseModel):
         super().__init__(base_model, config)
@@ -118,7 +123,7 @@ class Executor(AbstractBackend):
         self._lost: BackendLost | None = None
         self._background: dict[Future[Result], str] = {}
         self._sampling_s: defaultdict[str, float] = defaultdict(float)
-        """Seconds that samples which have not ended have taken."""
+        """Device seconds of samples that have not ended, by request."""
         self._failed_pass: dict[str, str] = {}
         self._void: set[str] = set()
         """Models with an interrupted operation."""
@@ -127,30 +132,30 @@ class Executor(AbstractBackend):
 
     @abstractmethod
     def run(self, operation: ModelOperation) -> Work:
-        """Do one operation: yield each `Quantum` that it needs, or several, and be sent the answers; return the result.
+        """Run one operation as a generator: yield one `Quantum` or several, receive the answers, return the result.
 
-        It may as well compute something by itself and yield None, which is a turn that costs 1. Or it yields a `Future`
-        that it waits for, which costs nothing. An operation that yields quanta must
-        not compute anything before the first of them: it may be begun before its turn.
+        The generator may also compute something itself and yield None, which is a turn of cost 1, or yield a `Future`
+        to wait for, which costs nothing. An operation that yields quanta must not compute anything before the first
+        one, because it may be started before its turn.
 
-        Raises `RequestError` if it cannot be done. A failure must leave the model as it was before the operation.
+        Raises `RequestError` if the operation is impossible. A failure must leave the model unchanged.
         """
 
     def compute(self, quanta: list[Quantum]) -> "list[Any] | Future[list[Any]]":
-        """The answers to several quanta of equal kind, or to one; or a future of these, if it is done elsewhere.
+        """Return the answers to several quanta of equal kind, or to a single one, or a future of the answers.
 
-        If it raises, or its future does, nothing may have changed unless `in_place`: several quanta are then computed
-        one by one, and the operation whose quantum cannot be computed alone is told, as if its `yield` had raised.
-        `BackendLost` is what no quantum is to blame for: `step` raises it.
+        On an exception, from the call or from the future, nothing may have changed unless `in_place`. Several quanta
+        are then computed one at a time. If a single quantum fails, its operation's `yield` raises the exception.
+        `BackendLost` is for failures that no quantum caused; `step` raises it.
         """
         raise NotImplementedError(f"run of {type(self).__name__} yields quanta, so it needs compute")
 
     def may_wait(self, operation: ModelOperation) -> bool:
-        """Return True if an operation that is begun now may yield what it waits for before anything else."""
+        """Return True if an operation that is started now may first yield a future to wait for."""
         return False
 
     def most_together(self, kind: Hashable) -> int:
-        """Most quanta of this kind that `compute` may be given at once."""
+        """Maximum number of quanta of this kind in one call of `compute`."""
         return 1
 
     @abstractmethod
@@ -267,7 +272,7 @@ class Executor(AbstractBackend):
         return completions
 
     def _burst(self) -> list[Completion]:
-        """A burst of sampling, whose time its requests share."""
+        """Run a sampling burst, and divide its time among its requests."""
         running = self.sampler.running
         self.on_quantum((*running, *self.computed))
         since = time.monotonic()
@@ -277,23 +282,23 @@ class Executor(AbstractBackend):
             self._sampling_s[request_id] += share
         return [replace(one, device_s=self._sampling_s.pop(one.request_id, 0.0)) for one in completions]
 
-    # -- devices that training and sampling share ---------------------------------------------------------------------
+    # -- hooks for shared devices -------------------------------------------------------------------------------------
 
     def sleep(self, phase: Phase) -> Future[Any] | None:
-        """Give up the devices' memory that a phase takes. Nothing of it is under way.
+        """Release the device memory of a phase, which has no work in flight.
 
-        Called, as are the three below, where devices are shared (`phases`), which opens with both phases asleep and the
-        sampler paused. A future that is returned is waited for.
+        This method and the next three are called only if training and sampling share devices (`phases`). At first both
+        phases are asleep and the sampler is paused. If a method returns a future, the executor waits for it.
         """
 
     def wake(self, phase: Phase) -> Future[Any] | None:
-        """Take that memory back."""
+        """Allocate the device memory of a phase again."""
 
     def pause(self) -> Future[Any] | None:
-        """Let nothing more be drawn until `resume`. Samples that run keep what they have."""
+        """Stop sampling until `resume`. Running samples keep their state."""
 
     def resume(self) -> Future[Any] | None:
-        """Let samples go on."""
+        """Resume sampling."""
 
     @cached_property
     def _phases(self) -> Phases | None:
@@ -304,10 +309,10 @@ class Executor(AbstractBackend):
         sampling = self.sampler.busy or bool(self.sampler.elsewhere)
         return Demand(self._work_queue.ready, sampling, self._work_queue.in_flight)
 
-    # -- ends ---------------------------------------------------------------------------------------------------------
+    # -- completion ---------------------------------------------------------------------------------------------------
 
     def begin(self, operation: ModelOperation) -> Work:
-        """Begin an operation, once those before it have ended. Raises what it fails with."""
+        """Start an operation after the earlier ones of its model have ended. Raises the operation's failure."""
         model_id = operation.model_id
         if isinstance(operation, Rejected):
             if operation.gradients == "dropped":
@@ -324,7 +329,7 @@ class Executor(AbstractBackend):
         return self.run(operation)
 
     def _drop_gradients(self, model_id: str) -> str | None:
-        """Clear the sums and the mark of a failed pass. Returns the mark."""
+        """Clear the gradient sums and the record of a failed pass. Returns that record."""
         self.discard_gradients(model_id)
         return self._failed_pass.pop(model_id, None)
 
@@ -346,7 +351,7 @@ class Executor(AbstractBackend):
 
     def _effect(self, operation: ModelOperation, error: Exception) -> GradientEffect:
         """Effect of an operation's failure on its model's gradient sums."""
-        if not self.has_model(operation.model_id):  # then there is no step to fail
+        if not self.has_model(operation.model_id):  # without a model, no optimizer step can fail
             return "kept"
         if isinstance(operation, Rejected):
             return operation.gradients
@@ -364,13 +369,16 @@ class Executor(AbstractBackend):
         return completions
 
     def notify(self) -> None:
-        """Say, from any thread, that there may be something for `step` to do."""
+        """Wake `wait`, from any thread, because `step` may have something to do."""
         with self._wake:
             self._wake.notify_all()
         self.on_wake()
 
     def lose(self, error: BackendLost) -> None:
-        """Say, from any thread, that it cannot go on: `step` raises the error, unless what is in flight says more."""
+        """Report, from any thread, that the backend is lost.
+
+        `step` raises the error, unless a dispatch in flight has a more specific one.
+        """
         self._lost = self._lost or error
         self.notify()
 
@@ -379,16 +387,19 @@ class Executor(AbstractBackend):
 
 
 class IncompleteGradients(RequestError):
-    """An optimizer step that has to fail because of the gradient sums, which it has cleared."""
+    """Failure of an optimizer step because the gradient sums were incomplete. The step has cleared them."""
 
 
 def _changes(operation: ModelOperation) -> bool:
-    """Return True if what is computed of it changes its model."""
+    """Return True if an operation's dispatches change its model."""
     return isinstance(operation, OptimStep) or (isinstance(operation, ForwardBackward) and not operation.forward_only)
 
 
 def failure(operation: Operation | str, error: BaseException) -> ErrorResponse:
-    """Error as the sender reads it: verbatim what is written for it, others without details, which go to the log."""
+    """Return an error as the client sees it.
+
+    Messages for clients are verbatim; other errors have no details, which go to the log.
+    """
     if isinstance(error, RequestError):
         return ErrorResponse(str(error), "user")
     if isinstance(error, StorageError):

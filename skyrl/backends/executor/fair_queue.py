@@ -1,10 +1,10 @@
-"""Samples that wait to begin, fair between tenants: who was given least goes next.
+"""Queue of samples that have not started, fair between tenants: the tenant with the least service is next.
 
-A tenant is charged for what is computed: for a prompt when it begins to be read, and for tokens as they are generated,
-while anybody waits (`skyrl.utils.fairness`). Samples of one tenant begin in the order of their arrival. A tenant that
-begins to wait is next after one sample of each other tenant at most, whatever they have sent.
+A tenant is charged for computed tokens while any tenant waits: for a prompt when its prefill starts, and for generated
+tokens as they are produced (`skyrl.utils.fairness`). Samples of one tenant start in order of arrival. A tenant whose
+first sample arrives waits for at most one sample of each other tenant, whatever they have sent.
 
-A sampler keeps its requests here, or does not hand them on, until it has room for them: what has begun keeps its place.
+A sampler keeps its waiting requests here until it has room for them. Requests that have started are not preempted.
 """
 
 import itertools
@@ -24,21 +24,21 @@ T = TypeVar("T")
 class _Waiting(Generic[T]):
     value: T
     cost: int
-    """Tokens of its prompt."""
+    """Tokens of the prompt."""
 
 
 class FairQueue(Generic[T]):
-    """Line of requests that have not begun, with what a sampler knows of each."""
+    """Queue of requests that have not started, each with a value for the sampler."""
 
     def __init__(self) -> None:
         self._accounts = Accounts()
         self._lines: dict[str, dict[str, _Waiting[T]]] = {}
-        """Requests of each tenant that waits, by id, in the order of arrival."""
+        """Waiting requests of each tenant by id, in order of arrival."""
         self._tenants: dict[str, str] = {}
-        """By request."""
+        """Tenant of each request."""
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Set the weights of tenants, of which all others weigh 1. Before anything is added."""
+        """Set the weights of tenants; the default weight is 1. Call before `add`."""
         assert not self._lines
         self._accounts = Accounts(weights)
 
@@ -49,21 +49,21 @@ class FairQueue(Generic[T]):
         return request_id in self._tenants
 
     def __iter__(self) -> Iterator[T]:
-        """All, a tenant's in the order of arrival."""
+        """Iterate over all requests; requests of one tenant are in order of arrival."""
         return (waiting.value for line in self._lines.values() for waiting in line.values())
 
     def get(self, request_id: str) -> T | None:
-        """Knowledge of a request; None if it does not wait."""
+        """Value of a request; None if it is not waiting."""
         tenant = self._tenants.get(request_id)
         return None if tenant is None else self._lines[tenant][request_id].value
 
     @property
     def tenants(self) -> Set[str]:
-        """Tenants that wait."""
+        """Tenants with waiting requests."""
         return self._lines.keys()
 
     def add(self, request: Sample, value: T) -> None:
-        """A request begins to wait."""
+        """Add a request."""
         if request.tenant not in self._lines:
             self._accounts.enter(request.tenant)
             self._lines[request.tenant] = {}
@@ -71,9 +71,10 @@ class FairQueue(Generic[T]):
         self._tenants[request.request_id] = request.tenant
 
     def order(self, most: int | None = None) -> Iterator[T]:
-        """In which order they begin, if each finds room; of a long line about `most`, some of each tenant's.
+        """Iterate over requests in the order in which they start if each finds room.
 
-        Nothing that is done meanwhile changes it.
+        Of a long queue, returns about `most` requests, with some of each tenant. Later changes of the queue do not
+        change the order.
         """
         own = None if most is None else -(-most // max(1, len(self._lines)))
         lines = {tenant: iter(list(islice(line.values(), own))) for tenant, line in self._lines.items()}
@@ -87,17 +88,17 @@ class FairQueue(Generic[T]):
                 yield waiting.value
 
     def begin(self, request_id: str) -> T:
-        """A request waits no more, and its tenant is charged for its prompt."""
+        """Remove a request that starts, and charge its tenant for the prompt."""
         tenant = self._tenants[request_id]
         self.charge(tenant, self._lines[tenant][request_id].cost)
         return self._leave(request_id)
 
     def remove(self, request_id: str) -> T | None:
-        """A request is not wanted any more. Returns what is known of it; None if it does not wait."""
+        """Remove a request. Returns its value; None if it is not waiting."""
         return self._leave(request_id) if request_id in self._tenants else None
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Tokens were generated for a tenant or, if fewer than 0, did not have to be read."""
+        """Charge a tenant for generated tokens. A negative number credits prompt tokens found in the cache."""
         self._accounts.charge(tenant, tokens)
 
     def _leave(self, request_id: str) -> T:

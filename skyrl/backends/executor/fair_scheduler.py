@@ -1,12 +1,13 @@
-"""Turns to compute: fair between tenants, in turns between the models of a tenant.
+"""Scheduler of turns: fair between tenants, round-robin between the models of a tenant.
 
-A model stands in the line of the tenant that its next operation belongs to. Tenants go by what they were served, see
-`skyrl.utils.fairness`. The models of a tenant take turns.
+A model waits in the queue of the tenant of its next operation. Tenants are ordered by the service that they have
+received (`skyrl.utils.fairness`).
 
-With Q the most that a turn of tenant i costs and w its weight, i is never ahead of another that waits by more than
-Q / w without companions (`may_join`), and 2 Q / w with them. A tenant that begins to wait has its turn after what runs
-as it comes and one turn of each other tenant at most, whatever they send; tenants that it comes to while they are being
-served go after it, and so do models of its own.
+Bounds: let Q be the largest cost of a turn of tenant i, and w its weight. The service of i never exceeds that of
+another waiting tenant by more than Q / w without companions (`may_join`), or 2 Q / w with companions. A tenant that
+starts to wait gets a turn after the current dispatches and at most one turn of each other tenant, whatever they send.
+Tenants that are being served when it arrives come after it. In the same way, a model that is being served comes after
+models of its tenant that arrive meanwhile.
 """
 
 import heapq
@@ -17,25 +18,28 @@ from skyrl.utils.fairness import Accounts
 
 
 class FairScheduler:
-    """The models that have something to do.
+    """Models with work, in the order of their turns.
 
     Args:
-        weights: Of tenants; all others weigh 1.
+        weights: Weights of tenants; the default weight is 1.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None):
         self._accounts = Accounts(weights)
         self._lines: dict[str, dict[str, None]] = {}
-        """Models of each tenant that waits, the one whose turn it is first."""
+        """Models of each waiting tenant, in round-robin order."""
         self._tenants: dict[str, str] = {}
         self._served: dict[str, str] = {}
-        """Models that have had a turn since the last order, and the tenants that it was charged to."""
+        """Models that had a turn since the last `order`, with the tenants that were charged."""
 
     def __len__(self) -> int:
         return len(self._tenants)
 
     def place(self, model_id: str, tenant: str) -> None:
-        """A model has something to do for a tenant. It keeps its place if it stands in that line."""
+        """Add a model that has work for a tenant.
+
+        A model keeps its position if it is already in that tenant's queue.
+        """
         if self._tenants.get(model_id) == tenant:
             return
         if tenant not in self._lines:
@@ -47,7 +51,7 @@ class FairScheduler:
         self._tenants[model_id] = tenant
 
     def remove(self, model_id: str) -> None:
-        """A model has nothing to do any more."""
+        """Remove a model that has no more work."""
         tenant = self._tenants.pop(model_id)
         del self._lines[tenant][model_id]
         if not self._lines[tenant]:
@@ -55,9 +59,9 @@ class FairScheduler:
             self._accounts.leave(tenant)
 
     def order(self) -> Iterator[str]:
-        """Each model once, in the order of their turns. What is charged meanwhile counts for those that follow.
+        """Iterate over the models in the order of their turns. Charges during the iteration affect later models.
 
-        What was charged before has come to its end.
+        Turns that were charged before this call have ended.
         """
         self._line_up()
         lines: dict[str, deque[str]] = {}
@@ -72,20 +76,23 @@ class FairScheduler:
                 heapq.heappush(heap, (self._accounts.rank(tenant), tenant))
 
     def charge(self, model_id: str, cost: int) -> None:
-        """A model has its turn, which costs so many tokens. Once that has ended, it goes to the end of its line."""
+        """Charge a model's turn to its tenant, in tokens.
+
+        After the turn, the model goes to the end of its tenant's queue.
+        """
         tenant = self._tenants[model_id]
         self._served[model_id] = tenant
         self._accounts.charge(tenant, cost)
 
     def may_join(self, model_id: str, cost: int) -> bool:
-        """Return True if a turn of so many tokens may be had now, with another model's, though it is not its own yet.
+        """Return True if a model may join another model's turn at this cost, ahead of its own turn.
 
-        It may not where weights or the number of a tenant's models would cease to matter.
+        Joining is not allowed if it would cancel the effect of weights or of the number of a tenant's models.
         """
         return self._accounts.may_go_early(self._tenants[model_id], cost)
 
     def _line_up(self) -> None:
-        """Let those that were served stand behind those that came meanwhile."""
+        """Move the models that were served behind those that arrived meanwhile."""
         for model_id, charged in self._served.items():
             if charged in self._lines:
                 self._accounts.line_up(charged)

@@ -1,13 +1,13 @@
-"""Training and sampling by turns, on devices that only one of them can use at a time (`BackendInfo.colocated`).
+"""Alternating phases of training and sampling, for devices that only one of them can use (`BackendInfo.colocated`).
 
-A phase goes on while it has something to do and the other has not, or for `phase_s` seconds. Then nothing of it begins
-any more, what is in flight ends, and hooks of the backend hand the devices over:
+A phase lasts while it has work and the other phase has none, or for `phase_s` seconds. Then it starts nothing more, its
+work in flight completes, and hooks of the backend hand the devices over:
 
     training -> sampling: sleep("training"), wake("sampling"), resume()
     sampling -> training: pause(), sleep("sampling"), wake("training")
 
-So neither starves: each has its phase after `phase_s` and what runs as it comes, whatever is sent for the other. A hook
-that returns a future is waited for; nobody looks meanwhile.
+Neither phase starves: each starts at most `phase_s` seconds, plus the work in flight, after it gets work. If a hook
+returns a future, the change continues when the future is done, without polling.
 """
 
 import time
@@ -23,7 +23,7 @@ Phase = Literal["training", "sampling"]
 
 
 class Hooks(Protocol):
-    """Hooks of a backend for when devices change hands. See `Executor`."""
+    """Hooks of a backend for the change of phases. See `Executor`."""
 
     phase_s: float
 
@@ -36,73 +36,73 @@ class Hooks(Protocol):
     def resume(self) -> "Future[Any] | None": ...
 
     def notify(self) -> None:
-        """Told when a future that a hook has returned is done."""
+        """Called when the future of a hook is done."""
         ...
 
 
 class Demand(NamedTuple):
-    """Work that there is to do."""
+    """Phases that have work."""
 
     training: bool
     sampling: bool
     in_flight: bool
-    """True if something of training is computed elsewhere, and so has to end before the devices change hands."""
+    """True if a training dispatch is in flight, which has to complete before the phase changes."""
 
     def of(self, phase: Phase) -> bool:
-        """Return True if there is something to do for a phase."""
+        """Return True if a phase has work."""
         return self.training or self.in_flight if phase == "training" else self.sampling
 
 
 class Phases:
-    """Phases of devices that training and sampling share.
+    """State of the alternation between training and sampling.
 
     Args:
-        hooks: Called when they change hands.
-        clock: Seconds of a monotonic clock.
+        hooks: Hooks to call when the phase changes.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(self, hooks: Hooks, clock: Callable[[], float] = time.monotonic):
         self._hooks = hooks
         self._clock = clock
         self._phase: Phase | None = None
-        """None until there is something to do."""
+        """The current phase; None until there is work."""
         self._since = 0.0
-        """Begin of the phase, on the monotonic clock."""
+        """Start of the phase on the monotonic clock."""
         self._to_call: deque[Callable[[], Future[Any] | None]] = deque()
         self._called: Future[Any] | None = None
         """Future of the hook that was called last."""
 
     @property
     def is_changing(self) -> bool:
-        """True if devices are changing hands, so that nothing may begin."""
+        """True during a change of phases, when nothing may start."""
         return self._called is not None or bool(self._to_call)
 
     def is_over(self, demand: Demand) -> bool:
-        """Return True if the other phase is next, once what is in flight has ended."""
+        """Return True if the other phase is next, after the work in flight has completed."""
         if self._phase is None:
             return demand.of("training") or demand.of("sampling")
         return demand.of(_other(self._phase)) and (not demand.of(self._phase) or self._left <= 0)
 
     def now(self, demand: Demand) -> Phase | None:
-        """The phase of which something may begin now; None: of neither."""
+        """Phase whose work may start now, or None."""
         return None if self.is_changing or self.is_over(demand) else self._phase
 
     def time_left(self, demand: Demand) -> float | None:
-        """Seconds until the phase is over; None: nothing waits for that."""
+        """Seconds until the phase ends; None if the other phase has no work."""
         if self.now(demand) is None or self._phase is None or not demand.of(_other(self._phase)):
             return None
         return self._left
 
     def may_go_on(self, demand: Demand) -> bool:
-        """Return True if `turn` would do something: a hook has ended, or one can be called."""
+        """Return True if `turn` has something to do: a hook has finished, or one can be called."""
         if self.is_changing:
             return self._called is None or self._called.done()
         return self.is_over(demand) and not demand.in_flight
 
     def turn(self, demand: Demand) -> Phase | None:
-        """Hand devices over if it is time for that. Returns the phase of which something is to be done now, if any.
+        """Change the phase if it is time. Returns the phase whose work has to run now, if any.
 
-        After each change that is something of the new phase, however short it is.
+        After each change, the new phase runs at least once, however short it is.
         """
         if not self.is_changing:
             if not self.may_go_on(demand):
@@ -125,7 +125,7 @@ class Phases:
             self._to_call.append(hooks.resume)
 
     def _has_changed(self) -> bool:
-        """Call the hooks that can be called. Return True if all have ended."""
+        """Call the hooks that can be called. Returns True when all have finished."""
         try:
             while self.is_changing:
                 if self._called is not None:

@@ -1,4 +1,4 @@
-"""Check of the sampling options that a request may have: one for all backends, from what they say they serve."""
+"""Check of the sampling options of a request against the options that a backend supports. Used by all backends."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_values(options: SamplingOptions, max_tokens: int) -> None:
-    """Raise `RequestError` for the first value without a meaning for a sample of so many tokens at most."""
+    """Raise `RequestError` for the first invalid value, for a sample of at most this many tokens."""
     for name, value in options.given.items():
         if name in RULES and not RULES[name][1](value):
             raise RequestError(f"{name}={value}: must be {RULES[name][0]}")
@@ -27,11 +27,11 @@ def check_values(options: SamplingOptions, max_tokens: int) -> None:
 
 
 def check_options(request: Sample, info: Callable[[], BackendInfo]) -> None:
-    """Raise `RequestError` for the first option that is not served or has no meaning.
+    """Raise `RequestError` for the first option that is unsupported or has an invalid value.
 
     Args:
-        request: Checked in all other respects (`check_sample`).
-        info: Facts about the backend; not asked for if the request has no options.
+        request: A request that passed `check_sample`.
+        info: Returns facts about the backend; called only if the request has options.
     """
     if not (given := request.options.given):
         return

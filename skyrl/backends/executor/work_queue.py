@@ -1,18 +1,17 @@
-"""The training half of the quantum loop: operations of many models, dispatched a few quanta at a time.
+"""The training part of the executor loop: operations of many models, dispatched in a few quanta at a time.
 
-An operation is a generator that yields what it wants computed next, a `Quantum` or several, and is sent the answers. In
-each turn the model that `skyrl.backends.executor.fair_scheduler` names leads; quanta of other models that are of
-the same kind are computed in the same dispatch, and so are more of the same models' where places are left. To know what
-another model wants, its next operation may be begun before its turn, if it is a pass: making its quanta is host work,
-which is bounded per turn.
+An operation is a generator that yields the next `Quantum` (or several) to compute, and receives the answers. In each
+turn, the model that `skyrl.backends.executor.fair_scheduler` selects leads. Quanta of other models of the same kind are
+added to its dispatch, and further quanta of these models while there is room. To find the quanta of another model, its
+next operation may be started before its turn, if it is a pass. Creating quanta is work of the host, and is limited per
+turn.
 
-A dispatch is computed at once, or elsewhere: then it is in flight until its future is done, and so are as many others
-as the computer takes. Tenants are charged when theirs is dispatched. Meanwhile others' operations begin, go on by
-themselves and end.
+A dispatch is computed at once, or by other processes. In that case it is in flight until its future is done, beside as
+many other dispatches as the computer supports. Tenants are charged at dispatch. Meanwhile, other operations start,
+continue on the host, and end.
 
-An operation may also compute something by itself and then yield None: that is a turn, too. Or it waits for something
-that happens elsewhere and yields what that is, a future: then it has no turn, and pays nothing, until that
-is over.
+An operation may also compute something itself and then yield None, which counts as a turn. Or it yields a future of an
+external event: then it has no turn, and costs nothing, until the future is done.
 """
 
 import logging
@@ -34,28 +33,29 @@ from skyrl.types import Result
 log = logging.getLogger(__name__)
 
 LOOKED_AT = 256
-"""Models that are looked at for companions, in one turn."""
+"""Maximum models examined as companions in one turn."""
 BEGUN_EARLY = 2**16
-"""Tokens of the operations that are begun before their turn, in one turn. One with more waits for its own."""
+"""Maximum tokens of operations that start before their turn, per turn. Larger operations wait for their own turn."""
 AHEAD = 4
-"""Models whose quanta are made while no further dispatch may be in flight, so that the next one has not to wait."""
+"""Models whose quanta are prepared while all dispatches are in flight, so that the next dispatch starts without delay.
+"""
 COUNTED = ("train_dispatches", "train_micro_batches", "train_places", "train_computed_tokens")
 WAITING_AT_ONCE = 2
-"""Operations of a tenant that are begun although they have to wait: one can arrive while another is computed. With
-more, who has many models would stand in line with all of them before the single one of somebody else."""
+"""Started operations of a tenant that wait for a future, so that one can become ready while another is computed. With a
+larger value, all models of a tenant would enter the queue ahead of another tenant's only model."""
 
 
 @dataclass(frozen=True)
 class Quantum:
-    """Unit of work that an operation wants computed next."""
+    """Unit of work that an operation yields."""
 
     cost: int
-    """Tokens that it computes."""
+    """Tokens to compute."""
     kind: Hashable | None = None
     """Quanta of different models with equal kind may be computed together; None: alone."""
     inputs: Any = None
     surcharge: int = 0
-    """Tokens that its tenant is charged for beside those: what is done once for it, such as compiling its program."""
+    """Tokens charged in addition to the cost, for one-time work such as compiling the quantum's program."""
 
     def __post_init__(self) -> None:
         assert self.cost > 0, self.cost
@@ -63,20 +63,20 @@ class Quantum:
 
 Wanted = Quantum | Sequence[Quantum] | Future[Any] | None
 Work = Generator[Wanted, Any, Result | Future[Result]]
-"""Is sent the answer to the quantum that it yields, or a list with one to each, if it yields several; else None."""
+"""Generator of an operation. It receives the answer to a quantum, a list of answers to several quanta, or None."""
 
 
 class Ended(NamedTuple):
-    """An operation that is not in the loop any more. An exception is what it failed with."""
+    """An operation that has left the loop. An exception as its outcome is its failure."""
 
     operation: ModelOperation
     outcome: "Result | Future[Result] | Exception"
     device_s: float = 0.0
-    """Seconds that its dispatches took, shared by tokens with what was computed beside it, and its own turns."""
+    """Seconds of its dispatches, divided by tokens among the quanta of each dispatch, and of its own turns."""
 
 
 class Part(NamedTuple):
-    """A quantum in a dispatch: whose, and which of those that its operation has asked for together."""
+    """A quantum in a dispatch: the model, and the index among the quanta that its operation has yielded."""
 
     model_id: str
     number: int
@@ -84,21 +84,21 @@ class Part(NamedTuple):
 
 @dataclass
 class _Asked:
-    """Quanta that an operation has yielded, some of which are computed already."""
+    """Quanta that an operation has yielded, some of which may be computed already."""
 
     quanta: Sequence[Quantum]
     alone: bool
-    """It is sent one answer rather than a list."""
+    """True if the operation yielded a single quantum, so it receives one answer rather than a list."""
     dispatched: int = 0
     out: int = 0
-    """Number of those that have not come back."""
+    """Number of quanta in flight."""
     answers: dict[int, Any] = field(default_factory=dict)
     error: Exception | None = None
-    """Reason why one could not be computed. Nothing more is dispatched."""
+    """Failure of one of the quanta; no further quanta are dispatched."""
 
     @property
     def next(self) -> Quantum | None:
-        """The next to be dispatched; None: all are, or one has failed."""
+        """Next quantum to dispatch; None if there are no more, or after a failure."""
         return self.quanta[self.dispatched] if self.error is None and self.dispatched < len(self.quanta) else None
 
     @property
@@ -106,7 +106,7 @@ class _Asked:
         return not self.out and self.next is None
 
     def go_on(self) -> "Callable[[Work], Wanted]":
-        """Continue the operation: with its answers, or with what kept them from being computed."""
+        """Return the call that resumes the operation, with its answers or with the failure."""
         if self.error is not None:
             return methodcaller("throw", self.error)
         return methodcaller("send", self.answers[0] if self.alone else [self.answers[n] for n in sorted(self.answers)])
@@ -114,57 +114,57 @@ class _Asked:
 
 @dataclass
 class _Dispatch:
-    """Quanta that are computed elsewhere."""
+    """Quanta in flight."""
 
     parts: list[Part]
-    """None, if they were abandoned."""
+    """Quanta of the dispatch; empty if they were abandoned."""
     answers: "Future[list[Any]]"
     since: float
-    """Time of its dispatch, or of the end of the one before it, on the monotonic clock."""
+    """Time of the dispatch, or of the end of the one before it, on the monotonic clock."""
 
 
 class OperationRunner(Protocol):
-    """Interface of what does the work."""
+    """Interface of the backend that computes operations."""
 
     in_flight: int
-    """Dispatches that may be under way at a time."""
+    """Maximum concurrent dispatches."""
     deadline_s: float | None
-    """Seconds after which one that is under way is given up, and the computer with it; None: never."""
+    """Time limit of a dispatch in seconds, after which the backend is lost; None: no limit."""
     in_place: bool
-    """True if a dispatch that fails may have changed something, so that it must not be tried again."""
+    """True if a failed dispatch may have changed something, so it must not be retried."""
 
     def begin(self, operation: ModelOperation) -> Work:
-        """The operation's generator. Raises what it fails with."""
+        """Start an operation and return its generator. Raises the operation's failure."""
         ...
 
     def may_wait(self, operation: ModelOperation) -> bool:
-        """Return True if an operation that is begun now may have to wait before it computes anything."""
+        """Return True if an operation that is started now may have to wait before it computes anything."""
         ...
 
     def compute(self, quanta: list[Quantum]) -> "list[Any] | Future[list[Any]]":
-        """The answer to each of several quanta of one kind, or of a single one; or a future of these."""
+        """Return the answers to several quanta of one kind, or to a single one, or a future of the answers."""
         ...
 
     def most_together(self, kind: Hashable) -> int:
-        """Most quanta of a kind that may be computed in one dispatch."""
+        """Maximum number of quanta of this kind in one dispatch."""
         ...
 
     def on_quantum(self, request_ids: tuple[str, ...]) -> None:
-        """Told before anything is done for these requests."""
+        """Called before any work for these requests."""
         ...
 
     def on_answer(self, answers: "Future[list[Any]]") -> None:
-        """Told, from any thread, that a dispatch which was computed elsewhere has ended, or what is waited for."""
+        """Called, from any thread, when a dispatch in flight or an awaited future is done."""
         ...
 
 
 class WorkQueue:
-    """The operations of all models, each model's in the order of their submission.
+    """Operations of all models, in order of submission per model.
 
     Args:
-        computer: Does the work.
-        weights: Of tenants; all others weigh 1.
-        clock: Seconds of a monotonic clock.
+        computer: Computes the operations.
+        weights: Weights of tenants; the default weight is 1.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(
@@ -178,21 +178,22 @@ class WorkQueue:
         self._scheduler = FairScheduler(weights)
         self._queues: dict[str, deque[ModelOperation]] = {}
         self._works: dict[str, Work] = {}
-        """Operations that have begun, by model: the first of its queue."""
+        """Started operations by model: the first operation of each queue."""
         self._asked: dict[str, _Asked] = {}
-        """Quanta of operations that have begun. One that neither wants nor waits goes on by itself at its next turn."""
+        """Yielded quanta of started operations. An operation without quanta and without a future to wait for continues
+        at its next turn."""
         self._waits: dict[str, Future[Any]] = {}
         self._dispatches: deque[_Dispatch] = deque()
         """Dispatches in flight."""
         self._again: deque[Part] = deque()
-        """Parts that could not be computed with others, and are to be tried alone."""
+        """Quanta whose joint dispatch failed, to be retried one at a time."""
         self._stalled = False
-        """True if the last turn found nothing to do, because all that is here waits."""
+        """True if the last turn had nothing to do because all operations were waiting."""
         self._told: tuple[str, ...] = ()
         self.statistics: Statistics = dict.fromkeys(COUNTED, 0)
-        """Those that `COUNTED` names, of what was dispatched so far."""
+        """Counters with the names in `COUNTED`, of all dispatches so far."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds that the operations that have begun have taken, by model."""
+        """Device seconds of started operations, by model."""
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -205,24 +206,26 @@ class WorkQueue:
         self._scheduler.place(operation.model_id, queue[0].tenant)
 
     def add_first(self, operation: ModelOperation) -> None:
-        """Queue an operation before all others of its model, none of which may have begun."""
+        """Queue an operation before all others of its model. None of these may have started."""
         assert operation.model_id not in self._works, operation
         self._queues.setdefault(operation.model_id, deque()).appendleft(operation)
         self._stalled = False
         self._scheduler.place(operation.model_id, operation.tenant)
 
     def has_begun(self, model_id: str) -> bool:
-        """Return True if an operation of the model has begun and not ended."""
+        """Return True if an operation of the model has started and not ended."""
         return model_id in self._works
 
     @property
     def begun(self) -> list[ModelOperation]:
-        """Operations that have begun and not ended."""
+        """Operations that have started and not ended."""
         return [self._queues[model_id][0] for model_id in self._works]
 
     def refuse(self, refusal: Rejected) -> list[Ended] | None:
-        """Put a refusal in the place of the operation of its request id; of a pass that has begun nothing more is
-        dispatched, and it fails. Returns what ends by that at once; None: there is no such operation, or it goes on.
+        """Replace the operation with this request id by a refusal, or stop a pass that has started.
+
+        A pass that has started fails, and no further quanta of it are dispatched. Returns the operations that end at
+        once; None if there is no such operation, or if it continues.
         """
         model_id, queue = refusal.model_id, self._queues.get(refusal.model_id, deque())
         place = next((n for n, operation in enumerate(queue) if operation.request_id == refusal.request_id), None)
@@ -238,7 +241,7 @@ class WorkQueue:
         return self._go_on([Part(model_id, 0)]) if asked.is_over else []
 
     def abandon(self) -> list[ModelOperation]:
-        """Drop all operations, and return them. What is in flight keeps its place until it has ended."""
+        """Drop and return all operations. Dispatches in flight still count until they end."""
         abandoned = [operation for queue in self._queues.values() for operation in queue]
         for work in self._works.values():
             work.close()
@@ -252,10 +255,10 @@ class WorkQueue:
         return abandoned
 
     def close(self) -> None:
-        """Forget what is in flight; nothing is dispatched any more."""
+        """Forget dispatches in flight, and dispatch nothing more."""
         self._dispatches.clear()
 
-    # -- what there is to do ------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
@@ -278,11 +281,11 @@ class WorkQueue:
 
     @property
     def in_flight(self) -> bool:
-        """True if a dispatch is under way."""
+        """True if a dispatch is in flight."""
         return bool(self._dispatches)
 
     def time_left(self) -> float | None:
-        """Seconds until a dispatch is late; None: none is under way, or may take as long as it likes."""
+        """Seconds until a dispatch is late; None if none is in flight, or without a time limit."""
         if not self._dispatches or self._computer.deadline_s is None:
             return None
         return max(0.0, self._dispatches[0].since + self._computer.deadline_s - self._clock())
@@ -298,23 +301,23 @@ class WorkQueue:
 
     @property
     def _away(self) -> set[str]:
-        """Models all of whose quanta are in flight."""
+        """Models whose quanta are all in flight."""
         models = {part.model_id for dispatch in self._dispatches for part in dispatch.parts}
         return {model_id for model_id in models if self._asked[model_id].next is None}
 
     @property
     def _may_prepare(self) -> bool:
-        """True if an operation may begin now: it is dispatched, or is among those that wait to be."""
+        """True if an operation may start now, because it can be dispatched or because few prepared models wait."""
         return not self._is_full or len(self._asked) - len(self._away) < AHEAD
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
     def turn(self) -> list[Ended]:
-        """Take in what has been computed elsewhere, then one turn of the model whose turn it is, and of those that can
-        be computed with it. Returns what has ended.
+        """Handle finished dispatches, then run a turn of the next model and its companions. Returns operations that
+        ended.
 
         Raises:
-            BackendLost: The computer says so, or a dispatch is late.
+            BackendLost: The backend is lost, or a dispatch is late.
         """
         ended = self.take_in()
         order = self._scheduler.order()
@@ -324,7 +327,7 @@ class WorkQueue:
         return ended + self._try_again()
 
     def take_in(self) -> list[Ended]:
-        """Let those go on whose dispatches have ended. Dispatches nothing but what could not be computed with others.
+        """Resume operations whose dispatches have ended. Dispatches only quanta whose joint dispatch failed.
 
         Raises as `turn`.
         """
@@ -334,7 +337,7 @@ class WorkQueue:
             raise BackendLost(why, self._requests(self._dispatches[0].parts))
         over = [dispatch for dispatch in self._dispatches if dispatch.answers.done()]
         left = deque(dispatch for dispatch in self._dispatches if dispatch not in over)
-        if left and left[0] is not self._dispatches[0]:  # it began when those before it had ended
+        if left and left[0] is not self._dispatches[0]:  # it started when the earlier ones had ended
             left[0].since = self._clock()
         self._dispatches = left
         ended: list[Ended] = []
@@ -346,11 +349,14 @@ class WorkQueue:
         return ended + self._try_again()
 
     def _next(self, model_id: str) -> Quantum | None:
-        """Quantum of a model's operation to dispatch next."""
+        """Next quantum of a model's operation to dispatch."""
         return self._asked[model_id].next if model_id in self._asked else None
 
     def _leader(self, order: Iterator[str], ended: list[Ended]) -> str | None:
-        """The first model that can do something: it wants a quantum now or has had its turn. None: none can."""
+        """Return the first model that can proceed, or None.
+
+        The model has a quantum to dispatch, or has just had its turn.
+        """
         self._stalled = False
         waiting = Counter(self._queues[model_id][0].tenant for model_id in self._waits)
         for model_id in order:
@@ -376,7 +382,10 @@ class WorkQueue:
         return None
 
     def _take_turn(self, model_id: str) -> list[Ended]:
-        """Let an operation begin, or go on by itself. Unless it wants a quantum now, that was its turn."""
+        """Start an operation, or continue it on the host.
+
+        This counts as its turn, unless the operation now has a quantum to dispatch.
+        """
         self._tell([model_id])
         outcome = self._advance(model_id, next)
         if model_id not in self._asked and model_id not in self._waits:
@@ -384,8 +393,11 @@ class WorkQueue:
         return self._ended(model_id, outcome)
 
     def _together(self, leader: str, order: Iterator[str], ended: list[Ended]) -> list[Part]:
-        """Parts of one dispatch: the leader's next quantum and, while there are places, one of each other
-        model that it can be computed with, then further ones of the same models. Each is charged for."""
+        """Choose and charge the quanta of one dispatch: the leader's next quantum and companions.
+
+        While there is room, the dispatch gets one quantum of each companion model, then further ones of the same
+        models.
+        """
         quantum = self._next(leader)
         assert quantum is not None
         kind, models, parts = quantum.kind, [leader], [self._part(leader)]
@@ -403,7 +415,10 @@ class WorkQueue:
         return parts
 
     def _companions(self, kind: Hashable, order: Iterator[str], ended: list[Ended]) -> Iterator[str]:
-        """Models that can be computed with the leader; the caller charges each before the next is asked for."""
+        """Iterate over models whose quanta fit the leader's dispatch.
+
+        The caller charges each before it asks for the next.
+        """
         room = BEGUN_EARLY
         for model_id in islice(order, LOOKED_AT):
             operation = self._queues[model_id][0]
@@ -424,7 +439,7 @@ class WorkQueue:
         return (quantum := self._next(model_id)) is not None and quantum.kind == kind
 
     def _part(self, model_id: str) -> Part:
-        """A model's next quantum, which it is charged for from now on."""
+        """Take and charge a model's next quantum."""
         asked = self._asked[model_id]
         part = Part(model_id, asked.dispatched)
         quantum = asked.quanta[part.number]
@@ -436,7 +451,7 @@ class WorkQueue:
     # -- dispatches ---------------------------------------------------------------------------------------------------
 
     def _dispatch(self, parts: list[Part]) -> list[Ended]:
-        """Have quanta computed. Returns what has ended, if they are computed at once."""
+        """Compute quanta. Returns operations that ended, if the quanta are computed at once."""
         self._tell(dict.fromkeys(part.model_id for part in parts))
         quanta = [self._asked[model_id].quanta[number] for model_id, number in parts]
         self._count(quanta)
@@ -485,14 +500,14 @@ class WorkQueue:
         return self._go_on(parts)
 
     def _try_again(self) -> list[Ended]:
-        """Have those computed alone that could not be together."""
+        """Compute quanta alone whose joint dispatch failed."""
         ended: list[Ended] = []
         while self._again and not self._is_full:
             ended += self._dispatch([self._again.popleft()])
         return ended
 
     def _go_on(self, parts: list[Part]) -> list[Ended]:
-        """Let those operations go on that have all that they asked for."""
+        """Resume the operations whose quanta are all answered."""
         ended: list[Ended] = []
         for model_id in dict.fromkeys(part.model_id for part in parts):
             if (asked := self._asked[model_id]).is_over:
@@ -502,7 +517,7 @@ class WorkQueue:
     def _advance(
         self, model_id: str, go_on: "Callable[[Work], Wanted]"
     ) -> "Result | Future[Result] | Exception | None":
-        """Let the model's operation do its own part, up to what it wants next. Returns how it ended, if it did."""
+        """Run the model's operation up to its next yield. Returns its end, if it ended."""
         self._stalled = False
         self._asked.pop(model_id, None)
         self._waits.pop(model_id, None)
@@ -542,7 +557,7 @@ class WorkQueue:
         return [Ended(operation, outcome, self._seconds.pop(model_id, 0.0))]
 
     def _tell(self, models: Iterable[str]) -> None:
-        """Say what is worked on from now on: for these models, and what is in flight."""
+        """Report the requests that are computed from now on: those of these models, and those in flight."""
         request_ids = tuple(self._queues[model_id][0].request_id for model_id in models)
         request_ids += tuple(request_id for request_id in self.computed if request_id not in request_ids)
         if request_ids != self._told:

@@ -1,10 +1,10 @@
-"""The only SQL: tables, migrations, the log of requests, and every query.
+"""All SQL: tables, migrations, the log of requests, and every query.
 
-database, retrying_writer    reads and writes in threads, and tries again where the database does not answer
+database, retrying_writer    reads and writes in threads, and retries while the database is unavailable
 fence                        one server at a time
-tables, decisions            rows, and what the server chose for a request
-ledger                       what was used, and who did what
+tables, decisions            rows, and the server's choices for a request
+ledger                       usage and audit
 log                          the write-ahead log of requests
-queries                      what is read and written of everything else
-answers, fair_reads          large answers and long lists, read in fair turns
+queries                      reads and writes of everything else
+answers, fair_reads          reads of large answers and long lists, fairly between tenants
 """

@@ -1,10 +1,9 @@
-"""Large answers on their way to who asked for them: in whose turn they are read, and how much is held meanwhile.
+"""Delivery of large answers: fair order of reads, and a memory quota.
 
-They are read from the database in fair order, by bytes and time, in the threads that decode bodies: neither the
-answers of others nor rows that are looked up wait for them. Those who ask for one at the same time share one read, and
-one copy. What is held until it is sent is shared between those who asked as in `quota`; who asks for more is turned
-away (429) for a moment. A client that does not take its answer loses the connection (`connections`), and so gives the
-room back.
+Large answers are read from the database in fair order, by bytes and time, in the threads that decode bodies. Other
+answers and lookups of rows do not wait for these reads. Concurrent requests for the same answer share one read and one
+copy. Memory of answers that are being sent is shared as in `quota`; requests above the quota are rejected with status
+429. A client that does not read its answer loses its connection (`connections`), which frees the memory.
 """
 
 import asyncio
@@ -20,15 +19,15 @@ from skyrl.tinker.wire.sharing.body_quota import BodyQuota
 from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES, DecodePool
 
 PIECE_BYTES = 256 * 2**10
-"""Sent at once. What a connection has taken in and its client has not is no more than a few of these."""
+"""Size of a piece of an answer. A connection buffers at most a few pieces that its client has not read."""
 
 
 class Answers:
-    """All methods are called on the event loop.
+    """Reader of large answers. All methods are called on the event loop.
 
     Args:
-        database: Of the server.
-        decode_pool: Whose threads they are read in.
+        database: The server's database.
+        decode_pool: Pool of the threads for reads.
     """
 
     def __init__(self, database: Database, decode_pool: DecodePool):
@@ -36,18 +35,18 @@ class Answers:
         self._database = database
         self._decode_pool = decode_pool
         self._reading: dict[tuple[str, str], asyncio.Task[Answer | None]] = {}
-        """By who asks and the request."""
+        """Reads in progress, by sharer and request."""
         self._held: WeakValueDictionary[str, Answer] = WeakValueDictionary()
-        """Answers that somebody still has, by their requests."""
+        """Answers in memory, by request."""
 
     async def read(self, sharer: str, request_id: str, size: int, job: Job[Answer | None]) -> Answer | None:
-        """Result of `job`, read in the sharer's turn if nobody reads or has it already.
+        """Return the result of `job`, read in the sharer's turn, unless the answer is already being read or in memory.
 
         Args:
-            sharer: Who asks; see `Caller.sharer`.
-            request_id: Whose answer it is.
-            size: Of its body.
-            job: Reads it.
+            sharer: Sharer that requests the answer; see `Caller.sharer`.
+            request_id: Request of the answer.
+            size: Size of the answer in bytes.
+            job: Reads the answer.
         """
         if (held := self._held.get(request_id)) is not None:
             return held
@@ -70,7 +69,10 @@ class Answers:
 
 
 def sent(answer: Answer) -> Response:
-    """An answer as a response; a large one goes as its client takes it, so that no connection has a copy of it."""
+    """Return an answer as a response.
+
+    A large answer is sent in pieces as its client reads, without a copy per connection.
+    """
     if len(answer.body) <= PIECE_BYTES:
         return Response(answer.body, media_type=answer.media_type)
     length = {"Content-Length": str(len(answer.body))}

@@ -1,7 +1,7 @@
-"""The database: opened by the API process alone, and never touched on its event loop.
+"""The database, opened only by the API process and never accessed on its event loop.
 
-Writes go to one thread, which runs everything that has queued up in one transaction (group commit): a burst of
-requests costs one fsync, and a job that reads before it writes needs no lock. Reads run in a small pool.
+One thread writes. It runs all queued jobs in one transaction (group commit), so a burst of requests costs one fsync,
+and a job that reads before it writes needs no lock. Reads run in a small pool of threads.
 """
 
 import asyncio
@@ -43,34 +43,34 @@ Job = Callable[[Session], T]
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 KNOWN = sorted(file.name[1:].partition("_")[0] for file in (MIGRATIONS / "versions").glob("r*.py"))
-"""Revisions, oldest first, as their files are named: `rNNNN_what.py`. The last is that of `tables`."""
+"""Revisions, oldest first, by file name: `rNNNN_what.py`. The last one matches `tables`."""
 REVISIONS = sqlalchemy.Table(
     "alembic_version",
     sqlalchemy.MetaData(),
     sqlalchemy.Column("version_num", sqlalchemy.String(32), nullable=False),
     sqlalchemy.PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
 )
-"""Alembic's table, as Alembic makes it, of one row: the revision of a database."""
+"""Alembic's table, with one row: the revision of the database."""
 MAX_GROUP = 256
-"""Jobs per transaction at most."""
+"""Maximum jobs per transaction."""
 MAX_QUEUED = 10_000
-"""Jobs that may wait for the writer. Past them `write` waits before it queues its own."""
+"""Maximum queued jobs of the writer. Above this, `write` waits before it queues its job."""
 READERS = 4
 POSTGRES_LIMITS = {"connect_timeout": 10, "tcp_user_timeout": 20_000}
-"""Seconds that a connection may take to be made, milliseconds that the network may leave what was sent unconfirmed."""
+"""Timeouts of a connection: seconds to connect, milliseconds until unacknowledged data close it."""
 CLAIM_S = 10.0
-"""Seconds that PostgreSQL gets to notice that the server before this one is dead."""
+"""Seconds for PostgreSQL to notice that the previous server is dead."""
 IN_MEMORY = (None, "", ":memory:")
-"""Names that SQLite has for a database without a file."""
+"""SQLite's names for databases without a file."""
 NAME_IT = "name the one that the server uses with --database-url"
 VACUUM_PAGES = 500
-"""Pages of an SQLite file that are given back in one transaction."""
+"""Pages of an SQLite file that one transaction frees."""
 INCREMENTAL = 2
-"""SQLite's number for files that give space back a few pages at a time."""
+"""SQLite's value for incremental auto-vacuum."""
 
 
 class Unreachable(RequestError):
-    """There is no database where it should be, or it does not answer."""
+    """The database does not exist or does not respond."""
 
 
 @dataclass
@@ -84,8 +84,8 @@ class Database:
 
     Args:
         url: SQLAlchemy URL, `sqlite:///FILE` or `postgresql://...` (needs the `postgres` extra).
-        migrate: Bring an older database to the newest revision, rather than refuse it.
-        create: Make one where there is none, rather than refuse that.
+        migrate: Migrate an older database to the newest revision. False: reject it.
+        create: Create a missing database. False: raise an error.
 
     Raises:
         RequestError: The URL cannot be served; the message says what to change.
@@ -116,14 +116,14 @@ class Database:
         self._writer.start()
 
     async def write(self, job: Job[T]) -> T:
-        """Run `job` in the writer's next transaction; return once that is committed.
+        """Run `job` in the writer's next transaction; return after the commit.
 
-        What it has written is undone if it raises. A job may run twice (alone, after a disk was full), so it does
-        nothing but database work.
+        If the job raises an exception, its changes are rolled back. A job may run twice (alone, after a full disk), so
+        it must contain only database work.
 
         Raises:
-            DatabaseFull: There is no room on the database's disk.
-            Superseded: Another server has been started on this database.
+            DatabaseFull: The database's disk is full.
+            Superseded: Another server has taken over this database.
         """
         async with self._room:
             future: Future[Any] = Future()
@@ -140,21 +140,21 @@ class Database:
             return job(session)
 
     async def give_back(self) -> None:
-        """Give unused space of an SQLite file back to the disk, a little at a time, so that others get their turn."""
+        """Return unused space of an SQLite file to the file system, in small transactions between other jobs."""
         while self._engine.dialect.name == "sqlite" and await self.write(_vacuum_some):
             pass
 
     def dry_run(self, job: Job[T]) -> T:
-        """Run `job` in this thread and take back what it has written."""
+        """Run `job` in this thread and roll back its changes."""
         with Session(self._engine, expire_on_commit=False) as session:
             result = job(session)
             session.rollback()
         return result
 
     def compact(self) -> int:
-        """Give unused space of an SQLite file back to the disk, all of it. Returns the bytes.
+        """Return all unused space of an SQLite file to the file system. Returns the number of bytes.
 
-        For when nothing else is done with the database: it takes as long as a copy of the file, and as much disk.
+        Use only while nothing else uses the database: it takes as long as a copy of the file, and as much disk space.
         """
         if self._engine.dialect.name != "sqlite":
             return 0
@@ -191,7 +191,7 @@ class Database:
                 return
 
     def _commit(self, group: list[_Queued]) -> None:
-        """One transaction for the whole group, in which a job that fails is undone alone."""
+        """Run a group of jobs in one transaction. A failed job is rolled back alone."""
         try:
             with Session(self._writing, expire_on_commit=False) as session:
                 self.fence.check(session)
@@ -218,7 +218,10 @@ class _Failed:
 
 
 def _attempt(session: Session, jobs: Sequence[Job[Any]]) -> list[Any]:
-    """Results of the jobs, each its own or `_Failed`: then it has written nothing. Raises what ends the transaction."""
+    """Run the jobs.
+
+    Returns their results, or `_Failed` for jobs that were rolled back. Raises errors that end the transaction.
+    """
     if len(jobs) == 1:
         return [jobs[0](session)]
     outcomes: list[Any] = []
@@ -238,7 +241,7 @@ def _attempt(session: Session, jobs: Sequence[Job[Any]]) -> list[Any]:
 
 
 def migration_config(connection: Connection) -> "AlembicConfig":
-    """Alembic's configuration, for an open connection."""
+    """Alembic's configuration for an open connection."""
     from alembic.config import Config
 
     config = Config()
@@ -252,10 +255,10 @@ def _refusal(url: str, why: str) -> RequestError:
 
 
 def _migrate(engine: Engine, url: str) -> None:
-    """Bring a database to the newest revision.
+    """Migrate a database to the newest revision.
 
-    A new one is made of the tables as they are, as Alembic's cookbook has it; so only what an older server has left
-    loads Alembic, which takes as long as all the rest of a start.
+    A new database is created directly from the current tables, as in Alembic's cookbook. Only an older database imports
+    Alembic, which takes as long as the rest of a start.
     """
     with engine.begin() as connection:
         present = sqlalchemy.inspect(connection).get_table_names()
@@ -306,7 +309,7 @@ def _refuse_old(engine: Engine, url: str) -> None:
 
 
 def _claim(engine: Engine, url: str) -> Connection:
-    """A connection that, on PostgreSQL, holds this database's lock for as long as it is open (a file has `.lock`)."""
+    """Open a connection that holds the database's advisory lock on PostgreSQL. SQLite uses `FILE.lock` instead."""
     connection = engine.connect()
     if engine.dialect.name == "postgresql":
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
@@ -320,13 +323,16 @@ def _claim(engine: Engine, url: str) -> Connection:
 
 
 def _is_of_one(error: DBAPIError) -> bool:
-    """Return True for PostgreSQL program-limit errors (SQLSTATE class 54), after which it goes on."""
+    """Return True for PostgreSQL program-limit errors (SQLSTATE class 54), which leave the connection usable."""
     return (getattr(error.orig, "sqlstate", None) or "").startswith("54")
 
 
 def _is_of_all(error: Exception) -> bool:
-    """Return True if an error is every job's: to try each alone would take as long for each, or do it twice, where the
-    connection has ended and the transaction may have been stored."""
+    """Return True if an error concerns all jobs, so that a retry of each alone is pointless or could run it twice.
+
+    It is pointless if each retry would take as long. It could run jobs twice if the connection was lost, because the
+    transaction may have been committed.
+    """
     if not isinstance(error, DatabaseError):
         return isinstance(error, Superseded)
     code = getattr(error.orig, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
@@ -335,7 +341,7 @@ def _is_of_all(error: Exception) -> bool:
 
 
 def _named(error: Exception, url: str) -> Exception:
-    """`DatabaseFull` for what a disk does to a database, else the error itself."""
+    """Return `DatabaseFull` for disk errors of a database, else the error itself."""
     cause = error.orig if isinstance(error, DatabaseError) else None
     sqlite_code = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     if sqlite_code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR) or getattr(cause, "sqlstate", None) == "53100":
@@ -346,7 +352,7 @@ def _named(error: Exception, url: str) -> Exception:
 
 
 def _vacuum_some(session: Session) -> bool:
-    """Give some pages of the file back. Returns True if there are more."""
+    """Free some pages of the file. Returns True if there are more."""
     connection = session.connection().connection
     _run_to_end(connection, f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
     return _pragma(connection, "auto_vacuum") == INCREMENTAL and _pragma(connection, "freelist_count") > 0
@@ -362,7 +368,7 @@ def _pragma(connection: PoolProxiedConnection, name: str) -> int:
 
 
 def _run_to_end(connection: PoolProxiedConnection, statement: str) -> list[Any]:
-    """Run a statement of SQLite's own as often as it has something left to do, in the transaction that there is."""
+    """Repeat an SQLite statement in the current transaction until it has nothing left to do."""
     driver = connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
     return driver.execute(statement).fetchall()
@@ -402,12 +408,12 @@ def _open(url: str) -> Engine:
 
 
 def with_driver(url: URL) -> URL:
-    """The same with the driver that we use, where none is named."""
+    """Return the URL with our driver, if it names none."""
     return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
 
 
 def _keep_private(file: Path) -> None:
-    """A file with secrets, made if there is none, is its owner's alone; so are those beside it."""
+    """Restrict a file with secrets, created if missing, and the files beside it to their owner."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch(mode=0o600)
     for suffix in ("", "-wal", "-shm", ".lock"):
@@ -416,7 +422,7 @@ def _keep_private(file: Path) -> None:
 
 
 def _sqlite_connect(connection: Any, _: Any) -> None:
-    """WAL with FULL: what is committed survives the end of any process and of the machine."""
+    """Use WAL with synchronous=FULL: commits survive a crash of any process and of the machine."""
     connection.isolation_level = None  # the driver would open transactions by rules of its own; `_sqlite_begin` does
     if connection.execute("PRAGMA page_count").fetchone() == (0,):  # later it would be in vain, and a write
         connection.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")
@@ -425,12 +431,15 @@ def _sqlite_connect(connection: Any, _: Any) -> None:
 
 
 def _sqlite_begin(connection: Connection) -> None:
-    """A transaction that is to write takes the lock at once: SQLite waits for no lock once it has read something."""
+    """Take the write lock at the start of a writing transaction.
+
+    SQLite does not wait for locks after a read.
+    """
     connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get(WRITES) else "BEGIN")
 
 
 def sqlite_file(url: str) -> Path | None:
-    """The file of an SQLite database, the same one by whatever links it is named."""
+    """Return the file of an SQLite database with links resolved."""
     try:
         parsed = make_url(url)
     except ArgumentError:  # refused when it is opened
@@ -441,7 +450,7 @@ def sqlite_file(url: str) -> Path | None:
 
 
 def _lease(url: str) -> Lease | None:
-    """Hold `FILE.lock`, so that a second server on the same SQLite file is refused instead of losing our models."""
+    """Lock `FILE.lock`, so that a second server on the same SQLite file is rejected."""
     file = sqlite_file(url)
     if file is None:
         return None

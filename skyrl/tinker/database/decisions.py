@@ -1,7 +1,7 @@
-"""Choices of the server for a request, typed here and JSON in the log: the one place that knows both.
+"""The server's choices for a request, with types here and as JSON in the log. Only this module converts between them.
 
-A request that is done again, after a crash, finds here what was chosen when it was accepted first, and so means the
-same. To choose something more, add a field: rows without it read as None.
+When a request is replayed after a crash, the choices of its first acceptance apply, so it has the same effect. To add a
+choice, add a field: rows without it read as None.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -15,7 +15,7 @@ from skyrl.types import GradientEffect
 
 @dataclass(frozen=True)
 class LoggedRefusal:
-    """Reason why a request was refused when it came, and what that means to the gradient sums."""
+    """A refusal: its error, and its effect on the gradient sums."""
 
     error: str
     gradients: GradientEffect
@@ -23,30 +23,30 @@ class LoggedRefusal:
 
 @dataclass
 class Decisions:
-    """Choices for one request. None: there was nothing to choose, or it is not chosen yet."""
+    """Choices for one request. None: no choice was necessary, or it is not made yet."""
 
     held_bytes: int | None = None
     """Bytes that the request counts for in memory."""
     sharer: str | None = None
-    """Sharer whose part of the room it takes; see `Caller.sharer`."""
+    """Sharer whose quota the request counts against; see `Caller.sharer`."""
     forward_only: bool | None = None
-    """True if a pass leaves its model as it was."""
+    """True if a pass does not change its model."""
     seed: int | None = None
     """Seed of the weights of a new model."""
     folder: str | None = None
-    """Folder of the checkpoint that a path stood for, or of a version without a name."""
+    """Folder of the checkpoint at a path, or of an unnamed version."""
     digest: str | None = None
-    """Digest of the checkpoint that a path stood for. None, too, where it has none."""
+    """Digest of the checkpoint at a path. Also None if the checkpoint has none."""
     lora_config: dict[str, Any] | None = None
-    """Configuration of the checkpoint that a path stood for."""
+    """Configuration of the checkpoint at a path."""
     version: str | None = None
-    """A version without a name, which goes on being written after its request is done."""
+    """Unnamed version whose files may be written after its request is done."""
     saved_to: str | None = None
-    """Folder of a named checkpoint. Once it is complete, its save is done."""
+    """Folder of a named checkpoint. When the folder is complete, the save is done."""
     refused: LoggedRefusal | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form of the log: what was chosen, nothing else."""
+        """Return the choices in the form of the log, without fields that are None."""
         has_checkpoint = self.lora_config is not None  # with or without a digest
         return {
             name: value
@@ -56,8 +56,7 @@ class Decisions:
 
     @classmethod
     def from_json(cls, logged: dict[str, Any]) -> "Decisions":
-        """Decisions in the log. Keys of later servers are left out: nothing here could follow them, and no row is
-        written twice."""
+        """Parse choices from the log. Unknown keys of later versions are ignored; rows are never rewritten."""
         known = {name: logged[name] for name in _NAMES if name in logged}
         if (refused := known.get("refused")) is not None:
             known["refused"] = LoggedRefusal(refused["error"], refused["gradients"])
@@ -68,7 +67,7 @@ _NAMES = [field.name for field in fields(Decisions)]
 
 
 class DecisionsColumn(TypeDecorator[Decisions]):
-    """A column of JSON that is read and written as `Decisions`."""
+    """JSON column that is read and written as `Decisions`."""
 
     impl = JSON
     cache_ok = True

@@ -1,4 +1,6 @@
-"""Lists, read and written out in fair turns with bodies: the longest of one tenant delays nobody's look at one row."""
+"""Fair scheduling of reads of long lists, together with the decoding of bodies. A long list does not delay lookups of
+rows.
+"""
 
 from collections.abc import Callable
 
@@ -12,11 +14,11 @@ from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES, DecodePool
 
 
 class Listings:
-    """Answers with what a tenant has, in fair order, by the time that its lists have taken.
+    """Answers with lists of a tenant's objects, fairly between tenants by the time that their lists have taken.
 
     Args:
-        database: Of the server.
-        decode_pool: Whose threads they are read in.
+        database: The server's database.
+        decode_pool: Pool of the threads for reads.
     """
 
     def __init__(self, database: Database, decode_pool: DecodePool):
@@ -24,7 +26,7 @@ class Listings:
         self._decode_pool = decode_pool
 
     async def answer(self, caller: Caller, job: Callable[[Session], BaseModel]) -> Response:
-        """Result of a reading job, as JSON without its Nones."""
+        """Return the result of a reading job as JSON without null values."""
 
         def read() -> bytes:
             return self._database.read_now(job).model_dump_json(exclude_none=True).encode()

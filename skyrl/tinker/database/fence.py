@@ -1,9 +1,9 @@
-"""One server writes to a database, whatever becomes of its lock.
+"""Fencing: only the newest server writes to a database, even if it has lost its lock.
 
-Each start of a server raises a number in the settings, the epoch, and each of its transactions finds that number
-unchanged or fails. So what an earlier server still wants to write after a later one has started is refused, and it
-ends. On PostgreSQL the lock that keeps a second server from starting belongs to a connection, which may be lost while
-nobody uses it: it is looked at every so often and taken again.
+Each start of a server increments a number in the settings, the epoch. Each writing transaction checks that the epoch is
+unchanged, and fails otherwise. Writes of an older server are therefore rejected after a newer one has started, and the
+older server exits. On PostgreSQL, the lock against a second server belongs to a connection, which may be lost while it
+is unused. The lock is therefore checked periodically and acquired again.
 """
 
 import logging
@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 EPOCH = "epoch"
 SERVER_LOCK = 0x736B7972
-"""PostgreSQL's number for the lock of the one server of a database."""
+"""Number of the PostgreSQL advisory lock for the server of a database."""
 RAISE_S = 10
 """Seconds that a start waits for the row of the epoch."""
 WRITES = "writes"
-"""Execution option of connections whose transactions write."""
+"""Execution option of connections for writing transactions."""
 WATCH_S = 5.0
-"""Seconds between two looks at the lock."""
+"""Seconds between two checks of the lock."""
 
 _SETTINGS = SQLModel.metadata.tables[str(SettingRow.__tablename__)]
 _READ = select(_SETTINGS.c.value).where(_SETTINGS.c.name == EPOCH)
@@ -41,16 +41,16 @@ TRY_LOCK = f"SELECT pg_try_advisory_lock({SERVER_LOCK})"
 
 
 class Superseded(Exception):
-    """Another server has been started on this database. Nothing has been stored."""
+    """Another server has taken over this database. Nothing was stored."""
 
 
 def writing(engine: Engine) -> Engine:
-    """The same engine, for transactions that write."""
+    """Return the engine with the option for writing transactions."""
     return engine.execution_options(**{WRITES: True})
 
 
 def raise_epoch(engine: Engine) -> None:
-    """Begin an epoch, later than any before it."""
+    """Start a new epoch, later than all earlier ones."""
     with Session(writing(engine)) as session:
         if engine.dialect.name == "postgresql":  # a server that hangs may hold the row for ever
             session.execute(text(f"SET LOCAL lock_timeout = '{RAISE_S}s'"))
@@ -61,18 +61,18 @@ def raise_epoch(engine: Engine) -> None:
 
 
 class Fence:
-    """Keeps servers apart that use one database.
+    """Ensures that only one server writes to a database.
 
     Args:
-        engine: Of the database.
-        claim: The connection that has the lock, where it has one.
-        shown: The option that names the database, for messages.
-        writes: Whether this one writes. To look at a database does not keep anybody from it.
+        engine: The database's engine.
+        claim: Connection that holds the lock, if there is one.
+        shown: Option that names the database, for messages.
+        writes: True if this server writes. Readers do not exclude anybody.
     """
 
     def __init__(self, engine: Engine, claim: Connection, shown: str, writes: bool):
         self.on_superseded: Callable[[str], object] = lambda message: log.error("%s", message)
-        """Told, in some thread, when another server has been started on this database."""
+        """Called, from any thread, when another server has taken over this database."""
         self._engine = engine
         self._claim = claim
         self._shown = shown
@@ -81,19 +81,19 @@ class Fence:
         with engine.connect() as connection:
             self._epoch = connection.execute(_READ).scalar_one_or_none()
         self._hold = str(_HOLD.compile(engine, compile_kwargs={"literal_binds": True}))
-        """SQL, which the driver runs in a tenth of the time that a statement takes: it is part of each commit."""
+        """Raw SQL, which takes a tenth of the time of a statement object, because it is part of each commit."""
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="database-watcher", daemon=True)
         if engine.dialect.name == "postgresql":
             self._watcher.start()
 
     def check(self, session: Session) -> None:
-        """At the beginning of each transaction that writes. Raises `Superseded`."""
+        """Check the epoch at the start of each writing transaction. Raises `Superseded`."""
         if session.connection().exec_driver_sql(self._hold).scalar_one_or_none() != self._epoch:
             raise self._superseded()
 
     def close(self) -> None:
-        """Let the lock go."""
+        """Release the lock."""
         self._closing.set()
         if self._watcher.is_alive():
             self._watcher.join()

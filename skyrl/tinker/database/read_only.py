@@ -1,6 +1,6 @@
-"""A database that is looked at and not changed, whether or not a server runs on it.
+"""Read-only access to a database, whether or not a server uses it.
 
-It takes no lock, makes no file, migrates nothing and changes no permissions, all of which opening a `Database` does.
+Unlike `Database`, it takes no lock, creates no file, migrates nothing and changes no permissions.
 """
 
 from typing import Any, Protocol, TypeVar
@@ -32,10 +32,10 @@ class ReadOnlyDatabase:
     """A database for jobs that only read.
 
     Args:
-        url: As of `Database`.
+        url: URL as for `Database`.
 
     Raises:
-        RequestError: There is none, it cannot be opened, or it is none of this server.
+        RequestError: The database is missing, cannot be opened, or does not belong to this server.
     """
 
     def __init__(self, url: str):
@@ -46,14 +46,14 @@ class ReadOnlyDatabase:
             self._engine = sqlalchemy.create_engine(parsed, **limits)
             with self._engine.connect() as connection:
                 self.revision = revision_of(connection)
-                """That its tables have; None: they are not this server's."""
+                """Revision of the database; None if the tables are not this server's."""
         except (ArgumentError, DatabaseError, ModuleNotFoundError) as error:
             why = error.orig if isinstance(error, DatabaseError) else error
             raise RequestError(f"database_url={self.url}: it cannot be opened ({why})") from error
         self.newest = KNOWN[-1]
-        """That this installation's tables have."""
+        """Newest revision that this installation knows."""
         self.known = self.revision in KNOWN
-        """True if this installation has that revision or comes after it."""
+        """True if this installation knows the database's revision."""
 
     def read_now(self, job: Job[T]) -> T:
         """Run `job` in this thread."""
@@ -65,7 +65,7 @@ class ReadOnlyDatabase:
 
 
 def _address(url: str) -> URL:
-    """Address of an SQLite file, so that nothing is made beside it: a server that has stopped has left no log there."""
+    """URI of an SQLite file that prevents SQLite from creating files: a stopped server has left no log file."""
     file = sqlite_file(url)
     if file is None:
         return with_driver(make_url(url))

@@ -1,4 +1,4 @@
-"""Retries of the database until it answers, or the server is to stop."""
+"""Retries of database jobs until the database responds or the server stops."""
 
 import asyncio
 import logging
@@ -20,19 +20,20 @@ T = TypeVar("T")
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 PASSING = (OperationalError, InterfaceError, InternalError)
-"""Errors of a connection: the database was away, is busy, or went away in between."""
+"""Connection errors: the database was unavailable or busy, or the connection was lost."""
 
 
 class Stopped(Exception):
-    """The database has not answered, and the server is to stop. What was to be stored may or may not be."""
+    """The server stops before the database responded. The data may or may not be stored."""
 
 
 class RetryingWriter:
-    """Reads from and writes to a database that may be away. All methods are called on the event loop.
+    """Reads from and writes to a database that may be unavailable. All methods are called on the event loop.
 
     Args:
-        database: Of the server.
-        also: Errors to try again after, beside those of a connection. A connection may end after its write took effect.
+        database: The server's database.
+        also: Further errors to retry after, in addition to connection errors. After a connection error, the write
+            may have taken effect.
     """
 
     def __init__(self, database: Database, *also: type[Exception]):
@@ -41,15 +42,15 @@ class RetryingWriter:
         self._closing = asyncio.Event()
 
     async def write(self, job: Job[T], what: str) -> T:
-        """Result of `job`, which stores `what`. Raises `Stopped`."""
+        """Run `job`, which stores `what`. Raises `Stopped`."""
         return await self.attempt(partial(self._database.write, job), f"{what} may not be stored")
 
     async def read(self, job: Job[T], what: str) -> T:
-        """Result of `job`, which reads `what`. Raises `Stopped`."""
+        """Run `job`, which reads `what`. Raises `Stopped`."""
         return await self.attempt(partial(self._database.read, job), f"{what} cannot be read")
 
     async def attempt(self, work: Callable[[], Awaitable[T]], problem: str) -> T:
-        """Result of `work`, which may be done any number of times; `problem` is why it may be. Raises `Stopped`."""
+        """Run `work`, which must be repeatable; `problem` describes failures in the log. Raises `Stopped`."""
         failures = 0
         while True:
             try:
@@ -65,5 +66,5 @@ class RetryingWriter:
             failures += 1
 
     def stop(self) -> None:
-        """Try nothing again any more."""
+        """Stop all retries."""
         self._closing.set()

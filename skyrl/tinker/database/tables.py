@@ -1,6 +1,6 @@
 """The database's tables. A change here needs a revision in `migrations/versions` (a test compares the two).
 
-Times are unix seconds. JSON columns hold what clients sent or the pydantic dump of one of our types.
+Times are Unix seconds. JSON columns contain client input or the pydantic dump of one of our types.
 """
 
 import time
@@ -29,9 +29,9 @@ ModelStatus = Literal["creating", "live", "failed", "lost", "unloaded", "expired
 RequestStatus = Literal["pending", "done", "failed"]
 SamplerKind = Literal["base", "checkpoint", "snapshot", "inflight"]
 WITH_BODY = "length(body) > 0"
-"""A condition on requests, as their indexes have it."""
+"""Condition on requests that their indexes use."""
 DONE = "done"
-"""In `RequestRow.gradients`: the engine has done it and the model is what it made of it; only its answer failed."""
+"""Value of `RequestRow.gradients` if the engine completed the request and only its answer failed."""
 
 
 def _created() -> Any:
@@ -47,7 +47,7 @@ def _partial_index(name: str, column: str, where: str) -> Index:
 
 
 class SettingRow(SQLModel, table=True):
-    """Values that a server made up once and must keep, such as the secret that signs its URLs."""
+    """Values that a server has generated once and must keep, such as the secret that signs its URLs."""
 
     __tablename__ = "settings"  # pyright: ignore[reportAssignmentType]
 
@@ -76,7 +76,7 @@ class SessionRow(SQLModel, table=True):
     display_name: str | None = None
     created_at: float = _created()
     last_seen_at: float = _created()
-    """Time at which its client was last heard of, as the server last wrote it down."""
+    """Last activity of the client, as last stored by the server."""
     finished_at: float | None = None
     finish_reason: str | None = None
 
@@ -100,25 +100,25 @@ class ModelRow(SQLModel, table=True):
     lora_config: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))
     user_metadata: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
     status: str = "creating"
-    """A `ModelStatus`. `live` ones are in the engine, or can be revived from their snapshot and the log after it.
-    `lost` ones cannot, because files of theirs are gone or damaged; `expired` ones, because their session was silent
-    for too long. `copy` ones hold a copy of a checkpoint, or one that was uploaded, and no more."""
+    """A `ModelStatus`. A `live` model is in the engine, or can be revived from its snapshot and the later log. A `lost`
+    model cannot be revived because files are missing or damaged. An `expired` model cannot because its session was idle
+    for too long. A `copy` only holds a copied or uploaded checkpoint."""
     snapshot_seq_id: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
-    """The last request that is part of its newest snapshot; None before the first."""
+    """Last request that the newest snapshot includes; None before the first snapshot."""
     snapshot_folder: str | None = None
     snapshot_digest: str | None = None
     snapshot_bytes: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     snapshot_failed_pass: str | None = None
-    """Reason why the optimizer step after the snapshot has to fail, if it has to."""
+    """Error of a failed pass, which the next optimizer step after the snapshot must raise; None if there is none."""
     last_request_at: float | None = None
     inflight_version: str | None = None
-    """Version that its inflight samplers sample; None before the first inflight save."""
+    """Version that inflight samplers of the model use; None before the first inflight save."""
     inflight_folder: str | None = None
     created_at: float = _created()
 
 
 class SamplerRow(SQLModel, table=True):
-    """A sampling session: a name for one frozen version (or, inflight, for a model's newest)."""
+    """A sampling session: a name for one frozen version or, if inflight, for the model's newest inflight version."""
 
     __tablename__ = "samplers"  # pyright: ignore[reportAssignmentType]
 
@@ -131,16 +131,16 @@ class SamplerRow(SQLModel, table=True):
     model_path: str | None = None
     model_id: str | None = None
     version: str | None = Field(default=None, index=True)
-    """None for the base model and for inflight samplers, which take their model's."""
+    """Version id; None for the base model, and for inflight samplers, which use their model's version."""
     folder: str | None = None
     clients: int = Field(default=1, sa_column=Column(Integer, nullable=False, server_default=text("1")))
-    """Clients that share it: the first, and those that joined."""
+    """Number of clients that share the sampler: the first, and those that joined."""
     counted: dict[str, int] = Field(
         default_factory=dict, sa_column=Column(JSON, nullable=False, server_default=text("'{}'"))
     )
-    """By number of a client, a bound on the seq_ids that it has used, once they are many (see `sample_counts`)."""
+    """Upper bounds of the seq_ids used by clients, by client number, for clients with many (see `sample_counts`)."""
     removed_by: str | None = None
-    """The option, with its value, that took its version away before its session ended."""
+    """Option and value that removed the version before its session ended."""
     created_at: float = _created()
 
 
@@ -159,7 +159,7 @@ class CustomLossRow(SQLModel, table=True):
 
 
 class VersionRow(SQLModel, table=True):
-    """A version without a name: what `save_weights_for_sampler` without a path has frozen."""
+    """An unnamed version, created by `save_weights_for_sampler` without a path."""
 
     __tablename__ = "versions"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
@@ -173,13 +173,13 @@ class VersionRow(SQLModel, table=True):
     tenant: str
     folder: str
     digest: str | None = None
-    """sha256 of the manifest in `folder`; None until it is written."""
+    """SHA-256 of the manifest in `folder`; None until it is written."""
     size_bytes: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     created_at: float = _created()
 
 
 class CheckpointRow(SQLModel, table=True):
-    """A named checkpoint that is on disk. Holds all that is needed to load it after the model is gone."""
+    """A named checkpoint on disk. The row is sufficient to load it after its model is gone."""
 
     __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
@@ -205,7 +205,7 @@ class CheckpointRow(SQLModel, table=True):
     user_metadata: dict[str, str] | None = Field(default=None, sa_column=Column(JSON, nullable=True))
     size_bytes: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     digest: str | None = None
-    """sha256 of the manifest in `folder`. None for those of older servers."""
+    """SHA-256 of the manifest in `folder`. None for checkpoints of older servers."""
     public: bool = Field(default=False, sa_column=Column(Boolean, nullable=False, server_default=false()))
     """Readable by every key."""
     expires_at: float | None = None
@@ -213,43 +213,43 @@ class CheckpointRow(SQLModel, table=True):
 
 
 class UsageRow(SQLModel, table=True):
-    """The ledger: what the requests of a session to a run have used that ended, and were answered, within an hour."""
+    """The ledger: usage of one session for one run within one hour, of requests that have ended and were answered."""
 
     __tablename__ = "usage"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (Index("usage_by_hour", "hour", "tenant"),)
 
     session_id: str = Field(primary_key=True)
-    """Session; of samples, the one that asked for them."""
+    """Session; for samples, the session that requested them."""
     model_id: str = Field(primary_key=True)
-    """The run that was trained, or whose weights were sampled; empty for the base model's."""
+    """Run that was trained or sampled; empty for the base model."""
     hour: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
-    """Its begin."""
+    """Start of the hour."""
     tenant: str
     project_id: str | None = None
-    """Project of the session, which may be collected before this is."""
+    """Project of the session. Stored here because the session may be removed earlier."""
     base_model: str
     active_parameters: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     """See `BackendInfo`."""
     requests: int = _count()
     trained_tokens: int = _count()
-    """Tokens of passes that add gradients."""
+    """Tokens of passes with gradients."""
     forward_tokens: int = _count()
-    """Tokens of passes that do not."""
+    """Tokens of passes without gradients."""
     prefill_tokens: int = _count()
-    """Tokens of prompts, once for each request, that were computed."""
+    """Computed prompt tokens, once per request."""
     cached_tokens: int = _count()
-    """Tokens of prompts, that were found in the cache."""
+    """Prompt tokens that were found in the cache."""
     sampled_tokens: int = _count()
     samples: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default=text("0")))
-    """Sequences that were drawn."""
+    """Number of sampled sequences."""
     training_s: float = Field(default=0.0, sa_column=Column(Float, nullable=False))
     """Device seconds of passes and optimizer steps."""
     sampling_s: float = Field(default=0.0, sa_column=Column(Float, nullable=False))
-    """Device seconds of samples, their prompts included."""
+    """Device seconds of samples, including their prompts."""
 
 
 class ChargedSampleRow(SQLModel, table=True):
-    """Charge of a sample whose answer has not been handed out, or was a moment ago."""
+    """Charge of a sample whose answer has not been handed out, or only very recently."""
 
     __tablename__ = "charged_samples"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (Index("charged_samples_by_hour", "hour"),)
@@ -258,7 +258,7 @@ class ChargedSampleRow(SQLModel, table=True):
     session_id: str
     model_id: str
     hour: int = Field(sa_column=Column(BigInteger, nullable=False))
-    """Its place in the ledger."""
+    """Hour of the charge in the ledger."""
     prefill_tokens: int = _count()
     cached_tokens: int = _count()
     sampled_tokens: int = _count()
@@ -267,7 +267,7 @@ class ChargedSampleRow(SQLModel, table=True):
 
 
 class AuditRow(SQLModel, table=True):
-    """Somebody made, shared, read or removed a checkpoint, or moved a session to a project."""
+    """An audit event: a checkpoint was created, shared, read or removed, or a session moved to a project."""
 
     __tablename__ = "audit"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (Index("audit_by_day", "created_at", "tenant"),)
@@ -275,7 +275,7 @@ class AuditRow(SQLModel, table=True):
     id: int | None = Field(default=None, primary_key=True)
     created_at: float = _created()
     tenant: str
-    """Owner of what it was done to."""
+    """Owner of the checkpoint or session."""
     event: str
     """An `AuditEvent` (`skyrl.tinker.database.ledger.audit`)."""
     details: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))
@@ -298,13 +298,14 @@ class RequestRow(SQLModel, table=True):
     tenant: str
     model_id: str
     seq_id: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
-    """Place in the model's order. None: in the order of arrival (unload_model), or refused as another has its place."""
+    """Position in the model's order. None: in order of arrival (unload_model), or rejected because its position was
+    taken."""
     decided: Decisions = Field(
         default_factory=Decisions, sa_column=Column(DecisionsColumn, nullable=False, server_default=text("'{}'"))
     )
-    """Choices of the server when it accepted the request, such as a seed or the folder a path stood for."""
+    """The server's choices when it accepted the request, such as a seed or the folder of a path."""
     gradients: str = Field(default="kept", sa_column=Column(String, nullable=False, server_default="kept"))
-    """A `GradientEffect`: what its failure meant to the model's gradient sums; or `DONE`."""
+    """A `GradientEffect`, the effect of a failure on the model's gradient sums, or `DONE`."""
     content_type: str
     content_encoding: str = ""
     status: str = "pending"
@@ -314,11 +315,12 @@ class RequestRow(SQLModel, table=True):
     created_at: float = _created()
     finished_at: float | None = None
     body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
-    """Body as sent; empty once no revival needs it. Last, as SQLite reads through a row to what is behind it."""
+    """Body as sent; empty when no revival needs it. The last column, because SQLite reads all columns before the one it
+    needs."""
 
 
 class ResultRow(SQLModel, table=True):
-    """The result of a request that is done, until nobody asks for it any more."""
+    """Result of a finished request, until retention removes it."""
 
     __tablename__ = "results"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (Index("results_by_age", "finished_at", "size_bytes"),)

@@ -1,4 +1,4 @@
-"""The engine process: `python -m skyrl.tinker.engine`. `loop` drives a backend with what comes over the channel."""
+"""The engine process (`python -m skyrl.tinker.engine`). `loop` receives operations and drives a backend."""
 
 from skyrl.tinker.engine.loop import TinkerEngine, open_backend, serve
 

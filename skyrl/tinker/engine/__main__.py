@@ -1,4 +1,4 @@
-"""`python -m skyrl.tinker.engine`, which the API process starts."""
+"""Entry point of the engine process, which the API process starts: `python -m skyrl.tinker.engine`."""
 
 from skyrl.tinker.engine.loop import main
 

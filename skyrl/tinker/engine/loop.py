@@ -1,12 +1,12 @@
-"""The engine process: takes operations off the channel, orders them, and drives the backend one quantum at a time.
+"""The engine loop: receives operations from the API process, orders them, and runs the backend one quantum at a time.
 
-`TinkerEngine.turn` is the whole loop: frames in, what may go to the backend, one quantum, results out. With nothing to
-do it lets the backend prepare what later requests need, and then sleeps until a frame arrives, background work ends or
-a held request expires; nothing polls. It knows no SQL and
-no HTTP, and is started by `skyrl.tinker.processes.engine_supervisor`.
+`TinkerEngine.turn` is one iteration: handle frames, submit operations to the backend, run one quantum, send results.
+Without work, the loop first lets the backend prepare for later requests, and then sleeps until a frame arrives,
+background work ends or a held request expires; nothing polls. The engine has no SQL and no HTTP.
+`skyrl.tinker.processes.engine_supervisor` starts it.
 
-To add a backend, register its class below, or name it as "module:attribute" in the configuration. It is called with
-(base_model, config, progress) and the class of its configuration is read from the annotation of `config`.
+To add a backend, register its class below, or name the class as "module:attribute" in the configuration. It is called
+with (base_model, config, progress); the annotation of `config` determines the class of the configuration.
 """
 
 import argparse
@@ -73,20 +73,20 @@ from skyrl.utils.parent_death import die_with_parent
 log = logging.getLogger("skyrl.tinker.engine")  # __name__ is __main__ in the engine process
 
 LARGE_RESULT_BYTES = 2**20
-"""Larger results of samples are sent a piece at a time, with other frames in between."""
+"""Results of samples above this size are sent in pieces, with other frames in between."""
 NICENESS = 5
-"""Keeps the API process quick while computation uses every core."""
+"""Niceness of the engine process, so that the API process responds quickly while computation uses every core."""
 QUIET_S = 0.25
-"""Seconds without anything to do after which what later requests need is prepared. A piece takes longer than that, and
-clients that have just connected, or that wait for a result to send the next request, should not wait for it."""
+"""Idle seconds before the engine prepares for later requests. One step of preparation takes longer than this, and
+should not delay clients that have just connected, or that send their next request when they receive a result."""
 TELL_S = 0.25
-"""Seconds between two tellings of what the engine counts, while it works."""
+"""Minimum seconds between two `Metrics` frames while the engine works."""
 DRAIN = 0.6
-"""Part of `shutdown_timeout_sec` that the last snapshots and writes of an orderly end may take, together."""
+"""Fraction of `shutdown_timeout_sec` for the last snapshots and writes of an orderly stop."""
 
 
 class TinkerEngine:
-    """Serves the operations that arrive on `channel` with `backend`, in the order that a `Scheduler` decides."""
+    """Runs operations from `channel` on `backend`, in the order of a `Scheduler`."""
 
     def __init__(self, backend: AbstractBackend, channel: EngineChannel, config: EngineConfig):
         self.backend = backend
@@ -101,31 +101,32 @@ class TinkerEngine:
         self.maintenance = Maintenance(backend, self.scheduler, self.policy, config.checkpoints_folder, channel.send)
         self._submitted: dict[str, Operation] = {}
         self._running: set[str] = set()
-        """Requests that the API believes to be computed now."""
+        """Requests in the last `Running` frame."""
         self._metrics = Metrics({}, {})
-        """Counts that the API was told last, at the time `_told_at`."""
+        """The last `Metrics` frame, sent at time `_told_at`."""
         self._told_at = -math.inf
         self._stored: deque[Stored] = deque()
-        """Filled by the thread that writes."""
+        """`Stored` frames to send; a writer thread appends to it."""
         self._sent: deque[Operation] = deque()
-        """Samples whose large results are on their way, filled by the thread that writes these."""
+        """Samples whose large results have been sent; the sending thread appends to it."""
         self._stopping = False
         self._worked_at = time.monotonic()
-        """Time at which something came, or was computed, last."""
+        """Time of the last frame or computation."""
         self._unprepared = True
         """True if the backend may have something left to prepare."""
         self.step_began: float | None = None
-        """Begin of what the engine does now, on the monotonic clock; None while it waits."""
+        """Start of the current step on the monotonic clock; None while the engine waits."""
         backend.weigh(config.weights)
         backend.on_wake = channel.wake.set
         backend.on_quantum = self._about_to_run
         backend.on_stored = self._version_stored
 
     def run(self) -> None:
-        """Work until a `Shutdown` frame, or until the other process has gone; then finish background writes.
+        """Run until a `Shutdown` frame arrives or the other process exits; then finish background writes.
 
         Raises:
-            BackendLost: It cannot go on. Nothing is finished: a new engine recovers from snapshots and the log.
+            BackendLost: The backend cannot continue. Nothing is finished: a new engine recovers from snapshots and
+                the log.
         """
         try:
             self.channel.send(Ready(self.backend.info()))
@@ -150,10 +151,10 @@ class TinkerEngine:
         if self._stopping:
             self.backend.abandon()
             with contextlib.suppress(ChannelClosed):
-                self._deliver(self.backend.step())  # what those writes have completed
+                self._deliver(self.backend.step())  # completions of these writes
 
     def turn(self) -> None:
-        """Take in what has arrived, run one quantum, send what is finished."""
+        """Handle frames that have arrived, run one quantum, and send finished results."""
         frames = self.channel.take()
         for frame in frames:
             self._handle(frame)
@@ -192,7 +193,7 @@ class TinkerEngine:
                 self.maintenance.ended(completion)
                 continue
             operation = self._submitted.pop(completion.request_id, None)
-            if operation is None:  # cancelled just before its end
+            if operation is None:  # cancelled just before it ended
                 continue
             if isinstance(completion.result, SampleOutput) and completion.result.nbytes > LARGE_RESULT_BYTES:
                 self._send_apart(operation, completion)
@@ -206,7 +207,10 @@ class TinkerEngine:
             self.channel.send(self._stored.popleft())
 
     def _send_apart(self, operation: Operation, completion: Completion) -> None:
-        """Send a sample's large result while others go on. Only then it is over, and its tenant's next may begin."""
+        """Send a sample's large result in the background.
+
+        The sample occupies its tenant's window until the result is sent.
+        """
 
         def sent() -> None:
             self._sent.append(operation)
@@ -215,7 +219,7 @@ class TinkerEngine:
         self.channel.send_apart(Done(completion.request_id, completion.result, completion.device_s), sent)
 
     def _follow(self, operation: ModelOperation, result: Result) -> None:
-        """Keep up with which models there are."""
+        """Update the scheduler and the snapshot policy after an operation that may create, change or delete a model."""
         model_id = operation.model_id
         makes = isinstance(operation, CreateModel | LoadCheckpoint | LoadSnapshot)
         if isinstance(operation, DeleteModel):
@@ -254,7 +258,10 @@ class TinkerEngine:
             self.scheduler.done(self._submitted.pop(request_id))
 
     def _about_to_run(self, request_ids: tuple[str, ...]) -> None:
-        """The backend is going to work on these. Nobody but the engine can be blamed for its own operations."""
+        """Report the requests that the backend is about to compute.
+
+        The engine's own operations are not reported, so no request is blamed if they crash.
+        """
         for request_id in request_ids:
             if request_id in self.maintenance:
                 self.maintenance.begins(request_id)
@@ -273,9 +280,9 @@ class TinkerEngine:
         self.channel.wake.set()
 
     def _snapshot_all(self) -> None:
-        """Leave what has not ended, snapshot every model that has changed, and see all writes through, for a while.
+        """Drop unfinished operations, snapshot every changed model, and wait for all writes, within the time limit.
 
-        Requests that are left stay pending; they are done again by the next engine.
+        Dropped requests stay pending; the next engine runs them.
         """
         for operation in self._submitted.values():
             if isinstance(operation, Sample):
@@ -297,7 +304,7 @@ class TinkerEngine:
         log.warning("%d models have no snapshot of their last steps; they are repeated", len(self.policy.changed()))
 
     def _rest(self) -> None:
-        """With nothing to compute: sleep until something comes, or prepare a piece if nothing has come for a while."""
+        """Sleep until an event, or prepare for later requests if the engine has been idle for `QUIET_S`."""
         patience_s = self._patience_s()
         if self._unprepared and not self.channel.wake.is_set() and not self.backend.computed:
             left_s = self._worked_at + QUIET_S - time.monotonic()
@@ -310,7 +317,7 @@ class TinkerEngine:
         self.channel.wake.wait(patience_s)
 
     def _patience_s(self) -> float | None:
-        """Seconds until a held request expires, a snapshot is tried again or a dispatch is late; None if none is to."""
+        """Seconds until a held request expires, a snapshot is retried or a dispatch is late; None if nothing is due."""
         now = time.monotonic()
         deadline = min(self.scheduler.deadline(), self.policy.deadline(now))
         if (left_s := self.backend.time_left()) is not None:
@@ -342,8 +349,8 @@ def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> Abstr
 
 
 def _load_transformers_without_torch() -> None:
-    """Import what configurations are made of, which imports torch wherever that is installed: a second for nothing."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
+    """Import the configuration classes of transformers, but not torch, which takes a second to import."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # otherwise transformers advises to install torch
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] (what Python does for a module that is not there)
     try:
         import skyrl.tx.models.configs  # noqa: F401
@@ -359,11 +366,11 @@ def _builtin_model(progress: Callable[[str], None]) -> str:
 
 
 def serve(channel: EngineChannel, alone: bool = False) -> int:
-    """The life of an engine on its channel. Returns its exit status.
+    """Run an engine on a channel. Returns its exit status.
 
     Args:
-        channel: To the API process.
-        alone: The process is this engine's. It ends at once when the API process has gone.
+        channel: Channel to the API process.
+        alone: True if the process runs only this engine. It then exits at once when the API process has exited.
     """
     try:
         start = channel.receive()
@@ -375,7 +382,7 @@ def serve(channel: EngineChannel, alone: bool = False) -> int:
     setup_logging(config.log_level, "engine", config.log_format)
     if alone:
         channel.listen(_leave)
-        if name == "jax" and "torch" not in sys.modules:  # which the search for GPUs may have loaded
+        if name == "jax" and "torch" not in sys.modules:  # detection of GPUs may have imported torch
             _load_transformers_without_torch()
     else:
         channel.listen()
@@ -420,15 +427,18 @@ def serve(channel: EngineChannel, alone: bool = False) -> int:
 
 
 def _leave() -> None:
-    """End the process at once, whatever it computes or writes: nobody would record it.
+    """Exit at once, whatever the process computes or writes, because nobody would record the results.
 
-    Files are whole or not there all the same, because a folder gets its name when it is complete.
+    Folders stay consistent: a folder gets its name only when it is complete.
     """
     os._exit(1)
 
 
 def _deliver_shutdown(channel: EngineChannel) -> None:
-    """From a thread, because the main thread, which runs signal handlers, may hold the locks that this needs."""
+    """Deliver a shutdown from a thread.
+
+    Signal handlers run in the main thread, which may hold the locks that this needs.
+    """
     threading.Thread(target=channel.deliver, args=[Shutdown()]).start()
 
 

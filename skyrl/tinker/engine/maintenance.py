@@ -1,7 +1,8 @@
-"""Maintenance of the engine's models without a request: it snapshots them, and parks those that are not used.
+"""Maintenance of the engine's models: snapshots, and parking of unused models.
 
-Each is an operation of its own, handed to the backend past the scheduler's queues. A snapshot goes before all that has
-not begun, so it shows its model as of the last request that has ended. Nobody but `ended` waits for its completion.
+Each of these is an operation that goes directly to the backend, past the scheduler's queues. A snapshot runs before all
+operations that have not started, so it has the state after the last finished request. Completions of these operations
+go only to `ended`.
 """
 
 import logging
@@ -23,18 +24,18 @@ from skyrl.types import ErrorResponse, Result, SaveOutput
 log = logging.getLogger("skyrl.tinker.engine")
 
 Then = Callable[[bool], None]
-"""Told whether it worked."""
+"""Callback with True if the operation succeeded."""
 
 
 class Maintenance:
     """Snapshots and parks models.
 
     Args:
-        backend: Holds the models.
-        scheduler: Knows how far each model is.
-        policy: Decides when.
+        backend: Backend with the models.
+        scheduler: Tracks the last finished request of each model.
+        policy: Decides when to snapshot.
         base: Folder of all checkpoints.
-        send: Tells the API.
+        send: Sends a frame to the API process.
     """
 
     def __init__(
@@ -51,36 +52,37 @@ class Maintenance:
         self._base = base
         self._send = send
         self._own: dict[str, tuple[ModelOperation, Callable[[Result], None]]] = {}
-        """Operations under way and what follows them, by request id."""
+        """Running maintenance operations and their continuations, by request id."""
         self._failed_pass: dict[str, str | None] = {}
-        """By the request id of a snapshot: why the model's next optimizer step had to fail when it was taken."""
+        """By request id of a snapshot: the error of a failed pass, if the gradient sums in the snapshot are incomplete.
+        """
         self.snapshots_failed = 0
 
     def __contains__(self, request_id: str) -> bool:
-        """Return True if an operation under way is one of these."""
+        """Return True if this is a running maintenance operation."""
         return request_id in self._own
 
     def begins(self, request_id: str) -> None:
-        """A quantum of one of these operations is about to run. Its model stands still meanwhile."""
+        """Handle the start of a maintenance operation's quantum. Its model does not change during the quantum."""
         operation, _ = self._own[request_id]
         self._failed_pass[request_id] = self._backend.failed_pass(operation.model_id)
 
     def ended(self, completion: Completion) -> None:
-        """One of these operations has ended."""
+        """Handle the completion of a maintenance operation."""
         _, then = self._own.pop(completion.request_id)
         then(completion.result)
 
     def abandoned(self, request_id: str) -> None:
-        """One of these operations was dropped."""
+        """Handle a maintenance operation that was dropped."""
         self.ended(Completion(request_id, ErrorResponse("the engine is going to end")))
 
     def snapshot_due(self, now: float) -> None:
-        """Begin the snapshots whose time has come."""
+        """Start all snapshots that are due."""
         for model_id in self._policy.due(now):
             self.snapshot(model_id)
 
     def snapshot(self, model_id: str, then: Then = lambda done: None) -> None:
-        """Begin a snapshot of a model, unless it is in the middle of a request or of repeating its past."""
+        """Start a snapshot of a model, unless a request or a replay of the model is in progress."""
         seq_id = self._scheduler.finished(model_id)
         if seq_id is None or self._backend.is_working_on(model_id):
             return
@@ -92,7 +94,7 @@ class Maintenance:
         self._backend.submit_first(operation)
 
     def park(self, model_id: str) -> None:
-        """Snapshot a model that has nothing to do, unless it is as its last snapshot, then delete it."""
+        """Park an idle model: snapshot it if it has changed since the last snapshot, then delete it."""
         if not self._backend.has_model(model_id) and self._scheduler.idle(model_id):
             self._parked(model_id, True)
         elif not self._stands_still(model_id):
@@ -123,7 +125,7 @@ class Maintenance:
         self._send(Parked(model_id, done))
 
     def forget(self, model_id: str, why: str) -> None:
-        """The model is not in the backend any more."""
+        """Forget a model that is no longer in the backend."""
         self._policy.forget(model_id)
         self._scheduler.forget(model_id, why)
 

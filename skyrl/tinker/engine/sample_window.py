@@ -1,8 +1,7 @@
-"""Window of samples that the backend is given at a time: of each tenant so many tokens, and the rest waits here.
+"""Admission of samples to the backend: a window of tokens per tenant. Further samples wait here.
 
-It bounds what a tenant's results may take in memory while they are on their way to the API process. Each tenant has a
-window of its own, so nobody waits here for anybody else: who is next among those that the backend has is its own
-affair, and fair.
+The window limits the memory for a tenant's results on their way to the API process. Each tenant has a separate window,
+so tenants do not wait for each other here. The backend itself schedules the admitted samples fairly.
 """
 
 from collections import deque
@@ -11,39 +10,39 @@ from dataclasses import dataclass, field
 from skyrl.backends.operations import Sample
 
 AT_LEAST = 64
-"""Samples of a tenant that fit into its window, however large they are."""
+"""Minimum number of samples that fit into a tenant's window, however large they are."""
 
 
 @dataclass
 class _Tenant:
     used: int = 0
-    """Tokens of those that the backend has."""
+    """Tokens of the samples that the backend has."""
     waiting: dict[str, Sample] = field(default_factory=dict)
 
 
 class SampleWindow:
-    """Samples by tenant, first come, first served.
+    """Waiting and admitted samples of each tenant, in order of arrival.
 
     Args:
-        tokens: Of a tenant that the backend is given at a time: prompts, and what may be generated.
+        tokens: Size of the window: prompt tokens, and tokens that may be generated.
     """
 
     def __init__(self, tokens: int):
         self._tokens = tokens
         self._tenants: dict[str, _Tenant] = {}
         self._able: deque[str] = deque()
-        """Tenants with room and something that waits; some are not, any more."""
+        """Tenants that may have both room and waiting samples; entries can be outdated."""
         self._out: dict[str, Sample] = {}
 
     def add(self, sample: Sample) -> None:
-        """Take in a sample; one that is here already is ignored."""
+        """Add a sample; duplicates are ignored."""
         tenant = self._tenants.setdefault(sample.tenant, _Tenant())
         if sample.request_id not in self._out:
             tenant.waiting.setdefault(sample.request_id, sample)
         self._able.append(sample.tenant)
 
     def next(self) -> Sample | None:
-        """The next that the backend is to have, until it is `done`."""
+        """Admit and return the next sample, which occupies the window until `done`."""
         while self._able:
             tenant = self._tenants.get(self._able[0])
             if tenant is None or not tenant.waiting or tenant.used >= self._tokens:
@@ -56,14 +55,14 @@ class SampleWindow:
         return None
 
     def done(self, sample: Sample) -> None:
-        """The backend has it no more, and its result is not in memory any more."""
+        """Free the window of a sample that has left the backend and whose result is no longer in memory."""
         if self._out.pop(sample.request_id, None) is not None:
             self._tenants[sample.tenant].used -= self._share(sample)
             self._able.append(sample.tenant)
             self._forget_idle(sample.tenant)
 
     def remove(self, request_id: str) -> bool:
-        """Drop a sample that waits here. Returns True if it did."""
+        """Remove a waiting sample. Returns True if there was one."""
         for name, tenant in self._tenants.items():
             if tenant.waiting.pop(request_id, None) is not None:
                 self._forget_idle(name)
@@ -79,5 +78,5 @@ class SampleWindow:
 
 
 def cost_of(sample: Sample) -> int:
-    """Tokens of its prompt, and those that may be generated."""
+    """Tokens of a sample: its prompt, and the tokens that may be generated."""
     return len(sample.prompt) + (sample.params.max_tokens or 1) * sample.num_samples

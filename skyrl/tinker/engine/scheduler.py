@@ -1,14 +1,15 @@
-"""In which order requests reach the backend: a model's strictly by seq_id.
+"""Order of requests: operations of a model reach the backend strictly by seq_id.
 
-A model's requests carry seq_ids 0, 1, 2, ... and may arrive in any order after 0, its creation. One that arrives early
-is held until those before it are here. If nothing of the model comes for `gap_timeout_s`, what is held fails, in its
-place in the model's order, and the model goes on with the next request. Requests whose turn has come go to the backend
-at once, which is fair between tenants; only a flood of samples waits here (`SampleWindow`).
+A model's requests have the seq_ids 0, 1, 2, ..., where 0 creates the model. After 0, they may arrive in any order. A
+request that arrives early is held until all earlier ones have arrived. If no request of the model arrives for
+`gap_timeout_s`, the held requests fail at their positions in the model's order, and the model continues with the next
+request. Other requests go to the backend at once, and the backend schedules them fairly. Only samples above the limit
+of `SampleWindow` wait here.
 
-It also knows how far each model is: which request was the last to end. A revived model has a place in its order again
-once all that repeats its past has ended.
+The scheduler also tracks the last finished request of each model. A revived model has a position in its order only
+after all replayed operations have finished.
 
-Pure: no threads, no clock but the `now` (seconds) that is passed in.
+The scheduler has no threads and no clock except the `now` argument, in seconds.
 """
 
 import math
@@ -30,46 +31,47 @@ from skyrl.types import GradientEffect
 
 @dataclass
 class _Line:
-    """Requests that a model has had, and those that are held."""
+    """Order of one model: the next seq_id, and held requests."""
 
     tenant: str
-    """Tenant of the request that made or revived it."""
+    """Tenant of the request that created or revived the model."""
     next_seq_id: int = 0
     held: dict[int, ModelOperation] = field(default_factory=dict)
-    """By seq_id."""
+    """Held requests by seq_id."""
     finished: int | None = None
-    """The highest seq_id that has ended. None: not even the model's past is complete."""
+    """The highest finished seq_id. None: the creation or the replay has not finished."""
 
 
 class Scheduler:
-    """Orders requests: `add` them, submit what `next` returns, report its end to `done`; `expire` at `deadline`.
+    """Orders requests: `add` them, submit what `next` returns, report each end to `done`, and call `expire` at
+    `deadline`.
 
     Args:
-        gap_timeout_s: Seconds that requests wait for a missing earlier one while nothing else of their model comes.
-        samples_at_a_time: As in `BackendInfo`.
+        gap_timeout_s: Seconds that held requests wait for a missing one while no other request of their model arrives.
+        samples_at_a_time: Size of each tenant's window in tokens, as in `BackendInfo`.
     """
 
     def __init__(self, gap_timeout_s: float, samples_at_a_time: int):
         self.gap_timeout_s = gap_timeout_s
         self._ready: deque[ModelOperation] = deque()
         self._unended: set[str] = set()
-        """Model operations that are queued or outstanding."""
+        """Ids of model operations that are queued or outstanding."""
         self._samples = SampleWindow(samples_at_a_time)
         self._lines: dict[str, _Line] = {}
         self._gaps: dict[str, float] = {}
-        """Models with held requests, and when something of them came last."""
+        """Models with held requests, and the time of their last arrival."""
         self._notices: list[tuple[str, str | None]] = []
         self._own: set[str] = set()
         self._seq_ids: dict[str, int] = {}
-        """By request id, of what is queued or outstanding."""
+        """seq_ids of queued and outstanding operations, by request id."""
         self._unfinished: Counter[str] = Counter()
-        """Operations of each model that are queued or outstanding."""
+        """Number of queued and outstanding operations of each model."""
 
     def add(self, operation: Operation, seq_id: int | None, now: float) -> None:
-        """Take in a request. `seq_id` is its place in the model's order; None takes the next place when it arrives.
+        """Add a request. `seq_id` is its position in the model's order; None takes the next position on arrival.
 
-        Requests of a model whose creation has not been here (or that was deleted) are not held: the backend says at
-        once that there is no such model.
+        Requests of a model that was not created here, or that was deleted, are not held: the backend rejects them at
+        once.
         """
         if isinstance(operation, Sample):
             self._samples.add(operation)
@@ -92,7 +94,7 @@ class Scheduler:
             self._queue(_rejected(operation, error, "kept"), None)
 
     def revive(self, model_id: str, next_seq_id: int, operations: Sequence[ModelOperation]) -> None:
-        """Queue what brings a model back, in order. The request after it is `next_seq_id`."""
+        """Queue the operations that revive a model, in order. The next request has the position `next_seq_id`."""
         *earlier, last = operations
         self._lines[model_id] = _Line(last.tenant, next_seq_id)
         for operation in earlier:
@@ -100,11 +102,11 @@ class Scheduler:
         self._queue(last, next_seq_id - 1)
 
     def next(self) -> Operation | None:
-        """The next operation to submit, outstanding from now on until `done`; None if nothing may go now."""
+        """Return the next operation to submit, or None. The operation is outstanding until `done`."""
         return self._ready.popleft() if self._ready else self._samples.next()
 
     def done(self, operation: Operation) -> bool:
-        """A submitted operation has ended, or was cancelled. Returns True if it was added (not made here)."""
+        """Record that a submitted operation has ended or was cancelled. Returns True if it came from `add`."""
         if isinstance(operation, Sample):
             self._samples.done(operation)
         elif isinstance(operation, ModelOperation):
@@ -115,34 +117,34 @@ class Scheduler:
         return True
 
     def tenant(self, model_id: str) -> str:
-        """Tenant of a model; nobody ("") if it is not known."""
+        """Tenant of a model; "" if the model is not known."""
         line = self._lines.get(model_id)
         return line.tenant if line else ""
 
     def knows(self, model_id: str) -> bool:
-        """Return True if the model keeps an order here: it was created or revived, and not forgotten since."""
+        """Return True if the model was created or revived here, and not forgotten since."""
         return model_id in self._lines
 
     def idle(self, model_id: str) -> bool:
-        """Return True if nothing of the model is held, queued or outstanding."""
+        """Return True if the model has no held, queued or outstanding operations."""
         return model_id not in self._unfinished and model_id not in self._gaps
 
     def finished(self, model_id: str) -> int | None:
-        """The last seq_id that has ended; None while the model's past has not."""
+        """The last finished seq_id; None until the creation or the replay has finished."""
         line = self._lines.get(model_id)
         return line.finished if line else None
 
     def forget(self, model_id: str, why: str) -> None:
-        """The model is not in the backend any more. What is held fails."""
+        """Forget a model that is no longer in the backend. Its held requests fail."""
         self._fail_held(model_id, why)
         self._lines.pop(model_id, None)
 
     def drop_sample(self, request_id: str) -> bool:
-        """Forget a sample that has not been submitted. Returns True if there was one."""
+        """Remove a sample that was not submitted. Returns True if there was one."""
         return self._samples.remove(request_id)
 
     def refuse(self, refusal: Rejected) -> bool:
-        """Put a refusal in the place of a request that has not been submitted. Returns True if there was one."""
+        """Replace a request that was not submitted by its refusal. Returns True if the request was found."""
         line = self._lines.get(refusal.model_id)
         held = line.held if line else {}
         for seq_id, operation in held.items():
@@ -156,28 +158,31 @@ class Scheduler:
         return False
 
     def turned_away(self, model_id: str, now: float) -> None:
-        """A request of the model came for which there was no room, and will come again: held ones wait on."""
+        """Restart the timeout of held requests, because an earlier one was rejected for lack of room.
+
+        The client will send the rejected request again.
+        """
         if model_id in self._gaps:
             self._gaps[model_id] = now
 
     def deadline(self) -> float:
-        """Time at which `expire` has something to do at the earliest; infinity if no request is held."""
+        """Earliest time at which `expire` has something to do; infinity if no request is held."""
         return min(self._gaps.values(), default=math.inf) + self.gap_timeout_s
 
     def expire(self, now: float) -> None:
-        """Fail what has been held for too long, in its place in its model's order."""
+        """Fail requests that were held for too long, at their positions in the model's order."""
         for model_id, since in list(self._gaps.items()):
             if now >= since + self.gap_timeout_s:
                 missing = self._lines[model_id].next_seq_id
                 self._fail_held(model_id, f"seq_id={missing} did not arrive within {self.gap_timeout_s:g} s")
 
     def notices(self) -> list[tuple[str, str | None]]:
-        """(request_id, why it is held, or None: it is held no longer) since the last call, in order."""
+        """(request_id, reason why it is held, or None if it is no longer held) since the last call, in order."""
         notices, self._notices = self._notices, []
         return notices
 
     def _line_up(self, line: _Line, seq_id: int, operation: ModelOperation, now: float) -> None:
-        """Hold a request, then queue all whose turn has come."""
+        """Hold a request, then queue all requests whose turn has come."""
         if seq_id in line.held:
             return
         line.held[seq_id] = operation
@@ -198,7 +203,7 @@ class Scheduler:
             self._gaps[operation.model_id] = now
 
     def _fail_held(self, model_id: str, why: str) -> None:
-        """Queue held requests as failures. What is missing may have been a pass, so no gradients survive it."""
+        """Queue held requests as failures. The missing request may have been a pass, so the gradients are dropped."""
         if self._gaps.pop(model_id, None) is None:
             return
         line = self._lines[model_id]
@@ -211,7 +216,7 @@ class Scheduler:
                 failed = replace(operation, gradients=gradients)
             self._notices.append((operation.request_id, None))
             if isinstance(operation, OptimStep):
-                # An optimizer step after a failed pass fails itself and clears the sums, which a mere failure does not.
+                # After a failed pass, an optimizer step fails and clears the sums; another failure would not.
                 first = replace(failed, request_id=f"before {failed.request_id}")
                 self._own.add(first.request_id)
                 self._queue(first, None)

@@ -1,13 +1,13 @@
-"""Policy of snapshots: after so many optimizer steps, requests or bytes, and after each load.
+"""Snapshot policy: after a number of optimizer steps, requests or bytes, and after each load.
 
-A model that is trained as a whole, whose snapshots are as large as the base model, is not snapshotted every few steps
-but after each checkpoint that it saves.
+A fully trained model, whose snapshots are as large as the base model, is snapshotted after each checkpoint that it
+saves instead of after a number of steps.
 
-Counts are of what has ended since the last snapshot that succeeded. A model has at most one snapshot
-under way; one that fails is tried again after a growing pause, with what came meanwhile. Loads do not wait for a count
-because what they read may be deleted.
+The policy counts finished work since the last successful snapshot. A model has at most one snapshot in progress. A
+failed snapshot is retried after a growing pause, and the retry includes later work. A load triggers a snapshot at once,
+because the files that were loaded may be deleted.
 
-Pure: no clock but the `now` (seconds) that is passed in.
+The policy has no clock except the `now` argument, in seconds.
 """
 
 import math
@@ -32,7 +32,7 @@ LONGEST_PAUSE_S = 60.0
 
 @dataclass
 class _Counts:
-    """Work that a snapshot would save from being repeated."""
+    """Work that would have to be replayed without a snapshot."""
 
     changes: int = 0
     """Requests that may have changed the model."""
@@ -50,18 +50,18 @@ class _Counts:
 @dataclass
 class _Model:
     since: _Counts = field(default_factory=_Counts)
-    """Since the last snapshot, or since the one under way began."""
+    """Work since the last snapshot, or since the start of the snapshot in progress."""
     under_way: _Counts | None = None
-    """Work that the snapshot under way covers."""
+    """Work that the snapshot in progress covers."""
     whole: bool = False
-    """True if it has base weights of its own."""
+    """True if the model has base weights of its own (full fine-tuning)."""
     failures: int = 0
-    """Snapshots that failed in a row."""
+    """Consecutive failed snapshots."""
     retry_at: float = -math.inf
 
 
 class SnapshotPolicy:
-    """`note` what the models do; `begin` what is `due`, and say how it ended."""
+    """Decides when to snapshot models: `note` operations, `begin` the snapshots that are `due`, report results."""
 
     def __init__(self, *, every_steps: int, every_requests: int, every_bytes: int):
         self._every = _Counts(steps=every_steps, requests=every_requests, bytes=every_bytes, loads=1)
@@ -70,7 +70,7 @@ class SnapshotPolicy:
         """Models that have reached a limit."""
 
     def note(self, operation: ModelOperation, whole: bool = False) -> None:
-        """An operation has ended, of a model that is trained as a whole or has an adapter."""
+        """Count a finished operation. `whole`: the model is fully trained rather than with an adapter."""
         model = self._models.setdefault(operation.model_id, _Model())
         model.whole = whole
         model.since.add(_counts_of(operation))
@@ -81,34 +81,34 @@ class SnapshotPolicy:
         return [model_id for model_id in self._wanted if self._models[model_id].retry_at <= now]
 
     def deadline(self, now: float) -> float:
-        """Time at which the next model becomes due by time alone; infinity if none does."""
+        """Time at which the next model becomes due without further work; infinity if none does."""
         times = (self._models[model_id].retry_at for model_id in self._wanted)
         return min((time for time in times if time > now), default=math.inf)
 
     def changed(self) -> list[str]:
-        """Models that may have changed since their last snapshot, and since the one under way began."""
+        """Models that may have changed since their last snapshot or since the start of the one in progress."""
         return [model_id for model_id, model in self._models.items() if model.since.changes]
 
     def under_way(self, model_id: str) -> bool:
-        """Return True if a snapshot of the model has begun and not ended."""
+        """Return True if a snapshot of the model is in progress."""
         return model_id in self._models and self._models[model_id].under_way is not None
 
     def begin(self, model_id: str) -> None:
-        """A snapshot of the model was handed to the backend."""
+        """Record that a snapshot of the model was submitted to the backend."""
         model = self._models[model_id]
         assert model.under_way is None, model_id
         model.under_way, model.since = model.since, _Counts()
         self._consider(model_id)
 
     def succeeded(self, model_id: str) -> None:
-        """The snapshot is on disk."""
+        """Record that the snapshot is on disk."""
         if model_id in self._models:
             model = self._models[model_id]
             model.under_way, model.failures, model.retry_at = None, 0, -math.inf
             self._consider(model_id)
 
     def failed(self, model_id: str, now: float) -> None:
-        """The snapshot could not be made. What it would have covered counts on."""
+        """Record that the snapshot failed. The work that it would have covered still counts."""
         if model_id in self._models:
             model = self._models[model_id]
             assert model.under_way is not None, model_id
@@ -119,7 +119,7 @@ class SnapshotPolicy:
             self._consider(model_id)
 
     def forget(self, model_id: str) -> None:
-        """The model is gone."""
+        """Forget a model that is gone."""
         self._models.pop(model_id, None)
         self._wanted.discard(model_id)
 

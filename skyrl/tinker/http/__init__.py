@@ -1,1 +1,1 @@
-"""FastAPI: the application, its routes, and what all of them share (errors, limits, connections)."""
+"""FastAPI application: routes, and their shared parts (errors, limits, connections)."""

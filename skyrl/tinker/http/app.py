@@ -36,11 +36,11 @@ PREFIX = "/api/v1"
 
 
 def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervisor) -> FastAPI:
-    """The application. Its lifespan opens the database and starts the engine; `app.state.server` is the server.
+    """Create the application. Its lifespan opens the database and starts the engine; `app.state.server` is the server.
 
     Args:
         config: Options of the server.
-        make_engine: What starts the engine; tests pass one of their own.
+        make_engine: Factory of the engine; tests pass their own.
     """
     server = TinkerServer(config, make_engine)
 

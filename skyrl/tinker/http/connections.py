@@ -1,11 +1,12 @@
-"""Connections that only honest clients keep: uvicorn's HTTP protocol with limits on their number, heads and silence.
+"""Limits on connections, against clients that occupy them: uvicorn's HTTP protocol with limits on number, head and idle
+time.
 
-A connection has to bring the whole head of a request, `MAX_HEAD_BYTES` at most, within `HEAD_S` seconds of its start,
-and of the first byte of each further request, and to take what it is sent at `MIN_BYTES_PER_S`, `PATIENCE_S` later at
-most. Addresses share the limit of connections as tenants share a queue (`quota`): what one takes always leaves some to
-the next. Long polls are many connections, so an address alone may have half of all. An IPv6 network of 64 bits, which
-is the least that anybody is given, counts as one address. Past the limit nobody is let in: files and the database need
-descriptors, too.
+A connection must deliver the head of a request, of at most `MAX_HEAD_BYTES`, within `HEAD_S` seconds of its start or of
+the first byte of a later request. It must read its answer at `MIN_BYTES_PER_S`, with at most `PATIENCE_S` of delay. The
+limit on connections is shared between addresses as queue limits are between tenants (`quota`): an address always leaves
+some connections to the next one. A single address may use half of all, because long polls need many connections. An
+IPv6 network of 64 bits, the smallest that providers assign, counts as one address. Above the limit, connections are
+closed, because files and the database need descriptors, too.
 """
 
 import asyncio
@@ -18,21 +19,21 @@ from skyrl.tinker.http.errors import MIN_BYTES_PER_S, PATIENCE_S
 from skyrl.utils.quota import Quota
 
 HEAD_S = 20.0
-"""Seconds for the head of a request."""
+"""Time limit for the head of a request in seconds."""
 MAX_HEAD_BYTES = 2**16
-"""Bytes of a request beside its body: its head, and what stands between two pieces of a body."""
+"""Maximum bytes of a request's head, and of the bytes between two pieces of a body."""
 RESERVED_FILES = 512
-"""Descriptors that connections leave to the database, the engine and files."""
+"""Descriptors reserved for the database, the engine and files."""
 
 
 def most_connections() -> int:
-    """Number of connections that the process's limit of open files allows."""
+    """Maximum number of connections under the process's limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**16 if soft == resource.RLIM_INFINITY else max(soft - RESERVED_FILES, soft // 2)
 
 
 def network_of(address: str) -> str:
-    """Address that counts as one: that of IPv4, however it is written, or the first half of that of IPv6."""
+    """Normalized address for the limit: an IPv4 address, or the first 64 bits of an IPv6 address."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -43,20 +44,20 @@ def network_of(address: str) -> str:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that is closed at once where its address has too many, and later where no request comes."""
+    """A connection that is closed at once if its address has too many, and later if no request arrives."""
 
     open_connections = Quota("{} connections")
-    """Connections of this process, by address."""
+    """Number of this process's connections by address."""
     _address: str | None = None
-    """Sharer whose part of them it takes; None: it was not let in."""
+    """Address that the connection counts for; None: it was rejected."""
     _head_timer: asyncio.TimerHandle | None = None
     _delay_s = 0.0
-    """Delay of the client in taking what was sent."""
+    """Accumulated delay of the client in reading its answer."""
     _full_at = 0.0
     """Time at which the transport's buffer exceeded its limit, on the loop's clock."""
     _full_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
-    """Received since the last piece of a body, or the end of the last request."""
+    """Bytes received since the last piece of a body, or the end of the last request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -115,7 +116,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def _answered(self) -> bool:
-        """Return True if no request is being worked on."""
+        """Return True if no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def _await_head(self) -> None:

@@ -1,7 +1,7 @@
-"""Answer while the server starts: that it is alive, and nothing else.
+"""Responses during the start of the server: only the liveness probe is answered.
 
-A start may take long, as where the database is away. Requests wait for it as they would for any other answer, so that
-one which comes while a server is started again is served; an orchestrator is told at once.
+A start may take long, such as while the database is unavailable. Requests wait for it, so a request during a restart is
+served normally. The liveness probe responds at once.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ REASON = "the server is starting: its database and its folder are not open yet; 
 
 
 class Doorstep:
-    """ASGI application before `app`, which is not asked before `let_in`, but for whether the process lives.
+    """ASGI wrapper of `app`, which gets no requests before `let_in`. The liveness probe is answered here.
 
     Args:
         app: The application.
-        patience_s: Seconds that a request waits before it is answered 503.
+        patience_s: Seconds that a request waits before it is answered with 503.
     """
 
     def __init__(self, app: ASGIApp, patience_s: float):
@@ -30,12 +30,12 @@ class Doorstep:
         self._waited = asyncio.Event()
 
     def let_in(self) -> None:
-        """The server has started."""
+        """Pass requests to the application: the server has started."""
         self._open = True
         self._waited.set()
 
     def turn_away(self) -> None:
-        """It will not start: let nobody wait."""
+        """Reject all waiting requests: the server will not start."""
         self._waited.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,7 @@
-"""HTTP manners that all routes share: bounded bodies, and errors as the SDK reads them.
+"""Shared behavior of all routes: limits on bodies, and error responses in the form that the SDK expects.
 
-Every error is `{"detail": "one line"}` with a Content-Length (the SDK takes a 400 without one for a broken proxy and
-retries it). 402 and 409 are never sent: the SDK would wait for minutes and try again.
+Every error is `{"detail": "one line"}` with a Content-Length (the SDK treats a 400 without it as a broken proxy and
+retries). The statuses 402 and 409 are never used, because the SDK would wait for minutes and retry.
 """
 
 import asyncio
@@ -31,27 +31,29 @@ from skyrl.utils.quota import Busy
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""Seconds without a byte after which a body that is not complete is given up; clients give up as soon."""
+"""Seconds without a byte after which an incomplete body is rejected; clients time out as soon."""
 MIN_BYTES_PER_S = 2**14
-"""Rate that a body has to come at, on the whole, after the first `PATIENCE_S`."""
+"""Minimum average rate of a body after the first `PATIENCE_S`."""
 
 UNTIL_ANSWERED = "skyrl.until_answered"
-"""Key of a request's scope: an `ExitStack` of what the request holds until it is answered."""
+"""Key in a request's scope: an `ExitStack` of resources that are held until the request is answered."""
 
 
 class BodyLimit:
-    """ASGI middleware that bounds bodies: it answers 413 at their path's limit, 408 at one that stops or trickles.
+    """ASGI middleware with limits on bodies: 413 above the size limit of the path, 408 for a body that stalls or is too
+    slow.
 
-    On some paths the beginning of a larger body is read: it may say whose place in a model's order the request has.
+    On some paths, the beginning of a larger body is read, because it may contain the request's position in a model's
+    order.
 
-    A request gets a stack, `scope[UNTIL_ANSWERED]`, of what it holds until it is answered: dependencies that yield
-    would do the same for a tenth of all that a small request costs.
+    Each request gets a stack, `scope[UNTIL_ANSWERED]`, of resources that are held until it is answered. Dependencies
+    that yield would do the same, but cost a tenth of the time of a small request.
 
     Args:
         app: The application.
-        limit_of: Largest body in bytes for a path.
+        limit_of: Returns the largest body in bytes for a path.
         patience_s: Longest time between two pieces of a body.
-        has_place: Whether requests of a path have a place in an order.
+        has_place: Returns True if requests of a path have a position in a model's order.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ def error_response(status: int, detail: str, headers: dict[str, str] | None = No
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every exception that a route may raise."""
+    """Add a handler for every exception that a route may raise."""
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _bad_parameter)
     app.add_exception_handler(MalformedBody, _status(400))
@@ -151,7 +153,7 @@ def _http_error(request: Request, error: Any) -> JSONResponse:
 
 
 def _bad_parameter(_: Request, error: Any) -> JSONResponse:
-    """A parameter of the URL. Its place ("query", "path") is left out."""
+    """Describe an invalid parameter of the URL, without its location ("query", "path")."""
     return error_response(400, describe([{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]))
 
 
@@ -187,7 +189,7 @@ def _unreachable(request: Request, error: Exception) -> JSONResponse:
 
 
 def _log_refusal(request: Request, error: Exception) -> None:
-    """By the route, not the path, which may be a link with a token that lets in whoever has it."""
+    """Log a rejected request with its route instead of its path, which may contain a secret token."""
     route = getattr(request.scope.get("route"), "path", "a path without a route")
     log.error("%s %s was turned away: %s", request.method, route, error)
 

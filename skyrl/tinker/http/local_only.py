@@ -1,8 +1,8 @@
-"""Requests that a server without keys answers: of programs of its machine, not of pages in a browser there.
+"""Protection of a server without keys: it answers programs on its machine, but no web pages in a browser there.
 
-Any web page may send requests to 127.0.0.1, and, with a name of its own that it lets point there (DNS rebinding), read
-the answers. A browser then names the page in `Origin` or the page's host in `Host`, and sends without asking only
-bodies of types that forms have.
+Any web page can send requests to 127.0.0.1. With a host name that resolves to this address (DNS rebinding), it can also
+read the answers. In these cases, the browser sends the page's origin in `Origin` or its host in `Host`. Without
+permission from the server, it only sends bodies of the media types of forms.
 """
 
 import re
@@ -14,19 +14,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from skyrl.tinker.config import is_loopback
 
 BODY_TYPES = ("application/json", "application/x-protobuf")
-"""Media types of requests. A page may send neither to another site without asking it first, nor a PUT of any type."""
+"""Accepted media types. A browser does not send these to another site without a preflight request, nor any PUT."""
 LOOKED_AT = frozenset({b"host", b"origin", b"content-length", b"transfer-encoding", b"content-type"})
-"""Headers that decide."""
+"""Headers that are checked."""
 WAY_OUT = "start the server with keys (--api-keys-file, or SKYRL_API_KEYS) to use it from elsewhere"
 
 
 class LocalOnly:
-    """ASGI middleware that refuses what a web page in a browser may have sent.
+    """ASGI middleware that rejects requests that a web page in a browser may have sent.
 
     Args:
         app: The application.
-        check_host: Whether `Host` has to be an address of this machine.
-        refuse: Makes the answer of a status and a reason.
+        check_host: True if `Host` must be an address of this machine.
+        refuse: Creates a response from a status and a reason.
     """
 
     def __init__(self, app: ASGIApp, check_host: bool, refuse: Callable[[int, str], ASGIApp]):
@@ -58,6 +58,6 @@ def _is_here(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """Name in `NAME:PORT` or `[ADDRESS]:PORT`, without the port; empty if it is neither."""
+    """Name in `NAME:PORT` or `[ADDRESS]:PORT`, without the port; empty if the text has neither form."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::\d+)?", host)
     return (found[1] or found[2]).lower() if found else ""

@@ -1,4 +1,4 @@
-"""Ids, times and statuses of all requests, the latter by the templates of their routes."""
+"""Request ids, durations and statuses of all requests; durations and statuses by route."""
 
 import logging
 import re
@@ -13,21 +13,21 @@ from skyrl.utils.log import REQUEST_ID
 log = logging.getLogger("skyrl.access")
 
 NO_ROUTE = "none"
-"""Route of requests that no route answered: unknown paths, and what was refused before."""
+"""Route label of requests without a route: unknown paths, and requests that were rejected earlier."""
 ID_HEADER = "x-request-id"
 GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-"""Ids that are taken from a client or a proxy. Any other could write lines of its own into the log."""
+"""Pattern of request ids accepted from a client or a proxy. Other ids could inject lines into the log."""
 TENANT = "skyrl.tenant"
-"""Key of a request's scope: name of who sent it, once that is known."""
+"""Key in a request's scope: name of the sender, once it is known."""
 
 
 class Measured:
-    """ASGI middleware around all others, which gives each request an id and tells `ServerMetrics` of each answer.
+    """Outermost ASGI middleware: assigns request ids, and reports each response to `ServerMetrics`.
 
     Args:
         app: The application.
-        prefix: Path below which its API is: some versions of FastAPI leave it out of a route's path.
-        access_log: Whether the log gets a line for each answer, without the values in its path: some are secret.
+        prefix: Path prefix of the API; some versions of FastAPI omit it from a route's path.
+        access_log: Log a line for each response, without the values in its path, some of which are secret.
     """
 
     def __init__(self, app: ASGIApp, prefix: str, access_log: bool = False):

@@ -1,8 +1,9 @@
-"""The OpenAPI document (`/openapi.json`): what FastAPI knows of the routes, and the bodies that it does not read.
+"""The OpenAPI document (`/openapi.json`): FastAPI's description of the routes, plus the bodies that FastAPI does not
+read.
 
-Bodies are not FastAPI's parameters here, because a request with a place in a model's order must not be turned away at
-the door (`parsing.py`). So their schemas are put into the document afterwards, from the same classes that read them:
-the `JsonBody` dependency of a route, or the entry of the table of operations that a route is made of.
+Bodies are not FastAPI parameters here, because FastAPI would reject an invalid request before it gets its position in a
+model's order (`parsing.py`). Their schemas are therefore added to the document afterwards, from the classes that parse
+them: the `JsonBody` dependency of a route, or the route's entry in the table of operations.
 """
 
 import asyncio
@@ -26,9 +27,9 @@ PASSES: dict[str, type[BaseModel]] = {
     "forward_backward": schemas.ForwardBackwardRequest,
     "forward": schemas.ForwardRequest,
 }
-"""Operations whose bodies `wire` reads: JSON, or protobuf."""
+"""Operations whose bodies `wire` parses: JSON or protobuf."""
 BODIES = {**PASSES, "asample": schemas.SampleRequest}
-"""Operations whose `accept` is not given a body's schema, but what was made of it."""
+"""Body schemas of operations whose `accept` gets another type, converted from the body."""
 
 
 class ErrorDetail(BaseModel):
@@ -56,19 +57,16 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The engine is not ready yet; send it again in a moment.",
     }.items()
 }
-"""Answers that every route may give instead of its own.
-
-By reference: of a class, FastAPI would make a validator for each of them and each route when a server gets its first
-request, which takes longer than all else about that request.
-"""
+"""Error responses that every route may give. They use references, because FastAPI would create a validator of each
+class for each route at the first request, which takes longer than the rest of that request."""
 
 _reads_key = get_args(CallerDependency)[1].dependency
 
 
 def complete(app: FastAPI, prefix: str, routers: Iterable[APIRouter]) -> None:
-    """Make the document of `app` tell of the bodies and keys that the routes of `routers` read.
+    """Make the document of `app` include the bodies and keys that the routes of `routers` read.
 
-    It is made in a thread when somebody first asks for it, which takes a tenth of a second, and sent as it is then.
+    The document is created in a thread at the first request for it, which takes a tenth of a second, and then cached.
     """
     made_by_fastapi = app.openapi
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
@@ -119,7 +117,7 @@ def _schema(route: APIRoute, dependencies: list[Any]) -> type[BaseModel] | None:
 
 
 def _body(schema: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:
-    """The entry of a body, whose classes are added to the document's."""
+    """Return the description of a body, and add its classes to the document."""
     described = schema.model_json_schema(ref_template=_REFERENCE)
     definitions.update(described.pop("$defs", {}))
     definitions[schema.__name__] = described

@@ -1,1 +1,1 @@
-"""Names of things and callers: ids and `tinker://` paths, API keys and their tenants, signed tokens."""
+"""Identifiers and callers: ids and `tinker://` paths, API keys and their tenants, signed tokens."""

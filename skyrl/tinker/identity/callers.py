@@ -1,7 +1,8 @@
-"""Identity of callers. With configured keys, a tenant is a key; without, any key will do and a tenant is a session.
+"""Identity of callers. With configured keys, a tenant is a key. Otherwise every key is accepted, and a tenant is a
+session.
 
-A client may exchange its key for a token, which it then sends in the key's place for an hour. Tokens of keys that are
-configured no longer are refused.
+A client can exchange its key for a token, which it sends instead of the key for an hour. Tokens of keys that are no
+longer configured are rejected.
 """
 
 import hashlib
@@ -27,21 +28,21 @@ ORGANIZATION = "local"
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request. `tenant` is None on a server without keys, where everybody may touch everything."""
+    """The sender of a request. `tenant` is None on a server without keys, where everybody may access everything."""
 
     tenant: str | None
     address: str = ""
-    """Address that the request came from."""
+    """Network address of the sender."""
     expires: int | None = None
-    """Unix time until which the token is good that it was sent with; None: with a key."""
+    """Unix time at which the caller's token expires; None: the caller sent a key."""
 
     @property
     def sharer(self) -> str:
-        """Sharer whose part of a limit the request counts for. Without keys an address: anybody can make sessions."""
+        """Sharer in limits and quotas: the tenant or, without keys, the address (anybody can create sessions)."""
         return self.tenant or self.address
 
     def tenant_of(self, session_id: str) -> str:
-        """The tenant that owns what this caller makes in that session."""
+        """Tenant that owns the caller's new objects in a session."""
         return self.tenant or session_id
 
     def may_touch(self, owner: str) -> bool:
@@ -49,7 +50,7 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """Name of the caller in answers; the owner of everything that it may touch."""
+        """Name of the caller in answers: the owner of everything that the caller can access."""
         return self.tenant or "local"
 
     @property
@@ -58,26 +59,26 @@ class Caller:
 
     @property
     def key_id(self) -> int:
-        """A number for the key, always the same for the same key."""
+        """Stable number for the key."""
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big")
 
     @property
     def email(self) -> str:
-        """Nobody's, but clients want to show one."""
+        """Placeholder, because clients display an email address."""
         return f"{self.name}@localhost"
 
 
 EVERYBODY = Caller(None)
-"""The sender of anything, on a server without keys."""
+"""A caller that may access everything, as on a server without keys."""
 
 
 class Keys:
-    """The keys of this server, by their hashes, and the tokens that stand for them.
+    """The keys of this server, by their hashes, and tokens that replace them.
 
     Args:
-        tenants: Tenants by the keys that are configured. Without any, everything is a key.
-        signer: Makes the tokens.
-        operators: Keys of operators, who are no tenants.
+        tenants: Tenants by configured keys. Without any, every key is accepted.
+        signer: Creates the tokens.
+        operators: Keys of operators, who are not tenants.
     """
 
     def __init__(self, tenants: Mapping[str, str], signer: Signer, operators: Iterable[str] = ()):
@@ -86,7 +87,7 @@ class Keys:
         self.signer = signer
 
     def caller(self, api_key: str | None) -> Caller:
-        """Caller who sends this key or token. Raises `BadKey`."""
+        """Return the caller with this key or token. Raises `BadKey`."""
         if not self._tenants:
             return EVERYBODY
         if (tenant := self._tenants.get(_hash(api_key or ""))) is not None:
@@ -102,7 +103,8 @@ class Keys:
         return Caller(tenant, expires=claims["exp"])
 
     def is_operator(self, key: str | None) -> bool:
-        """Return True if the key may see the status of the whole server: an operator's, or any if there are no keys.
+        """Return True if the key may see the status of the whole server: an operator's, or any key if none are
+        configured.
 
         Raises `BadKey` for an unknown key.
         """
@@ -114,7 +116,8 @@ class Keys:
         return False
 
     def token_for_key(self, api_key: str | None) -> str:
-        """A token for who sends this key; with another token none is made, so that one that leaks ends with its hour.
+        """Create a token for a key. A token cannot be exchanged for a new one, so a leaked token expires within an
+        hour.
 
         Raises `BadKey`.
         """
@@ -124,20 +127,20 @@ class Keys:
         return self.token_for(caller)
 
     def token_for(self, caller: Caller) -> str:
-        """A token that stands for the caller, with the claims that clients read."""
+        """Create a token for the caller, with the claims that clients read."""
         claims = {"iss": "skyrl", "sub": caller.urn, "org_id": ORGANIZATION, "email": caller.email}
         return self.signer.sign("api", {**claims, "tenant": caller.tenant}, int(time.time()) + TOKEN_LIFETIME_S)
 
 
 class WrongKeys:
-    """Tells the log who comes with keys that are none: at once, and then at most once a minute from each address."""
+    """Logs requests with unknown keys: the first at once, then at most one line per minute and address."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, tuple[float, int]] = OrderedDict()
-        """By address: when the log was told of it, and how often it has come since."""
+        """Time of the last log line, and number of requests since, by address."""
 
     def note(self, address: str) -> None:
-        """A request had no key of this server."""
+        """Record a request with an unknown key."""
         told_at, count = self._seen.pop(address, (-math.inf, 0))
         count += 1
         if time.monotonic() - told_at > TELL_S:

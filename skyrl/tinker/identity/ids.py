@@ -1,8 +1,7 @@
-"""Names of things: model, sampler, version and request ids, `tinker://` paths, checkpoint folders.
+"""Identifiers: model, sampler, version and request ids, `tinker://` paths, checkpoint folders.
 
-Everything that has an id can be told from the id alone: a model is `{session}:train:{n}`, a sampler
-`{session}:sample:{n}`, a version `{model}@{seq_id}` (a model's requests are numbered once, so a version never gets a
-second meaning), and a request starts with the kind of its operation.
+Ids are structured: a model is `{session}:train:{n}`, a sampler `{session}:sample:{n}`, a version `{model}@{seq_id}` (a
+model's seq_ids are never reused, so a version is unique), and a request id starts with the kind of its operation.
 """
 
 import hashlib
@@ -16,25 +15,25 @@ from skyrl.errors import RequestError
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 NAMED = ("weights", "sampler_weights", "external_weights")
-"""Kinds of checkpoints that have names, which may be in a bucket."""
+"""Kinds of named checkpoints, which may be in a bucket."""
 
 SCHEME = "tinker://"
 SAMPLE = "sample"
 CUSTOM_LOSS = "create_custom_loss"
 MAX_NAME = 180
-"""Characters of a checkpoint's name. What storage puts around it has to fit into 255 as well."""
+"""Maximum characters of a checkpoint's name. Storage adds characters, and the total is limited to 255."""
 KEY_PREFIX = "key-"
 """Prefix of the names of keys."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def tenant_of_key(api_key: bytes) -> str:
-    """The tenant that a key stands for. The key cannot be told from it."""
+    """Return the tenant of a key, from which the key cannot be derived."""
     return KEY_PREFIX + hashlib.sha256(api_key).hexdigest()[:16]
 
 
 def is_key_name(name: str) -> bool:
-    """Return True if a text may be what `tenant_of_key` gives."""
+    """Return True if a text has the form of a `tenant_of_key`."""
     return re.fullmatch(rf"{KEY_PREFIX}[0-9a-f]{{16}}", name) is not None
 
 
@@ -47,17 +46,17 @@ def new_request_id(kind: str) -> str:
 
 
 def kind_of(request_id: str) -> str:
-    """The operation that a request is for."""
+    """Return the operation kind of a request id."""
     return request_id.partition("-")[0]
 
 
 def sample_id(sampler: str, seq_id: int) -> str:
-    """The request id of a sample: the same for the same place, so that it can be told after a restart."""
+    """Return the request id of a sample, which depends only on its sampler and seq_id and so survives a restart."""
     return f"{SAMPLE}-{sampler}-{seq_id}"
 
 
 def is_sample(request_id: str) -> bool:
-    """Return True if the id is of a sample, whose future lives in memory only."""
+    """Return True for the request id of a sample, whose future is only in memory."""
     return request_id.startswith(f"{SAMPLE}-")
 
 
@@ -74,12 +73,12 @@ def custom_loss_id(session_id: str, custom_loss_seq_id: int) -> str:
 
 
 def custom_loss_request_id(loss_id: str) -> str:
-    """The request id of a loss's creation: the loss can be told from it."""
+    """Return the request id of a loss's creation, which contains the loss's id."""
     return f"{CUSTOM_LOSS}-{loss_id}"
 
 
 def created_custom_loss(request_id: str) -> str | None:
-    """The loss whose creation the request id is of; None: it is of something else."""
+    """Return the id of the loss that a request created; None for other requests."""
     return request_id.removeprefix(f"{CUSTOM_LOSS}-") if request_id.startswith(f"{CUSTOM_LOSS}-") else None
 
 
@@ -101,12 +100,12 @@ def session_of(run: str) -> str:
 
 
 def new_seed() -> int:
-    """A seed for a request that came without one: any non-negative int64."""
+    """Draw a seed for a request without one: any non-negative int64."""
     return secrets.randbits(63)
 
 
 def check_name(field: str, name: str) -> None:
-    """Raise `RequestError` unless `name` may name a checkpoint."""
+    """Raise `RequestError` unless `name` is a valid checkpoint name."""
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise RequestError(
             f"{field}={name[:80]!r} is not a checkpoint name; use 1 to {MAX_NAME} letters, digits, '.', '_' or '-', "
@@ -115,12 +114,12 @@ def check_name(field: str, name: str) -> None:
 
 
 def folder_of_model(model: str) -> str:
-    """The folder of all that is stored of a model, below `checkpoints_base`."""
+    """Folder of all files of a model, relative to `checkpoints_base`."""
     return model.replace(":", "-")
 
 
 def folder(model: str, kind: CheckpointKind | Literal["ephemeral", "snapshots"], name: str) -> str:
-    """Folder of a model's checkpoint, below `checkpoints_base`, which may lie elsewhere tomorrow.
+    """Folder of a model's checkpoint, relative to `checkpoints_base`, which may be moved.
 
     `name` ends in the seq_id of its save, so no two saves share a folder.
     """
@@ -140,7 +139,7 @@ class TinkerPath:
 
     @classmethod
     def parse(cls, field: str, path: str) -> "TinkerPath":
-        """Raises `RequestError` where `path` is none."""
+        """Parse a path. Raises `RequestError` for a malformed `path`."""
         parts = path.removeprefix(SCHEME).split("/")
         if path.startswith(SCHEME) and all(parts):
             match parts:
@@ -157,7 +156,7 @@ class TinkerPath:
 
 
 CLIENT_BLOCK = 10**9
-"""Seq_ids of one client of a sampler."""
+"""Number of seq_ids of each client of a sampler."""
 Client = tuple[str, int]
 """(sampler id, number of the client)."""
 

@@ -1,1 +1,1 @@
-"""The queued operations: `table` lists them; request schema, check and engine work of each stand side by side."""
+"""The queued operations, each with its request schema, its checks and its work for the engine. `table` lists them."""

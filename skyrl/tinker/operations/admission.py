@@ -1,4 +1,4 @@
-"""Inputs that an operation is accepted with, and what accepting it yields."""
+"""Admission of a request: the inputs of an operation's `accept` function, and its result."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from skyrl.types import Result
 
 @dataclass(frozen=True)
 class Target:
-    """Target of a request: a model (there already, or made by it) or a sampler."""
+    """Target of a request: a model (existing, or created by the request) or a sampler."""
 
     session: SessionRow
     tenant: str
@@ -32,16 +32,16 @@ class Target:
 
 @dataclass(frozen=True)
 class Admission:
-    """Inputs of `accept` functions beside the request."""
+    """Inputs of `accept` functions in addition to the request."""
 
     service: Service
     caller: Caller
     target: Target
     request_id: str
     decided: Decisions = field(default_factory=Decisions)
-    """Choices of the server for the request: logged, and found here when the request is done again."""
+    """The server's choices for the request. They are logged, and read again when the request is replayed."""
     again: bool = False
-    """True if the request was accepted before. Then what it met at the time counts, not what there is now."""
+    """True if the request was accepted before. Then the choices of that time count, not the current state."""
 
     @property
     def model(self) -> ModelRow:
@@ -64,21 +64,22 @@ def _empty(_: Session, __: Result) -> tuple[dict[str, Any], UnreferencedFiles | 
 
 @dataclass(frozen=True)
 class Accepted:
-    """Work for the engine, and what it means to the database. The functions run in the writer's transactions."""
+    """An accepted request: an operation, and its effects on the database (functions for the writer's transactions)."""
 
     operation: Operation
     on_log: Callable[[Session], None] = _nothing
-    """Call on the request being logged."""
+    """Called in the transaction that logs the request."""
     record: Callable[[Session, Any], tuple[dict[str, Any], UnreferencedFiles | None]] = _empty
-    """Call on its result being stored: (the answer's JSON, files without a name). Raises `RequestError` to fail it."""
+    """Called in the transaction that stores the result. Returns the answer's JSON, and files that are no longer
+    referenced. Raises `RequestError` to fail the request."""
     changes: tuple[str, ...] = ()
-    """Ids of rows that the functions above change."""
+    """Ids of rows that these functions change."""
     complete: Callable[[Any], Awaitable[Any]] | None = None
-    """Work left on the files of its result before that is stored. After a crash it may be done once more."""
+    """Processes the files of the result before it is stored. May run again after a crash."""
 
 
 async def locate(service: Service, caller: Caller, address: Address) -> Target:
-    """Find what an address names. Raises `UnknownName` where there is no such thing."""
+    """Find the target of an address. Raises `UnknownName` if it does not exist."""
     everybody = EVERYBODY  # who may touch a model or sampler may learn of its session
     match address:
         case ModelAddress() | WholeModelAddress():

@@ -1,4 +1,4 @@
-"""Checkpoints that a request names, as far as its sender may read them."""
+"""Access to the checkpoints that a request names."""
 
 from skyrl.errors import RequestError
 from skyrl.tinker.context import Service
@@ -11,9 +11,9 @@ from skyrl.tinker.identity.ids import TinkerPath
 async def readable_checkpoint(
     service: Service, field: str, path: TinkerPath, caller: Caller, access_token: str | None = None
 ) -> CheckpointRow:
-    """The checkpoint at a path, if the caller may read it, or whoever `access_token` (a key or token) belongs to.
+    """Return the checkpoint at a path, if the caller or the owner of `access_token` (a key or token) may read it.
 
-    Raises `RequestError` if not.
+    Raises `RequestError` otherwise.
     """
     if access_token is None:
         return await service.directory.checkpoint(field, path, caller)
@@ -30,7 +30,7 @@ async def readable_checkpoint(
 async def training_checkpoint(
     service: Service, path: TinkerPath, caller: Caller, access_token: str | None = None
 ) -> CheckpointRow:
-    """The checkpoint at a path, if training can go on from it. Raises `RequestError` if not."""
+    """Return the checkpoint at a path, if it is a training checkpoint. Raises `RequestError` otherwise."""
     if path.kind not in ("weights", None):
         raise RequestError(
             f"path={path} holds {path.kind}, which have no optimizer state; load a checkpoint that save_weights "

@@ -1,4 +1,4 @@
-"""Operations that write: checkpoints, sampler versions, exports."""
+"""Operations that write files: checkpoints, sampler versions, exports."""
 
 import asyncio
 from typing import Any
@@ -48,7 +48,7 @@ async def save_weights(admission: Admission, request: schemas.SaveWeightsRequest
 
 @operation("save_weights_for_sampler", json_parser(schemas.SaveWeightsForSamplerRequest, ModelAddress))
 async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWeightsForSamplerRequest) -> Accepted:
-    """Freeze the current weights as a version: under a name, or as a new sampler."""
+    """Freeze the current weights as a version: under a name, or for a new sampler."""
     if request.path is None:
         if not admission.again:
             await admission.service.disk.make_room(request.model_id, sampler=True)
@@ -75,7 +75,7 @@ async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWe
 
 
 async def _path_of_save(admission: Admission, saved: SavedAs) -> str:
-    """Folder for a named checkpoint. Raises `RequestError` if there is one of its name already, or no room for it."""
+    """Return the folder for a named checkpoint. Raises `RequestError` if the name is taken or there is no room."""
     if not admission.again:
         await refuse_taken_name(admission.service.database, saved)
         await admission.service.disk.make_room(saved.model.model_id, sampler=saved.kind != "weights")
@@ -114,7 +114,10 @@ async def save_weights_external(admission: Admission, request: schemas.SaveWeigh
 
 
 def _publish_sampler(admission: Admission, request: schemas.SaveWeightsForSamplerRequest) -> Accepted:
-    """A new sampler of the current weights. All inflight samplers of a model move on to its newest inflight version."""
+    """Create a sampler of the current weights.
+
+    All inflight samplers of a model switch to its newest inflight version.
+    """
     for field in ("user_metadata", "ttl_seconds"):
         if getattr(request, field):
             raise RequestError(f"{field} belongs to named checkpoints; leave it out, or give the checkpoint a path")

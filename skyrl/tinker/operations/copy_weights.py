@@ -1,4 +1,4 @@
-"""Copies of checkpoints, each with the name of the one it is made of."""
+"""Copies of checkpoints, which keep the name of their original."""
 
 import asyncio
 import hashlib
@@ -28,7 +28,7 @@ KIND = "copy_weights"
 async def copy_checkpoint(
     service: Service, caller: Caller, request: rest.CopyWeightsRequest, idempotency_key: str | None
 ) -> TinkerPath:
-    """Make a copy. Returns its path, that of an earlier copy if the request was sent before.
+    """Copy a checkpoint. Returns the path of the copy, or of an earlier copy by the same request.
 
     Raises `RequestError`.
     """
@@ -90,6 +90,9 @@ def _copy_of(source: CheckpointRow, place: Place, ttl_seconds: int | None) -> Ch
 
 
 def _record(session: Session, place: Place, source: CheckpointRow, copy: CheckpointRow, by: str) -> None:
-    """Give a copy that is on disk its run and its name. Raises `RequestError` if its place was taken meanwhile."""
+    """Store the run and the name of a copy that is on disk.
+
+    Raises `RequestError` if its position was taken meanwhile.
+    """
     note_checkpoint(session, "checkpoint_read", source, by, purpose="copy")
     record(session, KIND, place, copy, by)

@@ -1,7 +1,7 @@
-"""Runs that cannot be trained and hold one checkpoint: a copy of another, or what a client has uploaded.
+"""Runs that only hold one checkpoint and cannot be trained: a copy, or an uploaded adapter.
 
-The request that made one is logged as its run's request 0, so that a client that sends it again gets the same
-checkpoint, and so that the place in the session is taken.
+The request that created such a run is logged as its request 0. If the client sends it again, it gets the same
+checkpoint, and the run's position in the session is in use.
 """
 
 import time
@@ -22,15 +22,15 @@ from skyrl.tinker.wire import strict_json
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a run that holds a checkpoint."""
+    """Position of a run that holds a checkpoint."""
 
     session_id: str
     model_seq_id: int
     tenant: str
     request_id: str
-    """Equal for equal requests."""
+    """Id of the request, equal for equal requests."""
     new_session: bool
-    """False: the session is there."""
+    """True if the session has to be created."""
     project_id: str | None = None
     """Project of a new session."""
 
@@ -40,16 +40,16 @@ class Place:
 
     @property
     def version(self) -> str:
-        """Version that the checkpoint is."""
+        """Version id of the checkpoint."""
         return ids.version_id(self.model_id, 0)
 
     def folder(self, kind: CheckpointKind, name: str) -> str:
-        """Folder of the checkpoint, below checkpoints_base."""
+        """Folder of the checkpoint, relative to checkpoints_base."""
         return ids.folder(self.model_id, kind, f"{name}@0")
 
 
 def earlier(session: Session, place: Place) -> TinkerPath | None:
-    """The checkpoint that an equal request has made. Raises `RequestError` if something else has its place."""
+    """Return the checkpoint of an earlier equal request. Raises `RequestError` if something else has its position."""
     row = session.get(RequestRow, place.request_id)
     if row is not None:
         held = session.exec(select(CheckpointRow).where(CheckpointRow.model_id == row.model_id)).first()
@@ -63,12 +63,13 @@ def earlier(session: Session, place: Place) -> TinkerPath | None:
 
 
 def record(session: Session, kind: str, place: Place, held: CheckpointRow, by: str) -> None:
-    """Give a checkpoint that is on disk its run and its name. Raises `RequestError` if its place was taken meanwhile.
+    """Store the run and the name of a checkpoint that is on disk. Raises `RequestError` if its position was taken
+    meanwhile.
 
     Args:
-        session: Of a transaction.
-        kind: Of the request.
-        place: The run to make.
+        session: Transaction to write in.
+        kind: Kind of the request.
+        place: Position of the new run.
         held: The checkpoint, which is not stored yet.
         by: Name of the caller, for the audit log.
     """
@@ -104,5 +105,5 @@ def record(session: Session, kind: str, place: Place, held: CheckpointRow, by: s
 
 
 def path_of(row: CheckpointRow) -> TinkerPath:
-    """The path that clients load it by."""
+    """Path by which clients load the checkpoint."""
     return TinkerPath.parse("path", f"{ids.SCHEME}{row.model_id}/{row.kind}/{row.name}")

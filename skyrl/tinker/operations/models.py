@@ -23,7 +23,7 @@ def _load_address(value: dict[str, Any]) -> type[Address]:
 
 @operation("create_model", json_parser(schemas.CreateModelRequest, NewModelAddress), changes_model=True)
 async def create_model(admission: Admission, request: schemas.CreateModelRequest) -> Accepted:
-    """Make a model with fresh weights."""
+    """Create a model with fresh weights."""
     info = admission.service.info
     if not admission.again:
         admission.service.check_base_model(request.base_model)
@@ -47,7 +47,7 @@ async def create_model(admission: Admission, request: schemas.CreateModelRequest
 
 @operation("load_weights", json_parser(schemas.LoadWeightsRequest, _load_address), changes_model=True)
 async def load_weights(admission: Admission, request: schemas.LoadWeightsRequest) -> Accepted:
-    """Put a training checkpoint into a model, or make a model of it."""
+    """Load a training checkpoint into a model, or into a new model."""
     service, target = admission.service, admission.target
     path = TinkerPath.parse("path", request.path)
     decided = admission.decided
@@ -88,7 +88,7 @@ MODULES = {"train_attn", "train_mlp", "train_unembed"}
 
 
 def _refuse_other_adapter(path: TinkerPath, stored: LoraConfig, loaded: LoraConfig, besides: set[str]) -> None:
-    """Raise `RequestError` unless both adapters have one shape, `besides` these fields; their seeds do not matter."""
+    """Raise `RequestError` unless both adapters are equal except for the fields `besides` and the seed."""
     for name in LoraConfig.model_fields:
         if name not in {"seed", *besides} and getattr(stored, name) != getattr(loaded, name):
             raise RequestError(
@@ -99,7 +99,7 @@ def _refuse_other_adapter(path: TinkerPath, stored: LoraConfig, loaded: LoraConf
 
 @operation("unload_model", json_parser(schemas.UnloadModelRequest, WholeModelAddress), changes_model=True)
 async def unload_model(admission: Admission, request: schemas.UnloadModelRequest) -> Accepted:
-    """Free a model's training state, after all that has arrived for it."""
+    """Free a model's training state, after all requests that have arrived for it."""
     model_id = request.model_id
 
     def close(session: Session) -> None:
@@ -128,7 +128,7 @@ def _creation(
     user_metadata: dict[str, Any],
     payload: dict[str, Any],
 ) -> Accepted:
-    """An operation after which there is a model that was not there before."""
+    """Return an operation that creates a model."""
     target = admission.target
     base_model = admission.service.info.base_model
 

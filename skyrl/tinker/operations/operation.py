@@ -1,12 +1,13 @@
-"""A queued operation of the API: a request schema, its acceptance, and what becomes of its result.
+"""Definition of a queued operation: a request schema, an `accept` function, and the storage of its result.
 
-An `accept` function turns a request into work for the engine (`skyrl.backends.operations`), or raises `RequestError`,
-which fails the request in its place in the model's order. It also says what the request means to the database: when it
-is logged (`on_log`) and when its result is stored (`record`, which returns the JSON that the client reads). What it
-chooses goes into `Admission.decided`, because after a crash the request is accepted again and must mean the same.
+An `accept` function turns a request into an operation for the engine (`skyrl.backends.operations`), or raises
+`RequestError`, which fails the request at its position in the model's order. It also defines the effects on the
+database when the request is logged (`on_log`) and when its result is stored (`record`, which returns the JSON for the
+client). Its choices go into `Admission.decided`, because after a crash the request is accepted again and must have the
+same effect.
 
-Routes, parsing, the log and the engine read the table: to add an operation, add a function with `@operation` to the
-file of its kind in this folder (a new file is named in `table` too).
+Routes, parsing, the log and the engine use the table of operations. To add an operation, add a function with
+`@operation` to a file in this folder (and import a new file in `table`).
 """
 
 from collections.abc import Awaitable, Callable
@@ -29,16 +30,16 @@ class QueuedOperation:
     """Definition of an operation for the server."""
 
     name: str
-    """Its path under /api/v1, and its kind in the log."""
+    """Path under /api/v1, and kind in the log."""
     parse: Parse
-    """From a body to its request. Raises `MalformedBody`."""
+    """Parses a body. Raises `MalformedBody`."""
     accept: Accept
     encode: Encode | None
-    """Its result as protobuf. None: `record` returns it as JSON."""
+    """Encodes the result as protobuf. None: `record` returns it as JSON."""
     max_body_bytes: int | None
-    """None: as the configuration says."""
+    """Maximum body size; None: the configured limit."""
     changes_model: bool
-    """True if a model has to do it again to become what it was after it."""
+    """True if the operation must be replayed to restore the model."""
 
 
 OPERATIONS: dict[str, QueuedOperation] = {}
@@ -51,7 +52,7 @@ def operation(
     max_body_bytes: int | None = SMALL_BODY,
     changes_model: bool = False,
 ) -> Callable[[Accept], Accept]:
-    """Put the decorated `accept` function into the table."""
+    """Add the decorated `accept` function to the table."""
 
     def register(accept: Accept) -> Accept:
         OPERATIONS[name] = QueuedOperation(name, parse, accept, encode, max_body_bytes, changes_model)

@@ -1,4 +1,4 @@
-"""Sampling."""
+"""The sampling operation."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ LARGE_PROMPTS = 64 * 2**20
 
 @dataclass(frozen=True)
 class SampleInput:
-    """A sample that was read, its tokens as arrays."""
+    """A parsed sample, with its tokens as arrays."""
 
     request: schemas.SampleRequest
     prompt: np.ndarray
@@ -48,7 +48,7 @@ def _parse_sample(body: Body, limits: Limits) -> Parsed:
 
 @operation(ids.SAMPLE, _parse_sample, codec.encode_sample, LARGE_PROMPTS)
 async def sample(admission: Admission, given: SampleInput) -> Accepted:
-    """Continue a prompt with a sampler's version; an inflight sampler's is the newest one now."""
+    """Continue a prompt with a sampler's version; for an inflight sampler, the newest inflight version."""
     request, prompt, cells = given.request, given.prompt, given.targets
     refuse_unserved(request)
     service, sampler = admission.service, admission.sampler
@@ -105,7 +105,7 @@ async def sample(admission: Admission, given: SampleInput) -> Accepted:
 
 
 def _gone(sampler: SamplerRow, config: EngineConfig) -> str:
-    """Reason why a sampler has no weights any more."""
+    """Return the reason why a sampler has no weights any more."""
     field = f"sampling_session_id={sampler.sampler_id}"
     if sampler.kind == "checkpoint":
         return f"{field}: its checkpoint {sampler.model_path} was deleted or has expired; make a sampler of another one"

@@ -1,4 +1,4 @@
-"""The first half of a queued request's way, the same for all: parsed, its model or sampler found, accepted or not."""
+"""Common first steps of queued requests: parse the body, find the model or sampler, accept or reject."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,10 +18,10 @@ from skyrl.tinker.wire.parsing import Body, Limits, Parsed, brief
 
 
 async def admit(service: Service, operation: QueuedOperation, body: Body, caller: Caller) -> tuple[Admission, Parsed]:
-    """Parse a request and find what it is for.
+    """Parse a request and find its target.
 
     Raises:
-        MalformedBody: The body does not even say which request of which model it is.
+        MalformedBody: The body does not even identify the request and the model.
         UnknownName: There is no such model, sampler or session.
         EngineStarting: The base model is not known yet.
     """
@@ -35,16 +35,16 @@ async def admit(service: Service, operation: QueuedOperation, body: Body, caller
 
 @dataclass(frozen=True)
 class Refused:
-    """Reason why a request is not worked on."""
+    """A rejected request."""
 
     failure: Failure
     keeps_place: bool
-    """True if it takes its request's place in the model's order, as `rejected` makes it. Else the engine does not hear
-    of it."""
+    """True if a refusal takes the request's position in the model's order (see `rejected`). Otherwise the engine is not
+    told."""
 
 
 async def accept(operation: QueuedOperation, admission: Admission, parsed: Parsed) -> Accepted | Refused:
-    """Turn a request into work, or say why not."""
+    """Turn a request into an operation, or reject it."""
     answer: Accepted | Refused
     try:
         if parsed.request is None:
@@ -59,7 +59,7 @@ async def accept(operation: QueuedOperation, admission: Admission, parsed: Parse
 
 
 def rejected(admission: Admission, error: str, is_pass: bool) -> Accepted:
-    """A refusal that takes its request's place in the model's order, and is one again whenever the request is."""
+    """Create a refusal at the request's position in the model's order. A replay of the request is refused again."""
     decided = admission.decided
     if decided.refused is None:
         decided.refused = LoggedRefusal(error, "incomplete" if is_pass else "kept")
@@ -74,8 +74,10 @@ def rejected(admission: Admission, error: str, is_pass: bool) -> Accepted:
 
 
 def _refused_at_once(operation: QueuedOperation, admission: Admission) -> Failure | None:
-    """Reason why nothing at all is taken: the session is finished (its models can still be unloaded), or the base model
-    is not served."""
+    """Return the failure of a request whose session is finished or whose base model is not served, else None.
+
+    Models of a finished session can still be unloaded.
+    """
     session, model = admission.target.session, admission.target.model
     if session.finished_at is not None and operation.name != UNLOAD:
         return Failure(f"session {session.session_id} is finished; start a new ServiceClient", "user")
@@ -85,7 +87,7 @@ def _refused_at_once(operation: QueuedOperation, admission: Admission) -> Failur
 
 
 def not_served(service: Service, model: ModelRow) -> str | None:
-    """Reason why this server cannot go on with a model, if it cannot."""
+    """Return the reason why this server cannot continue a model, or None."""
     if model.base_model == service.info.base_model:
         return None
     return (

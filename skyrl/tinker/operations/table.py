@@ -1,4 +1,4 @@
-"""The table of queued operations, complete: importing it has every operation register itself."""
+"""The complete table of queued operations. Importing this module registers all operations."""
 
 from skyrl.tinker.operations import checkpoints, models, sampling, training
 from skyrl.tinker.operations.operation import OPERATIONS

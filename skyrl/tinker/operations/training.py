@@ -27,11 +27,11 @@ from skyrl.tinker.wire.too_large import failed_pass
 from skyrl.types import Datum, ForwardBackwardOutput, LoraConfig, OptimStepOutput
 
 ARRAY_BYTES = 400
-"""Bytes that an array of a pass takes beside its numbers, with its share of the objects around it."""
+"""Memory per array of a pass in addition to its numbers: the array object and its share of surrounding objects."""
 
 
 ESTIMATOR = "skyrl.ai/stable_reinforce_estimator:max"
-"""Metric of results of `stable_reinforce`: version of the estimator that computed them, which is not the hosted one."""
+"""Metric in results of `stable_reinforce`: version of our estimator, which differs from the hosted one."""
 
 
 def _parse_pass(body: Body, limits: Limits) -> Parsed:
@@ -53,7 +53,7 @@ def _parse_pass(body: Body, limits: Limits) -> Parsed:
 
 @operation("forward_backward", _parse_pass, codec.encode_forward_backward, max_body_bytes=None, changes_model=True)
 async def forward_backward(admission: Admission, request: codec.PassRequest) -> Accepted:
-    """Add the gradients of a loss, or (`forward_only`) just compute it."""
+    """Add the gradients of a loss, or only compute the loss (`forward_only`)."""
     info = admission.service.info
     if not admission.again:
         refuse_by_operator(admission.service, request.loss_fn)
@@ -75,13 +75,13 @@ async def forward_backward(admission: Admission, request: codec.PassRequest) -> 
 
 
 def refuse_by_operator(service: Service, loss_fn: str) -> None:
-    """Raise `RequestError` for a loss that nobody may train with here."""
+    """Raise `RequestError` for a loss that the operator has disabled."""
     if loss_fn in service.config.refused_losses:
         raise RequestError(f"loss_fn={loss_fn!r} is refused by this server's operator; use another loss")
 
 
 async def _specification(admission: Admission, config: Mapping[str, object]) -> str:
-    """The loss, in normal form, that a pass names. It was made in the session of the pass's model."""
+    """Return the normalized graph of a pass's traced loss, which belongs to the session of the pass's model."""
     loss_id, field = config.get("loss_id"), "loss_fn_config['loss_id']"
     if not isinstance(loss_id, str) or len(config) > 1:
         raise RequestError(f"loss_fn_config={sorted(config)}: loss_fn='custom' takes loss_id, a text, and nothing else")

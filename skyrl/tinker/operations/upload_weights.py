@@ -1,6 +1,6 @@
-"""Adapters that were trained elsewhere, which become training checkpoints of runs of their own.
+"""Uploads of adapters that were trained elsewhere. Each becomes a training checkpoint of a separate run.
 
-What an upload is of is nowhere but in its name, which this server has signed; its files are `Service.uploads`.
+The description of an upload is only in its name, which this server signs. Its files are managed by `Service.uploads`.
 """
 
 import asyncio
@@ -40,28 +40,28 @@ from skyrl.utils.files.tensor_file import Tensor, read_tensors, tensor_file
 
 KIND = "external_weights_upload_finish"
 NAME = "upload"
-"""Name of the checkpoint that an upload becomes."""
+"""Name of the checkpoint of an upload."""
 KNOWN_S = 24 * 3600
-"""Seconds after its end for which an upload's name is known, so that a finish that is repeated has the same answer."""
+"""Seconds after its end during which an upload's name is valid, so that a repeated finish gets the same answer."""
 MAX_CONFIG_BYTES = 2**20
 HEADER_BYTES = 512
-"""Bytes of a safetensors file's header, for a tensor."""
+"""Bytes per tensor in the header of a safetensors file."""
 
 
 @dataclass(frozen=True)
 class StartedUpload:
-    """An upload that files may be sent to."""
+    """An upload in progress."""
 
     id: str
-    """Its name, signed."""
+    """Signed name of the upload."""
     files: dict[str, str]
-    """By name of the file, a signed name of the place that it is sent to."""
+    """Signed name of the destination of each file, by file name."""
 
 
 def begin_upload(service: Service, caller: Caller, request: rest.UploadStartRequest, expires: int) -> StartedUpload:
-    """Begin an upload, whose files may be sent until `expires`, a Unix time.
+    """Start an upload. Its files can be sent until `expires`, a Unix time.
 
-    Raises RequestError for another base model, a rank that is not served, and where the backend imports nothing.
+    Raises RequestError for another base model, for an unsupported rank, and if the backend cannot import adapters.
     """
     info = service.info
     service.check_base_model(request.base_model)
@@ -93,12 +93,12 @@ async def receive_file(service: Service, claims: dict[str, Any], pieces: AsyncIt
     """Store a file of an upload; see `Uploads.receive`.
 
     Args:
-        service: Whose uploads they are.
-        claims: Of the signed name of the place that it is sent to.
-        pieces: Its content.
-        announced: Its length; 0 where that is not known.
+        service: The server's shared parts.
+        claims: Claims of the signed name of the destination.
+        pieces: Content of the file.
+        announced: Length of the file; 0 if unknown.
 
-    Raises UnknownName if the upload is finished, or is by the time that the file has come.
+    Raises UnknownName if the upload is finished, before or during the transfer.
     """
     upload = upload_of(claims)
     await _check_unfinished(service, upload)
@@ -130,9 +130,9 @@ def _request_id(upload: Upload) -> str:
 
 
 async def finish_upload(service: Service, caller: Caller, upload_id: str) -> TinkerPath:
-    """Make a checkpoint of an upload's files. Returns its path, that of the checkpoint if there is one already.
+    """Create a checkpoint from an upload's files. Returns its path, also if the checkpoint exists already.
 
-    Raises RequestError for files that are no adapter of the kind that was announced, StorageError, and Busy.
+    Raises RequestError if the files are not an adapter of the announced kind, StorageError, and Busy.
     """
     try:
         claims = service.keys.signer.read("upload", upload_id)
@@ -182,12 +182,12 @@ async def finish_upload(service: Service, caller: Caller, upload_id: str) -> Tin
 
 
 def upload_of(claims: dict[str, Any]) -> Upload:
-    """The upload that a signed name is about."""
+    """Return the upload that a signed name describes."""
     return Upload(claims["tenant"], claims["until"], claims["id"])
 
 
 def _limits(info: BackendInfo) -> dict[str, int]:
-    """Largest size in bytes of each file: that of float32 numbers of the largest adapter."""
+    """Maximum size of each file in bytes: the largest adapter in float32."""
     tensors = 4 * most_numbers(info.adaptable, info.max_lora_rank) + _header_bytes(info)
     return {PEFT_CONFIG: MAX_CONFIG_BYTES, PEFT_TENSORS: tensors}
 
@@ -252,7 +252,7 @@ def _config_of(data: bytes) -> dict[str, Any]:
 
 
 def _read(path: Path, limit: int) -> bytes:
-    """A file of an upload, which may have come when another backend allowed more."""
+    """Read a file of an upload, which may exceed the limits of the current backend."""
     try:
         with open(path, "rb") as file:
             data = file.read(limit + 1)

@@ -1,5 +1,6 @@
-"""The server's processes, and what they say to each other.
+"""The server's processes, and the messages between them.
 
-`launcher` starts the API process, `engine_supervisor` the engine process; `messages` are the frames on `channel`
-between these two. `heartbeat` and `crash_record` find out which request makes an engine hang or die.
+`launcher` starts the API process, and `engine_supervisor` the engine process. `messages` defines the frames that these
+two exchange over `channel`. `heartbeat` detects an engine that hangs, and `crash_record` identifies the request that
+makes an engine crash or hang.
 """

@@ -1,11 +1,10 @@
-"""Frames between the API process and the engine process, and the socket they travel on.
+"""Connection between the API process and the engine process: frames on a private socket.
 
-A frame is a pickled dataclass and, behind it, its long arrays as they are in memory (protocol 5), with all lengths in
-front. The sequences of a pass and its outputs are sent as columns, so what a frame takes to make and to read does not
-grow with their number of tokens. Pickle is safe here because the socket is private: a socketpair made by the API
-process, whose other end only its child inherits. The engine's end blocks in a reader thread (`EngineChannel`); the
-API's end is asyncio (`ApiChannel`, `Incoming`), where large frames are made, written and read in a thread while the
-loop goes on.
+A frame is a pickled dataclass, followed by its long arrays as raw memory (pickle protocol 5), with all lengths in
+front. The sequences of a pass and its outputs are sent as columns, so the number of objects in a frame does not grow
+with the number of tokens. Pickle is safe here because the socket is private: the API process creates a socketpair, and
+only its child inherits the other end. The engine's end blocks in a reader thread (`EngineChannel`). The API's end uses
+asyncio (`ApiChannel`, `Incoming`): large frames are encoded, written and decoded in threads while the event loop runs.
 """
 
 import asyncio
@@ -25,14 +24,14 @@ from skyrl.tinker.processes.messages import Cancel, Enqueue, FromEngine, Revive,
 log = logging.getLogger(__name__)
 
 LARGE_TOKENS = 4096
-"""The frame of a pass over more is made in a thread."""
+"""Frames of passes over more tokens are encoded in a thread."""
 LARGE_BYTES = 64 * 1024
-"""A frame of more is read in a thread."""
+"""Frames of more bytes are decoded in a thread."""
 NEVER_S = 1e6
-"""Seconds after which a thread gives up an engine that does not read; it is found to hang long before."""
+"""Timeout in seconds of a thread's write to the engine. A hanging engine is detected long before."""
 
 _THREADS = ThreadPoolExecutor(2, "channel")
-"""One makes and writes large frames for the API process, one reads them."""
+"""One thread encodes and writes large frames in the API process, the other decodes them."""
 
 
 # -- to the engine ----------------------------------------------------------------------------------------------------
@@ -42,11 +41,11 @@ _THREADS = ThreadPoolExecutor(2, "channel")
 
 
 class ChannelClosed(ConnectionError):
-    """The other process has closed its end, or is gone."""
+    """The other process has closed its end, or has exited."""
 
 
 class EngineChannel:
-    """The engine's end: blocking `send`, and an inbox filled by a thread from `listen` on."""
+    """The engine's end: a blocking `send`, and an inbox that a thread fills after `listen`."""
 
     def __init__(self, connection: socket.socket):
         self._socket = connection
@@ -55,25 +54,26 @@ class EngineChannel:
         self._reader: threading.Thread | None = None
         self._sending = threading.Lock()
         self._next = threading.Lock()
-        """Held by the thread that is next to get `_sending`, or one that has just let go of it would get it again."""
+        """Held by the thread that is next to acquire `_sending`. Otherwise a thread that just released `_sending` could
+        acquire it again."""
         self._apart = ThreadPoolExecutor(1, "large-frames")
         self.wake = threading.Event()
-        """Set when there is a new frame, when the channel closes, and by whoever else wants the engine's attention."""
+        """Set when a frame arrives, when the channel closes, and by any other event that the engine has to handle."""
         self.closed = False
 
     def send(self, frame: FromEngine) -> None:
-        """Write one frame. Raises `ChannelClosed` if nobody reads any more."""
+        """Write one frame. Raises `ChannelClosed` if the other end is closed."""
         self._write(encode(frame))
 
     def send_apart(self, frame: FromEngine, on_sent: Callable[[], None]) -> None:
-        """Write a large frame in a thread, a piece at a time, so that others go in between; then call `on_sent`.
+        """Write a large frame in a thread, in pieces between other frames; then call `on_sent`.
 
-        Frames that are sent so keep their order among themselves.
+        Frames sent by this method keep their order among themselves.
         """
         self._apart.submit(self._send_pieces, frame, on_sent)
 
     def _send_pieces(self, frame: FromEngine, on_sent: Callable[[], None]) -> None:
-        with contextlib.suppress(ChannelClosed):  # who sends the next frame finds out
+        with contextlib.suppress(ChannelClosed):  # the next send raises it
             for piece in pieces(frame):
                 self._write(piece)
             on_sent()
@@ -91,7 +91,7 @@ class EngineChannel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self) -> ToEngine:
-        """Block until a frame has arrived. Raises `ChannelClosed` at its end. Not for use after `listen`."""
+        """Block until a frame arrives. Raises `ChannelClosed` at the end of the stream. Do not use after `listen`."""
         try:
             sizes = [self._read_number() for _ in range(self._read_number())]
             return decode([self._read(size) for size in sizes])
@@ -99,7 +99,7 @@ class EngineChannel:
             raise ChannelClosed(str(error)) from error
 
     def listen(self, on_close: Callable[[], None] = lambda: None) -> None:
-        """Read in a daemon thread from now on; `on_close` is called in it when the other process has gone."""
+        """Start a daemon thread that reads frames. It calls `on_close` when the other process has exited."""
         self._reader = threading.Thread(target=self._listen, args=[on_close], name="channel", daemon=True)
         self._reader.start()
 
@@ -109,12 +109,12 @@ class EngineChannel:
         self.wake.set()
 
     def take(self) -> list[ToEngine]:
-        """Frames that have arrived since the last call, in order. Does not block."""
+        """Return the frames that have arrived since the last call, in order. Does not block."""
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
     def close(self) -> None:
-        """Close this end; a `listen`ing thread ends."""
-        with contextlib.suppress(OSError):  # the other end may have gone first
+        """Close this end; the thread of `listen` ends."""
+        with contextlib.suppress(OSError):  # the other end may be closed already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         if self._reader is None:
@@ -143,32 +143,35 @@ class EngineChannel:
 class ApiChannel:
     """The API's end, on the running asyncio loop.
 
-    A tenant's frames arrive in the order in which they were sent. Of those that wait, each tenant's next one goes in
-    turn, so nobody waits for more than one large frame of each other tenant.
+    Frames of one tenant arrive in the order in which they were sent. Unsent frames are sent round-robin by tenant, so a
+    tenant waits for at most one large frame of each other tenant.
     """
 
     def __init__(self, connection: socket.socket, incoming: Incoming):
         self._socket = connection
-        """The same as the transport's, for threads."""
+        """The transport's socket, for use in threads."""
         self._incoming = incoming
         self._transport = incoming.transport
         self._unsent: OrderedDict[str, deque[ToEngine]] = OrderedDict()
-        """Frames that wait, by tenant, the tenant whose turn it is first; none is without any."""
+        """Unsent frames by tenant, in round-robin order. No tenant has an empty queue."""
         self._sending: asyncio.Task[None] | None = None
-        """Sends them while there are any."""
+        """Task that sends frames while there are any."""
         self._writing = False
-        """True if a part of a large frame is written and the rest is not."""
+        """True while a large frame is partly written."""
 
     @classmethod
     async def open(cls, connection: socket.socket) -> "ApiChannel":
         """Take over one end of a socketpair."""
         _, incoming = await asyncio.get_running_loop().create_connection(Incoming, sock=connection)
         twin = connection.dup()
-        twin.settimeout(NEVER_S)  # it shares the flag by which asyncio's does not block; with a timeout, Python waits
+        twin.settimeout(NEVER_S)  # both share the non-blocking flag; with a timeout, Python waits
         return cls(twin, incoming)
 
     def send(self, frame: ToEngine) -> None:
-        """Send a frame. Never blocks; a closed channel swallows it (its reader sees the end)."""
+        """Queue a frame for sending.
+
+        Never blocks. A closed channel discards the frame; its reader sees the end of the stream.
+        """
         tenant = _tenant(frame)
         if not self._writing and tenant not in self._unsent and not _is_large(frame):
             self._write_small(frame)
@@ -178,18 +181,18 @@ class ApiChannel:
             self._sending = asyncio.create_task(self._send_all())
 
     async def frames(self) -> AsyncIterator[FromEngine]:
-        """Frames as they arrive, until the engine closes its end."""
+        """Yield frames as they arrive, until the engine closes its end."""
         loop = asyncio.get_running_loop()
         while (parts := await self._incoming.take()) is not None:
             is_large = sum(map(len, parts)) > LARGE_BYTES
             yield await loop.run_in_executor(_THREADS, decode, parts) if is_large else decode(parts)
 
     async def close(self) -> None:
-        """Close this end, dropping what has not been sent."""
+        """Close this end and discard unsent frames."""
         if self._sending is not None:
             self._sending.cancel()
-        with contextlib.suppress(OSError):  # the engine may have gone first
-            self._socket.shutdown(socket.SHUT_RDWR)  # a thread that writes ends
+        with contextlib.suppress(OSError):  # the engine may have exited already
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends a thread that writes
         self._socket.close()
         self._transport.abort()
         await self._incoming.wait_closed()
@@ -208,7 +211,7 @@ class ApiChannel:
                 else:
                     self._write_small(frames[0])
                     await asyncio.sleep(0)  # many may wait
-                frames.popleft()  # only now, as its tenant's next frame must not be written before it
+                frames.popleft()  # only now: the tenant's next frame must not overtake it
                 self._unsent.move_to_end(tenant)
                 if not frames:
                     del self._unsent[tenant]
@@ -221,17 +224,17 @@ class ApiChannel:
             self._sending = None
 
     def _write_small(self, frame: ToEngine) -> None:
-        if not self._transport.is_closing():  # a transport whose engine has gone raises RuntimeError
+        if not self._transport.is_closing():  # otherwise the transport raises RuntimeError
             self._transport.writelines(encode(frame))
 
     def _write(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Write past the event loop, which has written all that it had and waits."""
+        """Write directly to the socket, past the event loop, whose own buffer is empty."""
         for part in parts:
             self._socket.sendall(part)
 
 
 def _tenant(frame: ToEngine) -> str:
-    """Tenant of a frame; the server's own ("") otherwise."""
+    """Tenant of a frame; "" for the server's own frames."""
     if isinstance(frame, Revive):
         return frame.operations[-1].tenant
     if isinstance(frame, Enqueue):
@@ -240,7 +243,7 @@ def _tenant(frame: ToEngine) -> str:
 
 
 def _is_large(frame: ToEngine) -> bool:
-    """Return True if it takes long to be made: all that a model has to repeat, or a pass over many tokens."""
+    """Return True if a frame takes long to encode: a revival, or a pass over many tokens."""
     if isinstance(frame, Enqueue) and isinstance(frame.operation, ForwardBackward):
         return frame.operation.tokens > LARGE_TOKENS
     return isinstance(frame, Revive)

@@ -1,4 +1,4 @@
-"""Rows of named arrays as one long array per name, so that thousands of sequences travel as a few objects."""
+"""Rows of named arrays as one long array per name, so that thousands of sequences are sent as a few objects."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -6,24 +6,28 @@ from typing import NamedTuple
 import numpy as np
 
 NONE = -1
-"""Length of an array that a row does not have, width of one without a second dimension."""
+"""Length of an array that a row does not have, and width of an array without a second dimension."""
 
 Row = Mapping[str, np.ndarray]
 
 
 class Column(NamedTuple):
-    """The arrays of one name, row after row."""
+    """All arrays of one name, concatenated over rows."""
 
     values: np.ndarray
-    """All of their values."""
+    """Concatenated values of the arrays."""
     lengths: np.ndarray
-    """int64 `[rows]`: first dimension of each."""
+    """int64 `[rows]`: first dimension of each array."""
     widths: np.ndarray | None
-    """int64 `[rows]`: second dimension of each. None: no array has one, and no row lacks its array."""
+    """int64 `[rows]`: second dimension of each array. None: all rows have the array, and all arrays have one dimension.
+    """
 
 
 def pack(rows: Sequence[Row]) -> dict[str, Column] | None:
-    """The rows by name. None where they cannot be told so: more than two dimensions, or a name of several types."""
+    """Pack rows into columns by name.
+
+    Returns None if an array has more than two dimensions, or if a name has several dtypes.
+    """
     columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         arrays = [row.get(name) for row in rows]
@@ -41,7 +45,7 @@ def pack(rows: Sequence[Row]) -> dict[str, Column] | None:
 
 
 def unpack(columns: Mapping[str, Column], count: int) -> list[dict[str, np.ndarray]]:
-    """The `count` rows that were packed. Their arrays are parts of the columns, not copied."""
+    """Return the `count` rows that were packed. Their arrays are views of the columns."""
     rows: list[dict[str, np.ndarray]] = [{} for _ in range(count)]
     for name, column in columns.items():
         values, lengths, widths = column

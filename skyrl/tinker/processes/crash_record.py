@@ -1,12 +1,13 @@
-"""Crash attribution: the requests that were being computed, or decoded, when a process died.
+"""Crash attribution: counts of the requests that were computed, or decoded from the log, when a process crashed.
 
-What the engine computes, and which bodies of the log the API process decodes again, is written down for as long as it
-lasts, and how often each was there at a crash. Both are files in the folder of checkpoints, so a death of everything
-at once, as when a container runs out of memory, is blamed at the next start as the engine's is at once. Nothing is
-synced: files outlive processes, and the end of the machine itself is nobody's fault.
+Two files in the checkpoint folder record the requests that the engine computes and the logged bodies that the API
+process decodes, and how many crashes each of them was present at. If all processes die at once, as when a container
+runs out of memory, the next server counts the crash when it starts. The files are not synced to disk: they survive the
+processes, and a failure of the machine itself is not attributed to a request.
 
-A crash beside others makes a suspect, which is computed alone from then on. Only crashes of which something was alone
-fail it: `ALONE` engines in a row, or a few where there were `IN_ALL`.
+A request that was running beside others at a crash becomes a suspect, which runs alone from then on. A request fails
+only because of crashes at which it was alone: after `ALONE` of them in a row, or after one of them if it was present at
+`IN_ALL` crashes.
 """
 
 import json
@@ -22,15 +23,17 @@ from skyrl.errors import RequestError
 log = logging.getLogger(__name__)
 
 ALONE = 3
-"""Crashes in a row, of which a request was alone, that fail it. Any other work at a crash begins the row anew."""
+"""Consecutive crashes at which a request was alone, after which it fails. A crash during other work resets the count.
+"""
 IN_ALL = 20
-"""Crashes after which one alone is enough, so that two requests that kill by turns do not go on for ever."""
+"""Crashes in total, after which a single crash alone suffices. Without this limit, two requests that crash alternately
+would be retried for ever."""
 KEPT = 10_000
-"""Requests of which crashes are known; the oldest are forgotten."""
+"""Maximum number of requests with crash counts; the oldest are forgotten."""
 RUNNING, COUNTS = ".running", ".crashes.json"
-"""Files in the folder of checkpoints: what is being done now, and what was at crashes."""
+"""Names of the files in the checkpoint folder: current work, and crash counts."""
 END = "end"
-"""Last line of `RUNNING`. What an earlier, longer content has left behind it does not count."""
+"""Last line of the content of `RUNNING`. Text after it is left over from an earlier, longer content."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Count:
 
     crashes: int = 0
     alone: int = 0
-    """Number of the last crashes in a row in which it was alone."""
+    """Most recent consecutive crashes at which the request was alone."""
     model_id: str = ""
 
     def one_more(self, alone: bool) -> "Count":
@@ -47,15 +50,17 @@ class Count:
 
     @property
     def is_cause(self) -> bool:
-        """True if it is taken for the cause."""
+        """True if the request counts as the cause of its crashes."""
         return self.alone >= ALONE or (self.alone > 0 and self.crashes >= IN_ALL)
 
 
 class CrashRecord:
-    """Record of the work under way, and the crashes of each request. All methods are called on the event loop.
+    """Record of the current work and of the crashes of each request. All methods are called on the event loop.
+
+    Work that an earlier server was doing when it died is counted at once.
 
     Args:
-        folder: Where it is kept. Held by one server. What an earlier one was doing when it died is counted at once.
+        folder: Folder of the record; only one server uses it.
     """
 
     def __init__(self, folder: Path):
@@ -69,7 +74,7 @@ class CrashRecord:
             why = f"{RUNNING} cannot be opened ({error.strerror or error}); make it readable and writable"
             raise RequestError(f"checkpoints_base={folder}: {why}") from error
         self.running: tuple[str, ...] = ()
-        """Requests that the engine computes now."""
+        """Requests that the engine is computing."""
         self._decoding: dict[str, str] = {}
         life, computing, decoding = _parse(os.pread(self._handle, os.fstat(self._handle).st_size, 0))
         if life > self._lives:
@@ -78,13 +83,13 @@ class CrashRecord:
         self._write()
 
     def computing(self, request_ids: Iterable[str]) -> None:
-        """Note what the engine computes from now on."""
+        """Record the requests that the engine is computing from now on."""
         self.running = tuple(request_ids)
         self._write()
 
     @contextmanager
     def decoding(self, model_id: str, request_id: str) -> Iterator[None]:
-        """A body of the log is decoded again in this block."""
+        """Record, for the duration of the context, that a body is decoded from the log."""
         self._decoding[request_id] = model_id
         self._write()
         try:
@@ -96,22 +101,22 @@ class CrashRecord:
                 self._save()
 
     def engine_ended(self) -> tuple[str, ...]:
-        """The engine has ended by itself. Returns what it was working on."""
+        """Count an unexpected exit of the engine. Returns the requests that it was computing."""
         running, self.running = self.running, ()
         self._count(running, {})
         self._write()
         return running
 
     def is_suspect(self, request_id: str) -> bool:
-        """Return True if an engine was working on this request when it ended."""
+        """Return True if this request was running at an engine crash."""
         return request_id in self._work
 
     def crashes(self, request_id: str) -> int:
-        """Number of ends of engines that have come while they worked on it."""
+        """Number of engine crashes during this request."""
         return self._work.get(request_id, Count()).crashes
 
     def verdict(self, request_id: str) -> str | None:
-        """Reason why a request is not computed again, if engines have ended of it."""
+        """Return the error of a request that counts as the cause of engine crashes, else None."""
         count = self._work.get(request_id, Count())
         if not count.is_cause:
             return None
@@ -122,7 +127,7 @@ class CrashRecord:
         )
 
     def verdict_on_body(self, request_id: str) -> str | None:
-        """Reason why a body is not decoded again, if servers have ended of that."""
+        """Return the error of a request whose body counts as the cause of server crashes, else None."""
         count = self._bodies.get(request_id, Count())
         if not count.is_cause:
             return None
@@ -132,16 +137,16 @@ class CrashRecord:
         )
 
     def suspect_bodies(self) -> dict[str, str]:
-        """Model of each request whose body was being decoded when a server ended."""
+        """Model of each request whose body was being decoded when a server crashed."""
         return {request_id: count.model_id for request_id, count in self._bodies.items()}
 
     def acquit(self, request_id: str) -> None:
-        """A request has ended, and the engine has not."""
+        """Forget the crashes of a request that has ended without one."""
         if self._work.pop(request_id, None) is not None:
             self._save()
 
     def close(self) -> None:
-        """The server ends as it should. What it would not have tried again the next one may, as its user wanted."""
+        """Record an orderly stop. Requests that count as causes are forgotten, so the next server tries them again."""
         for counts in (self._work, self._bodies):
             for request_id in [key for key, count in counts.items() if count.is_cause]:
                 del counts[request_id]
@@ -153,7 +158,7 @@ class CrashRecord:
             self._handle = None
 
     def _count(self, computing: Collection[str], decoding: dict[str, str]) -> None:
-        """One more crash for each, once and for all."""
+        """Count one crash, and store the counts."""
         self._lives += 1
         if computing or decoding:
             together = len(computing) + len(decoding)
@@ -187,7 +192,7 @@ class CrashRecord:
             log.warning("%s cannot be written (%s): a death of this server forgets it", self._counts_path, error)
 
     def _write(self) -> None:
-        """One write into the same place: a few microseconds, many times a second."""
+        """Overwrite the file of current work. This takes a few microseconds and happens many times a second."""
         if self._handle is None:
             return
         lines = [str(self._lives + 1), *(f"computing {request_id}" for request_id in self.running)]
@@ -199,7 +204,7 @@ class CrashRecord:
 
 
 def _add(counts: dict[str, Count], present: dict[str, str], alone: bool) -> None:
-    """Count a crash at which these (and their models) were present. Those that were not begin their rows anew."""
+    """Count a crash for the requests that were `present` (with their models), and reset `alone` of all others."""
     for request_id in counts.keys() - present.keys() if present else ():
         if not counts[request_id].is_cause:
             counts[request_id] = replace(counts[request_id], alone=0)
@@ -210,7 +215,7 @@ def _add(counts: dict[str, Count], present: dict[str, str], alone: bool) -> None
 
 
 def _parse(content: bytes) -> tuple[int, list[str], dict[str, str]]:
-    """(number of the life, what was computed, what was decoded and its models) of a server."""
+    """Parse the file of current work: (number of the life, requests computed, requests decoded with their models)."""
     first, *lines = content.decode(errors="replace").split("\n")
     computing: list[str] = []
     decoding: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""The process that an engine runs in, as its parent sees it.
+"""The engine process as its parent sees it.
 
-It needs nothing but the configuration, so that the first one is started before the API process has loaded what it needs
-itself: both then load side by side.
+This module needs only the configuration, so the API process starts the engine before it imports its own dependencies,
+and both processes load in parallel.
 """
 
 import asyncio
@@ -18,7 +18,8 @@ from skyrl.tinker.processes.channel import encode
 from skyrl.tinker.processes.messages import Start
 
 MALLOC = "glibc.malloc.hugetlb=1"
-"""Large arrays on huge pages, where the system has them: a training step then has 30 times fewer page faults."""
+"""Allocate large arrays on huge pages, if the system has them. This reduces page faults in a training step by a factor
+of 30."""
 
 
 def _environment_without_secrets() -> dict[str, str]:
@@ -27,15 +28,16 @@ def _environment_without_secrets() -> dict[str, str]:
 
 
 class EngineProcess:
-    """A child that inherits one end of a socketpair and nothing else, and leaves when this process does.
+    """A child process that inherits one end of a socketpair and nothing else, and exits when its parent does.
 
-    Where it cannot leave, Linux kills it at the end of the thread that makes this, which has to be one that stays.
+    If the child cannot exit by itself, Linux kills it when the thread that created it ends, so create it in a
+    long-lived thread.
 
     Args:
-        config: What it is told to start with.
+        config: Configuration in its first frame.
 
     Raises:
-        OSError: The system gives no further process.
+        OSError: The system cannot create another process.
     """
 
     def __init__(self, config: EngineConfig):
@@ -43,7 +45,7 @@ class EngineProcess:
         tunables = ":".join(filter(None, [MALLOC, os.environ.get("GLIBC_TUNABLES")]))
         try:
             with its:
-                # In a session of its own, so that a Ctrl-C at the terminal reaches the API process only.
+                # In a separate session, so that a Ctrl-C at the terminal reaches the API process only.
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "skyrl.tinker.engine", "--fd", str(its.fileno())],
                     stdin=subprocess.DEVNULL,
@@ -54,29 +56,29 @@ class EngineProcess:
         except BaseException:
             self.socket.close()
             raise
-        with suppress(OSError):  # it may have ended already, which its end of the socket will tell
+        with suppress(OSError):  # the process may have exited; its end of the socket will tell
             for piece in encode(Start(config.without_secrets())):
                 self.socket.sendall(piece)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="engine process")
-        """One for each of those who may wait for its end at the same time."""
+        """Two threads, for two concurrent callers of `wait`."""
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal to the process, unless it has exited."""
         self._process.send_signal(number)
 
     async def wait(self, patience_s: float | None = None) -> int:
-        """The exit status (-N: killed by signal N), once it has ended. Raises TimeoutError if that takes longer."""
+        """Wait for the exit status (-N: killed by signal N). Raises TimeoutError after `patience_s` seconds."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._process.wait, patience_s)
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
 
     def close(self) -> None:
-        """End it at once, if it has not ended, and forget it."""
+        """Kill the process if it is running, and release its resources."""
         self._process.kill()
         self._process.wait()
         self._threads.shutdown(wait=False)

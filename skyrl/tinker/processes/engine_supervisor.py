@@ -1,10 +1,10 @@
-"""Keeps one engine process alive next to the API process.
+"""Keeps one engine process running next to the API process.
 
-When the stream from it ends, the child is reaped, `on_crash` is told why, and a new child is started after a growing
-pause, also if the system has no process or descriptor for it now. One that hangs is killed (`heartbeat`). The child
-exits when its own end of the stream closes, so it never outlives this process, however this process ended. A frame goes
-to the engine that runs now. No frame is kept for the next engine: when its `Ready` comes, the sender knows what to send
-to it.
+When the engine's stream ends, the supervisor reaps the child, reports the reason to `on_crash`, and starts a new child
+after a growing pause, also if the system has no process or descriptor for the child at that time. It kills an engine
+that hangs (`heartbeat`). The child exits when its end of the stream closes, so it never outlives this process, however
+this process ends. Frames go only to the current engine and are not kept for the next one: the senders are notified of
+`Ready` and decide what to send again.
 """
 
 import asyncio
@@ -38,31 +38,32 @@ log = logging.getLogger(__name__)
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
 STARTS = 3
-"""Starts in a row that may end before the first `Ready` until the supervisor gives up. Later it never does."""
+"""Consecutive starts that may fail before the first `Ready`; then the supervisor gives up. After the first `Ready`, it
+never gives up."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 TERMINATE_S = 5.0
-"""Seconds between asking a process to end and killing it."""
+"""Seconds between SIGTERM and SIGKILL."""
 READY, SILENT = "ready", "the engine gives no sign of life"
-"""Values of `progress` while the state is ready."""
+"""Values of `progress` in the state "ready"."""
 NO_THREAD = "can't start new thread"
-"""Message of Python where a limit of processes is reached."""
+"""Python's error message when a limit on processes is reached."""
 GRACE = 0.75
-"""Part of `shutdown_timeout_sec` after which an engine that does not end is killed."""
+"""Fraction of `shutdown_timeout_sec` after which an engine that does not exit is killed."""
 
 
 class EngineSupervisor:
     """Starts, watches, restarts and stops the engine. All methods are called on one asyncio loop.
 
     Args:
-        config: Sent to each engine.
+        config: Configuration for each engine.
         on_frame: Called on the loop with every frame of the engine.
-        on_crash: Called with the reason when an engine has ended by itself; what it was working on is lost.
-        on_failure: Called once, with a message for the person who started the server, when no engine can be started;
-            with `again=True` where another API process may do better.
-        first: The first engine's process, if there is one already.
-        again: An engine with this configuration has been ready before, so what keeps one from it now may pass: it is
-            tried for as long as that takes.
+        on_crash: Called with the reason when an engine exits unexpectedly; its running work is lost.
+        on_failure: Called once, with a message for the user who started the server, if no engine can be started.
+            With `again=True`, another API process may succeed.
+        first: Process of the first engine, if it was started already.
+        again: True if an engine with this configuration was ready before. Failures to start then count as
+            temporary, and the supervisor retries without limit.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class EngineSupervisor:
         self.config = config
         self.state: State = "starting"
         self.progress = "starting the engine"
-        """Work of the engine until it is ready, in words; then whether it gives signs of life."""
+        """Description of the engine's startup; once it is ready, `READY` or `SILENT`."""
         self.info: BackendInfo | None = None
         """Facts about the loaded model, from the first `Ready` on."""
         self.metrics: dict[str, int] = {}
@@ -96,7 +97,7 @@ class EngineSupervisor:
         self._process: EngineProcess | None = None
         self._failure: str | None = None
         self._hung: str | None = None
-        """Reason why the engine that runs has to end, if it has."""
+        """Reason why the current engine has to be killed, if there is one."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -105,28 +106,28 @@ class EngineSupervisor:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the first engine and watch it in the background. Returns at once; `Ready` comes as a frame."""
+        """Start the first engine and supervise it in the background. Returns at once; `Ready` arrives as a frame."""
         self._task = asyncio.create_task(self._supervise(), name="engine supervisor")
         self._task.add_done_callback(self._supervision_ended)
 
     def send(self, frame: ToEngine) -> None:
-        """Send a frame to the engine; dropped unless one is ready. Never blocks."""
+        """Send a frame to the engine. The frame is dropped if no engine is ready. Never blocks."""
         if self._channel is not None and self.state == "ready":
             self._channel.send(frame)
 
     def kill(self) -> None:
-        """End the engine at once, whatever it does; `stop` then has nothing to wait for."""
+        """Kill the engine at once; `stop` then returns immediately."""
         self.state = "stopped"
         if self._process is not None:
             self._process.signal(signal.SIGKILL)
 
     async def stop(self) -> None:
-        """End the engine: politely at first (it makes last snapshots), by force when its time is up."""
+        """Stop the engine: ask it to take last snapshots and exit, and kill it when its time is up."""
         loading = self.state in ("starting", "restarting")
         self.state = "stopped"
         if (process := self._process) and self._channel:
             self._channel.send(Shutdown())
-            if loading:  # it reads no frames until it has loaded, and has nothing to lose
+            if loading:  # a loading engine reads no frames and has no state to save
                 process.signal(signal.SIGKILL)
             with contextlib.suppress(TimeoutError):
                 await process.wait(GRACE * self.config.shutdown_timeout_sec)
@@ -146,7 +147,7 @@ class EngineSupervisor:
             except (OSError, RuntimeError) as error:
                 if isinstance(error, RuntimeError) and str(error) != NO_THREAD:
                     raise
-                # Descriptors, memory, processes or threads are short, and may not be for long.
+                # The system lacks descriptors, memory, processes or threads, perhaps temporarily.
                 reason, became_ready = f"the engine cannot be started: {error}", False
                 failed_starts -= 1
             if self.state == "stopped":
@@ -165,7 +166,7 @@ class EngineSupervisor:
             self.restarts += 1
 
     async def _run_engine(self) -> tuple[str, bool]:
-        """Run one engine to its end. Returns why it ended and whether it had been ready."""
+        """Run one engine until it exits. Returns the reason, and whether it had been ready."""
         process, self._first = self._first or EngineProcess(self.config), None
         self._process, self._hung = process, None
         watch = Watch(self.config, asyncio.get_running_loop().time())
@@ -193,7 +194,7 @@ class EngineSupervisor:
             complaint = watch.complaint(now := clock())
             if self.state == "stopped":
                 continue
-            if complaint is not None:  # the state changes now, as one that waits for a device may not die when killed
+            if complaint is not None:  # change the state now: a process that waits for a device may survive SIGKILL
                 self._hung, self.state, self.progress = complaint, "restarting", f"restarting the engine: {complaint}"
                 log.error("%s; killing it", complaint)
                 process.signal(signal.SIGKILL)
@@ -239,7 +240,7 @@ class EngineSupervisor:
 
 
 async def _end(process: EngineProcess) -> None:
-    """Wait for the process to end by itself, then terminate it, then kill it."""
+    """Wait for the process to exit, then send SIGTERM, then SIGKILL."""
     for number, patience_s in ((None, TERMINATE_S), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
         if number is not None:
             process.signal(number)

@@ -1,9 +1,10 @@
-"""A frame between the processes as bytes: a pickle and, behind it, its long arrays as they are in memory.
+"""Encoding of frames: a pickle, followed by long arrays as raw memory.
 
-In front are the number of these parts and the size of each, as 64-bit integers. A large frame may come in pieces, with
-others between them: each has a zero in front, then the number of the frame's parts and the size of each, the number of
-its part, and where in it how many bytes belong. Sequences of a pass and its outputs
-are pickled as columns (`skyrl.tinker.processes.columns`), whatever their number of tokens.
+A frame begins with the number of these parts and the size of each, as 64-bit integers. A large frame may be sent in
+pieces, with other frames in between. Each piece begins with a zero, the number of the frame's parts and the size of
+each, followed by the index of its part, its offset in that part and its size. The sequences of a pass and its outputs
+are pickled as columns (`skyrl.tinker.processes.columns`), so the number of objects does not depend on the number of
+tokens.
 """
 
 import io
@@ -23,20 +24,20 @@ SEPARATE_BYTES = 16 * 1024
 """Shorter arrays are copied into the pickle."""
 
 PIECE_BYTES = 2**18
-"""Bytes of a large frame, written at once."""
+"""Size of a piece of a large frame in bytes."""
 
 TOKENS = "tokens"
 """Name of a datum's own tokens among its inputs."""
 
 
 def encode(frame: object) -> list[bytes | memoryview]:
-    """The frame as it travels, in pieces. All but the first are arrays of the frame, not copied."""
+    """Encode a frame as a list of buffers. All but the first are arrays of the frame, not copied."""
     parts = _parts(frame)
     return [b"".join([*map(NUMBER.pack, [len(parts), *map(len, parts)]), parts[0]]), *parts[1:]]
 
 
 def pieces(frame: object) -> Iterator[tuple[bytes, memoryview]]:
-    """The frame as it travels with others between its pieces, each a head and what follows it."""
+    """Encode a frame in pieces that can be sent between other frames, each with a header."""
     parts = [memoryview(part).cast("B") for part in _parts(frame)]
     head = b"".join(map(NUMBER.pack, [0, len(parts), *map(len, parts)]))
     for number, part in enumerate(parts):
@@ -61,7 +62,7 @@ def _parts(frame: object) -> list[bytes | memoryview]:
 
 
 def decode(parts: Sequence[bytearray | bytes | memoryview]) -> Any:
-    """The frame whose pickle and arrays these are. Its arrays are parts of what is given."""
+    """Decode a frame from its pickle and arrays. The frame's arrays are views of the given buffers."""
     return pickle.loads(parts[0], buffers=parts[1:])
 
 

@@ -1,10 +1,10 @@
-"""Detection of an engine that hangs, as opposed to one that computes.
+"""Detection of an engine that hangs rather than computes.
 
-A thread of the engine process says every so often that the process runs, and for how long its present step has. The
-supervisor kills one that says nothing for too long (it is stopped, or its interpreter is held), and one whose step, or
-piece of loading the model, takes too long (a device, a collective or a file system that never answers); then it is
-recovered as after any crash. Time in which either of both stood still itself, as where all processes are frozen, does
-not count.
+A thread of the engine process regularly reports that the process is alive, and how long its current step has taken. The
+supervisor kills an engine without heartbeats (the process is stopped, or its interpreter is blocked). It also kills an
+engine whose current step, or whose loading of one part of the model, exceeds a time limit (a device, a collective or a
+file system that never answers). Recovery is then the same as after any crash. Time during which either process was
+itself frozen does not count.
 """
 
 import threading
@@ -18,9 +18,9 @@ from skyrl.tinker.processes.messages import Alive
 
 LONGEST_INTERVAL_S = 5.0
 PER_TIMEOUT = 6
-"""Heartbeats within the shortest of the limits at least."""
+"""Minimum number of heartbeats within the shortest of the time limits."""
 SILENT_INTERVALS = 3
-"""Intervals without a heartbeat after which an engine does not count as ready, though it is not given up."""
+"""Intervals without a heartbeat after which an engine does not count as ready. It is not killed yet."""
 
 
 def interval_s(config: EngineConfig) -> float:
@@ -30,11 +30,11 @@ def interval_s(config: EngineConfig) -> float:
 
 
 class Stopwatch:
-    """Durations of steps, without the time in which their process stood still.
+    """Durations of steps, without time during which the process was frozen.
 
     Args:
-        interval_s: Seconds between two looks at it.
-        now: Seconds on the monotonic clock, as everywhere here.
+        interval_s: Seconds between two calls of `seconds`.
+        now: Current time on the monotonic clock, in seconds, as everywhere in this module.
     """
 
     def __init__(self, interval_s: float, now: float):
@@ -44,7 +44,7 @@ class Stopwatch:
         self._lost_s = 0.0
 
     def seconds(self, began: float | None, now: float) -> float:
-        """Seconds of the present step, which `began` then; 0.0 between two."""
+        """Seconds of the current step, which started at `began`; 0.0 between steps."""
         looked, self._looked = self._looked, now
         if began is None:
             return 0.0
@@ -59,9 +59,9 @@ def start(channel: EngineChannel, config: EngineConfig, step_began: Callable[[],
     """Send heartbeats until the channel closes.
 
     Args:
-        channel: To the API process.
-        config: Says how often.
-        step_began: When the present step began, on the monotonic clock; None between two.
+        channel: Channel to the API process.
+        config: Configuration with the time limits, which determine the interval.
+        step_began: Returns the start of the current step on the monotonic clock; None between steps.
     """
     stopwatch = Stopwatch(interval_s(config), time.monotonic())
 
@@ -75,7 +75,10 @@ def start(channel: EngineChannel, config: EngineConfig, step_began: Callable[[],
 
 
 class Watch:
-    """The supervisor's view of one engine, from its start on. Times are seconds on one monotonic clock."""
+    """The supervisor's view of one engine, from the start of the engine on.
+
+    All times are seconds on one monotonic clock.
+    """
 
     def __init__(self, config: EngineConfig, now: float):
         self._config = config
@@ -85,20 +88,20 @@ class Watch:
         self._step_s = 0.0
 
     def ready(self) -> None:
-        """The engine has loaded its model."""
+        """Record that the engine has loaded its model."""
         self._loading = False
 
     def heard(self, alive: Alive, now: float) -> None:
-        """The engine has said that it runs."""
+        """Record a heartbeat."""
         self._heard, self._step_s, self._spoken = now, alive.step_s, True
 
     def silent(self, now: float) -> bool:
-        """Return True if more than one heartbeat has not come that should have."""
+        """Return True if more than one heartbeat is overdue."""
         return now - self._heard > SILENT_INTERVALS * interval_s(self._config)
 
     def complaint(self, now: float) -> str | None:
-        """Reason why the engine is to be killed, if it is. Asked once every `interval_s`."""
-        if now - self._looked > 2 * interval_s(self._config):  # it was we who did not listen
+        """Return the reason to kill the engine, or None. Call once every `interval_s`."""
+        if now - self._looked > 2 * interval_s(self._config):  # this process was frozen
             self._heard = now
         self._looked = now
         silent_s, limit_s = now - self._heard, self._config.engine_heartbeat_timeout_sec

@@ -1,7 +1,7 @@
-"""Frames of the engine as they arrive on the event loop, received where they stay.
+"""Receiving end of the API process: reads frames of the engine into their final memory.
 
-A stream reader copies what it reads several times, and nobody else has the interpreter meanwhile: of answers of 128 MiB
-that was half of all that a busy API process did. Here long parts are read from the socket into their own memory.
+A stream reader copies its input several times while it holds the interpreter; with answers of 128 MiB, this took half
+of the time of a busy API process. Here, long parts are read from the socket directly into their own memory.
 """
 
 import asyncio
@@ -14,37 +14,37 @@ import numpy as np
 from skyrl.tinker.processes.frames import NUMBER
 
 SCRATCH_BYTES = 2**16
-"""Read at once of what is short."""
+"""Size of the buffer for short parts."""
 DIRECT_BYTES = 2**13
-"""A part of which more is to come is received where it stays."""
+"""A part with more missing bytes is received directly into its own memory."""
 MOST_WAITING = 256
-"""Frames that nobody has taken, after which no more are read."""
+"""Maximum number of frames that wait to be taken; then reading pauses."""
 
 Parts = list[memoryview]
 """Parts of a frame, as `decode` takes them."""
 
 
 class Incoming(asyncio.BufferedProtocol):
-    """Protocol of the API's end: takes frames in, and knows whether more may be written."""
+    """Protocol of the API's end: receives frames, and tracks whether more data may be written."""
 
     transport: asyncio.Transport
 
     def __init__(self) -> None:
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._begin = self._end = 0
-        """Place in it of what has not been looked at."""
+        """Offset in the scratch buffer of the first byte that was not parsed."""
         self._parser = self._parse()
         self._wanted = next(self._parser)
-        """Memory that the next bytes belong into. The scratch is empty while there is much of it."""
+        """Memory for the next bytes. While a long part is received, the scratch buffer is empty."""
         self._arrived: deque[Parts] = deque()
         self._changed = asyncio.Event()
-        """Frames have arrived, or the connection has ended."""
+        """Set when frames have arrived, or when the connection has ended."""
         self._may_write = asyncio.Event()
         self._may_write.set()
         self._ended = asyncio.Event()
 
     async def take(self) -> Parts | None:
-        """The next frame; None at the end of the connection."""
+        """Return the next frame; None at the end of the connection."""
         while not self._arrived:
             if self._ended.is_set():
                 return None
@@ -55,7 +55,7 @@ class Incoming(asyncio.BufferedProtocol):
         return self._arrived.popleft()
 
     async def drain(self) -> None:
-        """Wait until all is written. Raises `ConnectionError` at the end of the connection."""
+        """Wait until everything is written. Raises `ConnectionError` at the end of the connection."""
         await self._may_write.wait()
         if self._ended.is_set():
             raise ConnectionResetError("the engine has closed its end")
@@ -64,7 +64,7 @@ class Incoming(asyncio.BufferedProtocol):
         """Wait for the end of the connection."""
         await self._ended.wait()
 
-    # -- what the event loop calls ------------------------------------------------------------------------------------
+    # -- callbacks of the event loop ----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
@@ -103,10 +103,10 @@ class Incoming(asyncio.BufferedProtocol):
     def _is_direct(self) -> bool:
         return len(self._wanted) > DIRECT_BYTES
 
-    # -- what the bytes mean ------------------------------------------------------------------------------------------
+    # -- parsing ------------------------------------------------------------------------------------------------------
 
     def _parse(self) -> Generator[memoryview, None, None]:
-        """Ask for bytes by the memory that they belong into, and keep the frames that they are."""
+        """Parser coroutine: requests bytes by yielding their memory, and appends complete frames."""
         large: Parts = []
         while True:
             (count,) = yield from _numbers(1)

@@ -1,12 +1,14 @@
-"""The parent of a server: starts the API process, keeps its listening socket, and starts it again when it dies.
+"""Parent process of a server: starts the API process, holds its listening socket, and restarts it after a crash.
 
-`skyrl serve` and `python -m skyrl.tinker.api` run this. It holds no state but the socket, which stays open while there
-is no API process, so that clients wait instead of being refused; and it imports nothing that could take memory or fail.
+`skyrl serve` and `python -m skyrl.tinker.api` run the launcher. Its only state is the socket, which stays open while
+there is no API process, so clients wait instead of being refused. It imports nothing that could need much memory or
+fail.
 
-Launcher and API process talk over a socketpair, one byte a message. The API process makes the socket, sends it once and
-inherits it later on. When it ends it says so first: without that word it has died and is started again. The launcher's
-orders go the same way rather than as signals, as a signal may come from elsewhere too; its end of stream is an order to
-stop at once, so that an API process does not outlive its launcher.
+The launcher and the API process exchange messages of one byte over a socketpair. The API process creates the listening
+socket and sends it once; later API processes inherit it. Before an orderly exit, the API process sends a message.
+Without this message the exit counts as a crash, and the launcher restarts the process. The launcher also sends its
+orders over the socketpair, because signals may come from elsewhere. The end of the launcher's stream is an order to
+stop at once, so an API process does not outlive its launcher.
 """
 
 import os
@@ -22,29 +24,29 @@ from contextlib import suppress
 from skyrl.utils.backoff import pause_s
 
 HELLO, READY, ENDS = b"h", b"r", b"e"
-"""Messages of the API process: that it takes orders (with the listening socket, if it has made it), that its engine
-is ready, that it is about to exit as it should."""
+"""Messages of the API process: it accepts orders (with the listening socket, if it has created the socket); its engine
+is ready; it is about to exit in an orderly way."""
 STOP, NOW = b"s", b"n"
-"""Messages of the launcher: stop when all is safely stored; stop at once."""
+"""Messages of the launcher: stop after everything is stored; stop at once."""
 
 STARTS = 5
-"""Deaths before the first `READY` until the launcher gives up."""
+"""Crashes before the first `READY` after which the launcher gives up."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 STEADY_S = 2.0
-"""Seconds after `READY` from which on a death is no sign that the next is near, so that the pause begins anew."""
+"""Seconds after `READY` after which the process counts as stable, so a later crash restarts with the shortest pause."""
 PRIVATE = 0o077
-"""Permissions that the files of a server's processes lack: other users'. They hold data, results and secrets."""
+"""Umask of the server's processes: other users have no access to files, which contain data, results and secrets."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Launcher:
-    """Runs one server to its end.
+    """Runs one server until it exits.
 
     Args:
-        prog: The command as its user knows it, for messages.
-        options: Command line of the server, which the API process reads.
-        owner: End of a pipe: the server stops when its other end is closed.
+        prog: Name of the command, for messages to the user.
+        options: Command line of the server, which the API process parses.
+        owner: End of a pipe; the server stops when the other end is closed.
     """
 
     def __init__(self, prog: str, options: Sequence[str], owner: int | None = None):
@@ -63,19 +65,19 @@ class Launcher:
         self._deaths = 0
 
     def run(self) -> int:
-        """Serve until the API process ends as it should, or is told to. Returns its exit status."""
+        """Serve until the API process exits in an orderly way. Returns its exit status."""
         os.umask(PRIVATE)
         self._waker.setblocking(False)
         self._wake.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
             signal.signal(number, _noticed)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for its children, which inherit this until they can answer it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # children inherit this until they install a handler
         while True:
             try:
                 status = self._run_api()
                 reason = _reason(status)
-            except OSError as error:  # of descriptors, memory or processes, which may come back
+            except OSError as error:  # lack of descriptors, memory or processes, perhaps temporary
                 if self._stops:
                     return 1
                 status, reason, self._ended = 1, f"cannot be started: {error}", False
@@ -93,7 +95,7 @@ class Launcher:
                 return 0
 
     def _run_api(self) -> int:
-        """Run one API process to its end. Returns its exit status."""
+        """Run one API process until it exits. Returns its exit status."""
         ours, its = socket.socketpair()
         with ours, its:
             inherited = [its.fileno()]
@@ -109,7 +111,7 @@ class Launcher:
                 command.append(f"--listener={self._listener.fileno()}")
             if self._was_ready:
                 command.append("--again")
-            # In a session of its own, so that a Ctrl-C at the terminal reaches the launcher only.
+            # In a separate session, so that a Ctrl-C at the terminal reaches the launcher only.
             self._child = subprocess.Popen(
                 [*command, "--", *self._options], pass_fds=inherited, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -123,7 +125,7 @@ class Launcher:
         return status
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Wait until something happens, for `timeout_s` seconds, or (None) until the API process may have ended."""
+        """Wait for an event, for `timeout_s` seconds. None: until the API process may have exited."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             sources = [source for source in (self._wake, self._link, self._owner) if source is not None]
@@ -144,9 +146,9 @@ class Launcher:
                 return
 
     def _stop(self) -> None:
-        """Pass the wish to stop on; a second one is more urgent."""
+        """Forward a stop request to the API process; a second one is more urgent."""
         self._stops += 1
-        if self._listener is not None:  # nobody is to wait for a server that will not come
+        if self._listener is not None:  # clients must not wait for a server that will not start
             self._listener.close()
             self._listener = None
         if self._child is None or self._child.poll() is not None:
@@ -158,7 +160,7 @@ class Launcher:
                 self._link.send(STOP if self._stops == 1 else NOW)
 
     def _listen_to_api(self) -> None:
-        """Take in what the API process has said."""
+        """Handle messages of the API process."""
         with suppress(BlockingIOError):
             while self._link is not None:
                 try:
@@ -182,7 +184,7 @@ def run(options: Sequence[str], prog: str, owner: int | None = None) -> int:
 
 
 def _noticed(number: int, frame: object) -> None:
-    """The loop is told of the signal by the wakeup socket."""
+    """Do nothing: the wakeup socket notifies the loop of the signal."""
 
 
 def _say(message: str) -> None:
@@ -194,6 +196,6 @@ def _reason(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with exit status {status}"
 
 
-if __name__ == "__main__":  # for a program that owns the server: an inherited pipe's handle, then the options
+if __name__ == "__main__":  # for a parent program: handle of an inherited pipe, then the options
     os.set_inheritable(int(sys.argv[1]), False)
     sys.exit(run(sys.argv[2:], "python -m skyrl.tinker.api", owner=int(sys.argv[1])))

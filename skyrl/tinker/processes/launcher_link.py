@@ -10,16 +10,16 @@ from contextlib import suppress
 from skyrl.tinker.processes.launcher import ENDS, HELLO, NOW, READY
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted: a client opens hundreds at once."""
+"""Backlog of the listening socket: a client opens hundreds of connections at once."""
 
 
 class LauncherLink:
-    """The API process's end of the connection to its launcher. A launcher that has gone is no error; it is told as NOW.
+    """The API process's end of the connection to its launcher. The exit of the launcher counts as the order `NOW`.
 
     Args:
         handle: The inherited socket.
         listener: The listening socket, if the launcher has one.
-        again: Whether an earlier API process of this launcher was ready, so that its user knows where the server is.
+        again: True if an earlier API process of this launcher was ready, so the user knows the address of the server.
     """
 
     def __init__(self, handle: int, listener: int | None, again: bool):
@@ -32,20 +32,20 @@ class LauncherLink:
         self.again = again
 
     def greet(self, made: socket.socket | None) -> None:
-        """Orders are taken from now on. `made` is a new listening socket for the launcher to keep."""
+        """Tell the launcher that orders are accepted. `made` is a new listening socket for the launcher to keep."""
         with suppress(OSError):
             socket.send_fds(self._socket, [HELLO], [] if made is None else [made.fileno()])
 
     def say_ready(self) -> None:
-        """The engine is ready."""
+        """Tell the launcher that the engine is ready."""
         self._say(READY)
 
     def say_ends(self) -> None:
-        """This process exits next, as it should."""
+        """Tell the launcher that this process is about to exit in an orderly way."""
         self._say(ENDS)
 
     def watch(self, on_order: Callable[[bool], None]) -> None:
-        """Call `on_order` on the running loop when this process is to stop; with True: at once."""
+        """Call `on_order` on the running loop when this process has to stop; True means at once."""
         loop = asyncio.get_running_loop()
 
         def read() -> None:
@@ -55,7 +55,7 @@ class LauncherLink:
                 orders = b""
             if not orders:
                 loop.remove_reader(self._socket)
-            # Whoever starts the server again need not wait: what is not stored is in the log.
+            # A restart need not wait: unstored requests are in the log.
             on_order(NOW in orders or not orders)
 
         loop.add_reader(self._socket, read)
@@ -66,12 +66,12 @@ class LauncherLink:
 
 
 def fail(message: str, link: LauncherLink, for_good: bool = False) -> int:
-    """Say what the person who started the server has to know. Returns the exit status of that.
+    """Print an error for the user who started the server, and return its exit status.
 
-    A server that has been ready before ends only `for_good`: what else is wrong now may be mended.
+    A server that was ready before exits only `for_good`, because other errors may be temporary.
 
     Raises:
-        SystemExit: The launcher, which has heard nothing of an end, is to try again.
+        SystemExit: The launcher, which was not told of the exit, has to restart the process.
     """
     if link.again and not for_good:
         raise SystemExit(f"skyrl: {message}")

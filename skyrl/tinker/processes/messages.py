@@ -1,4 +1,4 @@
-"""Frames between the API process and the engine process: what each says to the other."""
+"""Messages between the API process and the engine process, one dataclass per frame."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ from skyrl.types import BackendInfo, Result
 
 @dataclass(frozen=True)
 class Start:
-    """The first frame: how the engine is configured."""
+    """The first frame: configuration of the engine."""
 
     config: EngineConfig
 
 
 @dataclass(frozen=True)
 class Enqueue:
-    """Do `operation`, whose place in its model's order is `seq_id`. Samples have none."""
+    """Run `operation`, whose position in its model's order is `seq_id`. Samples have no position."""
 
     operation: Operation
     seq_id: int | None = None
@@ -25,7 +25,7 @@ class Enqueue:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Drop a sample; nothing is sent back for it."""
+    """Drop a sample. There is no answer."""
 
     request_id: str
     tenant: str = ""
@@ -33,10 +33,10 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Refuse:
-    """Let a training request fail in its place in its model's order, if it has not gone too far for that."""
+    """Make a training request fail at its position in its model's order, unless it has progressed too far."""
 
     refusal: Rejected
-    """In its place, by the same request id."""
+    """Operation that replaces the request, with the same request id."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class DropVersion:
 
 @dataclass(frozen=True)
 class RetryLater:
-    """A request was rejected with "send it again"; later requests of the model keep waiting for it."""
+    """A request was rejected and will be sent again; later requests of the model keep waiting for it."""
 
     model_id: str
 
@@ -60,10 +60,10 @@ class Shutdown:
 
 @dataclass(frozen=True)
 class Revive:
-    """Bring back a model that is not in this engine, by doing `operations` at once and in this order.
+    """Restore a model that is not in this engine: run `operations` at once and in this order.
 
-    The first makes the model (`LoadSnapshot`, or its creation); the others repeat what it has done since. Each
-    completes as any operation does. The next request to be done after them is `next_seq_id`.
+    The first operation creates the model (`LoadSnapshot`, or its creation); the others replay later requests. Each
+    completes like any operation. The next request after them has the position `next_seq_id`.
     """
 
     model_id: str
@@ -73,7 +73,7 @@ class Revive:
 
 @dataclass(frozen=True)
 class Park:
-    """Snapshot a model and free it, if nothing is queued, held or running for it. Answered by `Parked`."""
+    """Snapshot a model and free its memory, unless it has queued, held or running requests. The answer is `Parked`."""
 
     model_id: str
 
@@ -83,45 +83,45 @@ ToEngine = Start | Enqueue | Cancel | Refuse | DropVersion | RetryLater | Revive
 
 @dataclass(frozen=True)
 class Progress:
-    """Work of the engine until it is ready."""
+    """Current step of the engine's startup."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The base model is loaded; operations are being worked on."""
+    """The base model is loaded, and the engine runs operations."""
 
     info: BackendInfo
 
 
 @dataclass(frozen=True)
 class Alive:
-    """The engine process runs."""
+    """Heartbeat: the engine process is running."""
 
     step_s: float
-    """Seconds that its present step has taken; 0.0 between two."""
+    """Seconds that the current step has taken; 0.0 between steps."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Counts that the engine keeps about itself, when they have changed: not for each step, and before it sleeps."""
+    """Counters of the engine. Sent when they have changed, but not for each step, and before the engine sleeps."""
 
     values: dict[str, int]
-    """Programs that its backend has compiled."""
+    """Programs that the backend has compiled."""
     statistics: Statistics
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The engine cannot start. The message is for the person who started the server."""
+    """The engine cannot start. The message is for the user who started the server."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The backend cannot go on, so the engine ends."""
+    """The backend is lost, so the engine exits."""
 
     message: str
 
@@ -138,7 +138,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Held:
-    """A request waits for an earlier one of its model that has not arrived; None: it waits no longer."""
+    """A request waits for an earlier one of its model that has not arrived. `reason=None`: it no longer waits."""
 
     request_id: str
     reason: str | None
@@ -146,14 +146,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Running:
-    """Requests that the engine computes from now on: the API knows what a crash interrupted. Empty: nothing."""
+    """Requests that the engine computes from now on, which a crash would interrupt. Empty: none."""
 
     request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Snapshotted:
-    """A model's whole state after its request `seq_id` is on disk; earlier requests need not be repeated any more."""
+    """The complete state of a model after its request `seq_id` is on disk; earlier requests need no replay."""
 
     model_id: str
     seq_id: int
@@ -161,12 +161,13 @@ class Snapshotted:
     digest: str
     size_bytes: int
     failed_pass: str | None
-    """Reason why the model's next optimizer step has to fail, if it has to: its gradient sums are incomplete."""
+    """Error of a failed pass, which the model's next optimizer step has to raise. None: the gradient sums are complete.
+    """
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A version that was published at once (`persist=False`) is on disk now."""
+    """A version that was published without waiting for its files (`persist=False`) is on disk."""
 
     version: str
     path: str
@@ -176,7 +177,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Parked:
-    """The answer to `Park`. Where `done`, the model is not in the engine any more and its snapshot has come before."""
+    """Answer to `Park`. If `done`, the model has left the engine, and its `Snapshotted` frame was sent before."""
 
     model_id: str
     done: bool

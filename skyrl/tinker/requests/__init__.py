@@ -1,5 +1,6 @@
-"""A queued request's life in the API process, from its admission to the answer that a client retrieves.
+"""Lifecycle of queued requests in the API process, from admission to the answer that the client retrieves.
 
-`queue` is the door; `training` logs and sends, `samples` sends, `outcomes` stores what comes back, `futures` answers,
-`engine_models` and `replay` bring models to the engine, `engine_events` says what each of its frames means.
+`queue` is the entry point. `training` logs training requests and sends them to the engine, `samples` sends sampling
+requests, `outcomes` stores results, and `futures` answers clients. `engine_models` and `replay` load models into the
+engine, and `engine_events` handles each frame of the engine.
 """

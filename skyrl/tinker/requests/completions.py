@@ -1,9 +1,10 @@
-"""Finished samples, told to clients that wait for all of theirs at once (`retrieve_futures`).
+"""Notifications of finished samples, for clients that wait for all of their samples at once (`retrieve_futures`).
 
-A client is a sampler and the billion of seq_ids that it counts in. Each end of a sample is an event with a number of
-one ascending count, the cursor. A poll names the last cursor it has seen: events up to it are forgotten, later ones are
-told, and where there are none it waits. Cursors start at the time, in microseconds, so those of a server that was
-started later are higher; where the clock was set back meanwhile, they start beyond all of the server before it.
+A client is a sampler together with the range of one billion seq_ids that the client counts in. Each finished sample is
+an event, numbered by one ascending counter, the cursor. A poll names the last cursor that the client has seen: earlier
+events are forgotten, and later events are returned. If there are no later events, the poll waits. Cursors start at the
+current time in microseconds, so a server that was started later has higher cursors. If the clock was set back in
+between, cursors start above all cursors of the earlier server.
 """
 
 import asyncio
@@ -14,12 +15,12 @@ from dataclasses import dataclass, field
 from skyrl.tinker.identity.ids import Client
 
 MAX_OUTLIVED = 20_000
-"""Events that are kept although the answers which they tell of are gone."""
+"""Maximum number of events that are kept although their answers have been dropped."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """The end of a sample. `size` is the bytes of its result, None where it failed."""
+    """The end of a sample. `size` is the number of bytes of its result; None if the sample failed."""
 
     cursor: int
     request_id: str
@@ -28,7 +29,7 @@ class Event:
 
 @dataclass
 class _Inbox:
-    """Events of one client that it has not acknowledged."""
+    """Events of one client that the client has not acknowledged."""
 
     events: dict[str, Event] = field(default_factory=dict)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -36,21 +37,24 @@ class _Inbox:
 
 
 class Completions:
-    """Events of all clients. An event is kept until it is acknowledged, or long after its answer is gone."""
+    """Events of all clients. An event is kept until its client acknowledges it.
+
+    If the answer is dropped first, the event is kept until `MAX_OUTLIVED` newer events have lost their answers, too.
+    """
 
     def __init__(self) -> None:
         self.start = self.cursor = time.time_ns() // 1000
-        """Number of the last event, and what it was before the first."""
+        """Initial value of the cursor; `cursor` is the number of the last event."""
         self._inboxes: dict[Client, _Inbox] = {}
         self._outlived: OrderedDict[str, Client] = OrderedDict()
         self._closing = False
 
     def begin(self, start: int) -> None:
-        """Count from here. Before the first event."""
+        """Start the cursor at `start`. Call before the first event."""
         self.start = self.cursor = start
 
     def add(self, client: Client, request_id: str, size: int | None) -> None:
-        """A sample is finished."""
+        """Record that a sample is finished."""
         self.cursor += 1
         inbox = self._inboxes.setdefault(client, _Inbox())
         inbox.events[request_id] = Event(self.cursor, request_id, size)
@@ -63,16 +67,17 @@ class Completions:
             self._tidy(client, inbox)
 
     def outlive(self, client: Client, request_id: str) -> None:
-        """The answer that an event tells of is gone. The event is forgotten after many others of which that is so."""
+        """Record that the answer of an event was dropped. Forgets the oldest such events above `MAX_OUTLIVED`."""
         self._outlived[request_id] = client
         while len(self._outlived) > MAX_OUTLIVED:
             oldest, its_client = self._outlived.popitem(last=False)
             self.drop(its_client, oldest)
 
     async def poll(self, client: Client, seen: int, timeout_s: float) -> list[Event]:
-        """Events after cursor `seen`, waited for up to `timeout_s` seconds. Those up to it are forgotten.
+        """Return the events after the cursor `seen`, and forget earlier ones. Waits up to `timeout_s` seconds for an
+        event.
 
-        A cursor that this server has not reached is not one of its own, and means that nothing was seen.
+        A `seen` above the current cursor belongs to another server, and counts as no cursor.
         """
         inbox = self._inboxes.setdefault(client, _Inbox())
         if seen <= self.cursor:
@@ -90,7 +95,7 @@ class Completions:
         return list(inbox.events.values())
 
     def close(self) -> None:
-        """Let every poll return at once, now and from now on."""
+        """Make all current and future polls return at once."""
         self._closing = True
         for inbox in self._inboxes.values():
             inbox.arrived.set()

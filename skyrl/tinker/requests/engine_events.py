@@ -1,4 +1,4 @@
-"""Effects of each frame of the engine on the API process: all of them, in their order, on one page."""
+"""Effects of the engine's frames and of its exit on the API process."""
 
 from skyrl.tinker.context import Service
 from skyrl.tinker.identity.ids import is_sample
@@ -11,12 +11,12 @@ from skyrl.types import SaveOutput
 
 
 class EngineEvents:
-    """Tells those who are concerned. All methods are called on the event loop.
+    """Dispatches events of the engine to the other parts. All methods are called on the event loop.
 
     Args:
-        service: The server's parts.
-        futures: Where results are waited for.
-        versions: The versions that samples have to wait for.
+        service: The server's shared parts.
+        futures: Futures of all requests.
+        versions: Versions whose files are not on disk yet.
         samples: The queue of samples.
         training: The queue of training requests.
     """
@@ -35,12 +35,12 @@ class EngineEvents:
         self._samples = samples
         self._training = training
         self.sampling: tuple[str, ...] = ()
-        """Requests that the engine has sampled last, training in between aside."""
+        """Requests of the engine's most recent sampling burst; training in between does not change it."""
 
     def frame(self, frame: FromEngine) -> None:
-        """The engine has sent a frame."""
+        """Handle a frame from the engine."""
         match frame:
-            case Ready():  # what is pending is sent to it
+            case Ready():  # the engine gets all pending requests
                 self._training.engine_models.engine_ready()
                 self._samples.engine_ready()
                 self._service.engine_ready()
@@ -67,10 +67,10 @@ class EngineEvents:
             case Parked(model_id=model_id, done=done):
                 self._training.engine_models.parked(model_id, done)
             case _:
-                pass  # the supervisor keeps what the engine says of its start
+                pass  # the supervisor handles frames about startup
 
     def ended(self, _reason: str) -> None:
-        """The engine has ended by itself. What it owed goes to the next one."""
+        """Handle an unexpected exit of the engine. Unfinished requests go to the next engine."""
         running, self.sampling = self._service.crash_record.engine_ended(), ()
         self._service.metrics.engine.restarts.inc()
         self._futures.engine_ended()

@@ -1,12 +1,12 @@
-"""Models in the engine; brings the others back when something is to be done for them.
+"""Models in the engine: sends training requests to loaded models, and revives models that have requests.
 
-A model is away, being revived, in the engine, or being parked. Requests are sent to a model that is there; those that
-come meanwhile wait in `Pending` and are sent, in order and each once, when the revival has been sent or the parking
-has ended. When an engine ends every model is away, and what was under way for the old engine is given up: `_life`
-counts engines.
+A model is absent, being revived, in the engine, or being parked. Requests for a model in the engine are sent
+immediately. Requests that arrive during a revival or parking wait in `Pending`; they are sent once each, in order, when
+the revival has been sent or parking has ended. If the engine exits, all models become absent and all revivals and
+parkings for that engine are abandoned. `_life` is the number of the current engine.
 
-What an engine was working on when it ended is suspected of that. It is computed alone from then on, so that nothing
-else is suspected the next time.
+Requests that were running when an engine exited become suspects. Suspects run alone from then on, so that no other
+request becomes a suspect in a further crash.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from skyrl.utils.files.object_store import is_url
 log = logging.getLogger(__name__)
 
 AT_A_TIME = 4
-"""Models whose logs are read at the same time."""
+"""Maximum number of models whose logs are read concurrently."""
 
 State = Literal["reviving", "here", "parking"]
 
@@ -54,11 +54,11 @@ class EngineModels:
     """Sends training requests to the engine. All methods are called on the event loop.
 
     Args:
-        service: The server's parts.
-        futures: Where results are waited for.
-        pending: The requests that are owed an outcome.
-        outcomes: Where outcomes go that need no engine.
-        versions: The versions that samples have to wait for.
+        service: The server's shared parts.
+        futures: Futures of all requests.
+        pending: Training requests without an outcome.
+        outcomes: Stores outcomes of requests that end without the engine.
+        versions: Versions whose files are not on disk yet.
     """
 
     def __init__(
@@ -71,16 +71,19 @@ class EngineModels:
         self._versions = versions
         self._states: dict[str, State] = {}
         self._repeating: dict[str, ModelOperation] = {}
-        """Operations that the engine does again though nobody waits for them, by request."""
+        """Replayed operations whose requests already have an outcome, by request id."""
         self._life = 0
         self._proving = -1
-        """The engine for which bodies that servers have ended of are decoded, one by one and before all others."""
+        """Number of the engine for which suspect bodies are decoded one at a time, before all other revivals."""
         self._places = asyncio.Semaphore(AT_A_TIME)
         self._database = RetryingWriter(service.database, OSError)
         self._tasks = Tasks()
 
     def deliver(self, owed: PendingRequest) -> None:
-        """Send a request that is in the log now to the engine, as soon as its model is there."""
+        """Send a logged request to the engine, or revive its model first.
+
+        The request is sent when its model is in the engine.
+        """
         if self._service.engine.state != "ready" or owed.sent:
             return
         state = self._states.get(owed.model_id)
@@ -92,24 +95,27 @@ class EngineModels:
             self._revive(owed.model_id)
 
     def refuse(self, owed: PendingRequest) -> None:
-        """Let a request that was cancelled fail in its place. Where the engine does not have it, that is sent it."""
+        """Make a cancelled request fail at its position in its model's order.
+
+        Notifies the engine if it has the request.
+        """
         assert owed.cancelled is not None and isinstance(owed.cancelled.operation, Rejected), owed.request_id
         if owed.sent:
             self._service.engine.send(Refuse(owed.cancelled.operation))
 
     def states(self) -> dict[str, State]:
-        """Models that are not away, with what they are."""
+        """States of all models that are not absent."""
         return dict(self._states)
 
     def turned_away(self, model_id: str) -> None:
-        """There was no room for a request of a model, whose sender will send it again."""
+        """Tell the engine that a request of a model was rejected for lack of room and will be sent again."""
         if self._service.engine.state == "ready" and self._states.get(model_id) == "here":
             self._service.engine.send(RetryLater(model_id))
 
-    # -- the engine's life --------------------------------------------------------------------------------------------
+    # -- start and exit of the engine ---------------------------------------------------------------------------------
 
     def engine_ready(self) -> None:
-        """A new engine runs. Bring back all models that it has something to do for."""
+        """Handle the start of a new engine: revive all models that have work."""
         suspects = self._needed() & set(self._service.crash_record.suspect_bodies().values())
         if suspects:
             self._proving = self._life
@@ -118,7 +124,7 @@ class EngineModels:
             self._revive_all()
 
     def engine_ended(self) -> None:
-        """The engine has ended by itself."""
+        """Handle an unexpected exit of the engine."""
         self._life += 1
         self._states.clear()
         self._repeating.clear()
@@ -126,7 +132,7 @@ class EngineModels:
             owed.sent = owed.held = False
 
     def repeated(self, request_id: str, result: Result) -> None:
-        """The engine has done something that nobody waits for."""
+        """Handle the completion of a replayed operation whose request already has an outcome."""
         operation = self._repeating.pop(request_id, None)
         if operation is None:
             return
@@ -138,29 +144,32 @@ class EngineModels:
             self._free(operation.model_id, operation.tenant)
 
     def gone(self, model_id: str) -> None:
-        """A model was unloaded, or could not be made."""
+        """Forget a model that was unloaded or could not be created."""
         self._states.pop(model_id, None)
 
     def stop(self) -> None:
-        """Begin nothing any more."""
+        """Start no further revivals."""
         self._life += 1
         self._database.stop()
 
     async def drain(self) -> None:
-        """Wait until nothing is under way, after `stop`."""
+        """Wait until running revivals have ended. Call after `stop`."""
         await self._tasks.drain()
 
     # -- parking ------------------------------------------------------------------------------------------------------
 
     def park(self, is_idle: Callable[[str], bool]) -> None:
-        """Ask the engine to put models on disk whose session `is_idle`, if nothing is to be done for them."""
+        """Ask the engine to park models (snapshot them and free their memory).
+
+        Parks each model whose session `is_idle` and that has no pending requests.
+        """
         for model_id, state in list(self._states.items()):
             if state == "here" and is_idle(session_of_model(model_id)) and not self._pending.of_model(model_id):
                 self._states[model_id] = "parking"
                 self._service.engine.send(Park(model_id))
 
     def parked(self, model_id: str, done: bool) -> None:
-        """The engine has put a model on disk, or could not."""
+        """Handle the engine's answer to `Park`: the model was parked, or could not be."""
         if self._states.get(model_id) != "parking":
             return
         if not done:
@@ -174,7 +183,7 @@ class EngineModels:
     # -- revival ------------------------------------------------------------------------------------------------------
 
     def _needed(self) -> set[str]:
-        """Models that the engine has something to do for. `deliver` follows for what is still being logged."""
+        """Models that have work for the engine. Requests that are still being logged are left to `deliver`."""
         return {*self._pending.logged_models(), *self._versions.models()}
 
     def _revive_all(self) -> None:
@@ -182,7 +191,7 @@ class EngineModels:
             self._revive(model_id)
 
     async def _prove(self, suspects: set[str], life: int) -> None:
-        """Bring back models in whose bodies servers have ended, one after the other, then all others."""
+        """Revive models whose bodies are suspects one at a time, then all others."""
         for model_id in suspects:
             if life == self._life:
                 self._states[model_id] = "reviving"
@@ -207,7 +216,7 @@ class EngineModels:
             crash_point("api: revival read, not sent")
             if revival is not None and life == self._life:
                 self._carry_out(model_id, revival)
-        except Exception as error:  # somebody waits for the model, whatever it is
+        except Exception as error:  # of any kind: clients wait for the model
             if life != self._life:
                 return
             if not isinstance(error, Unrevivable):
@@ -216,7 +225,7 @@ class EngineModels:
             self._give_up(model_id, error)
 
     async def _read(self, model_id: str, life: int) -> Revival | None:
-        """Revival that brings back a model. None: not for this engine any more."""
+        """Read a model's revival from the log. Returns None if the engine has exited meanwhile."""
         if life != self._life:
             return None
         known = {owed.request_id: owed.work for owed in self._pending.of_model(model_id) if owed.work}
@@ -226,7 +235,7 @@ class EngineModels:
 
     def _carry_out(self, model_id: str, revival: Revival) -> None:
         for owed in self._pending.of_model(model_id):
-            if owed.accepted is None and owed.request_id in revival.accepted:  # else it was cancelled before
+            if owed.accepted is None and owed.request_id in revival.accepted:  # otherwise it was cancelled before
                 owed.accepted, owed.decided = revival.accepted[owed.request_id]
         for version, saved in revival.written.items():
             self._versions.stored(version)
@@ -243,7 +252,7 @@ class EngineModels:
         if not waiting and not revival.published_again:
             del self._states[model_id]
         elif not revival.published_again and all(isinstance(_operation(owed), DeleteModel) for owed in waiting):
-            del self._states[model_id]  # nothing of it is in the engine, so there is nothing to free
+            del self._states[model_id]  # the model is not in the engine, so there is nothing to free
             for owed in waiting:
                 if owed.logged:
                     self._end(owed.request_id, ModelOutput(model_id))
@@ -271,7 +280,7 @@ class EngineModels:
             self._free(model_id, revival.tenant)
 
     def _unless_cancelled(self, operation: ModelOperation) -> ModelOperation:
-        """Return the form of a revival's operation to run now: it may have been cancelled since it was read."""
+        """Return the operation of a revival, or its refusal if the request was cancelled after the log was read."""
         owed = self._pending.get(operation.request_id)
         return operation if owed is None or owed.cancelled is None else _operation(owed)
 
@@ -279,19 +288,19 @@ class EngineModels:
         return self._service.crash_record.is_suspect(operation.request_id)
 
     def _refuse_poisonous(self, revival: Revival) -> None:
-        """Raise `Unrevivable` where engines have ended of what would have to be repeated."""
+        """Raise `Unrevivable` if the revival contains an operation that counts as the cause of crashes."""
         for operation in revival.operations:
             if (error := self._service.crash_record.verdict(operation.request_id)) is not None:
                 raise Unrevivable(f"{error}; a stop and a start of the server make it try again")
 
     def _free(self, model_id: str, tenant: str) -> None:
-        """Delete what the engine has of a model, after all that was sent for it."""
+        """Delete a model from the engine, after everything that was sent for it."""
         self._states.pop(model_id, None)
         freeing = DeleteModel(request_id=f"unload-{uuid4()}", tenant=tenant, model_id=model_id)
         self._service.engine.send(Enqueue(freeing))
 
     def _give_up(self, model_id: str, error: Unrevivable) -> None:
-        """Fail what waits for a model that cannot be recovered."""
+        """Fail all pending requests of a model that cannot be recovered."""
         log.error("model %s cannot be recovered: %s", model_id, error)
         self._states.pop(model_id, None)
         for request_id in [key for key, operation in self._repeating.items() if operation.model_id == model_id]:
@@ -301,7 +310,7 @@ class EngineModels:
             self._outcomes.lose_model(model_id)
         advice = f"; {LOST_ADVICE}" if error.lost else ""
         for owed in self._pending.of_model(model_id):
-            if owed.logged:  # what is not asks for the model again once it is
+            if owed.logged:  # unlogged requests revive the model once they are logged
                 why = f"model_id={model_id} cannot be recovered: {error}{advice}"
                 gradients = "incomplete" if is_pass(owed) else "kept"
                 self._end(owed.request_id, ErrorResponse(why, error.category, gradients=gradients))
@@ -327,7 +336,7 @@ class EngineModels:
 
 
 def is_pass(owed: PendingRequest) -> bool:
-    """Return True if a request was to add gradients. One that has not been read may have been."""
+    """Return True if a request would add gradients. A request whose body was not read counts if it might."""
     if owed.accepted is None:
         return owed.operation.name == "forward_backward" and not owed.decided.forward_only
     operation = owed.accepted.operation
@@ -337,10 +346,10 @@ def is_pass(owed: PendingRequest) -> bool:
 
 
 def _has_lost_files(operation: ModelOperation) -> bool:
-    """Return True if the files that an operation reads are not there now, or not the ones it was to read."""
+    """Return True if the files that an operation reads are missing or have another digest."""
     if not isinstance(operation, LoadSnapshot | LoadCheckpoint):
         return False
-    if is_url(operation.path):  # it may be there when the bucket answers again, which is not waited for here
+    if is_url(operation.path):  # the file may exist, but a bucket may take minutes to answer
         return True
     found = inspect_folder(operation.path)
     return found is None or operation.digest not in (None, found.digest)

@@ -1,10 +1,14 @@
-"""Results that clients wait for.
+"""Futures: the results that clients wait for.
 
-A future is made before its request is acknowledged and answered once; its answer may be read any number of times. Those
-of samples live here only: finished ones are dropped when their bytes exceed a cap (the client then resubmits), the
-oldest of the sharer that holds most, whose newest stays: nobody else loses anything by large answers, as long as there
-are not two caps full of such newest ones. Those of training requests are stored in the database before they are
-answered here, so finished ones are a cache of it and may be dropped at any time.
+A future is created before its request is acknowledged. It is answered once, and its answer can be read any number of
+times.
+
+Answers of samples are kept only in memory. When finished answers exceed `MAX_FINISHED_BYTES`, the oldest answers of the
+sharer with the most bytes are dropped, and the client resubmits these samples. The newest answer of a sharer is kept,
+so large answers of one sharer do not evict answers of others, unless such newest answers alone exceed twice the limit.
+
+Answers of training requests are stored in the database first. Their futures are a cache of the database and can be
+dropped at any time.
 """
 
 import asyncio
@@ -20,13 +24,14 @@ from skyrl.tinker.results import Answer, Lost, Outcome
 from skyrl.tinker.traces.timelines import Timeline, Timelines
 
 MAX_FINISHED_BYTES = 256 * 2**20
-"""Answers kept in memory, together; up to twice as many where the sharer that holds most has a single one."""
+"""Memory for finished answers in bytes. Twice as much is allowed if the sharer with the most bytes has a single answer.
+"""
 OVERHEAD_BYTES = 1536
-"""Bytes that an answer counts for beside its body."""
+"""Bytes that each answer counts for in addition to its body."""
 
 
 class PendingFuture:
-    """An outcome that will come. `reason` says why it takes long, where that is known."""
+    """The future outcome of a request. `reason` says why the request takes long, if that is known."""
 
     def __init__(
         self, request_id: str, tenant: str, key: tuple[str, int] | None = None, sharer: str = "", run: str = ""
@@ -34,29 +39,29 @@ class PendingFuture:
         self.request_id = request_id
         self.tenant = tenant
         self.sharer = sharer or tenant
-        """Sharer whose part of the memory its answer takes; see `Caller.sharer`."""
+        """Sharer whose memory quota the answer counts against; see `Caller.sharer`."""
         self.key = key
-        """(sampler, seq_id) of a sample: what makes a second request the same one."""
+        """(sampler, seq_id) of a sample, which identifies duplicates of a request."""
         self.reason: str | None = None
         self.outcome: Outcome | None = None
         self.timeline = Timeline(request_id, run if key is None else key[0])
         self.waits_since = self.timeline.accepted
         self.runs = False
-        """True if the engine has begun with it."""
+        """True if the engine has started the request."""
         self._done = asyncio.Event()
 
     def set(self, outcome: Outcome) -> None:
-        """Answer everybody who waits. The first outcome stays."""
+        """Set the outcome and wake all waiters. Later outcomes are ignored."""
         if self.outcome is None:
             self.outcome = outcome
             self.interrupt()
 
     def interrupt(self) -> None:
-        """Wake everybody who waits, with or without an outcome."""
+        """Wake all waiters, with or without an outcome."""
         self._done.set()
 
     async def wait(self, timeout_s: float) -> Outcome | None:
-        """The outcome, or None where it has not come within `timeout_s` seconds."""
+        """Wait for the outcome. Returns None after `timeout_s` seconds."""
         try:
             await asyncio.wait_for(self._done.wait(), timeout_s)
         except TimeoutError:
@@ -65,33 +70,33 @@ class PendingFuture:
 
 
 class Futures:
-    """All futures that are pending or were answered lately.
+    """All futures that are pending or were answered recently.
 
     Args:
-        metrics: Told of each from its beginning to its end.
+        metrics: Counters of waiting, running and finished requests.
         max_finished_bytes: See `MAX_FINISHED_BYTES`.
     """
 
     def __init__(self, metrics: RequestMetrics, max_finished_bytes: int = MAX_FINISHED_BYTES):
         self._metrics = metrics
         self.completions = Completions()
-        """Ends of samples, for clients that wait for all of theirs at once."""
+        """Events of finished samples, for clients that wait for all of their samples at once."""
         self.timelines = Timelines()
-        """Timelines of requests that have ended."""
+        """Timelines of finished requests."""
         self._max_bytes = max_finished_bytes
         self._by_id: dict[str, PendingFuture] = {}
         self._sample_ids: dict[tuple[str, int], str] = {}
         self._finished: dict[str, dict[str, int]] = {}
-        """Bytes of finished answers, by sharer and id, the oldest first."""
+        """Bytes of finished answers by sharer and request id, oldest first."""
         self._bytes_of: Counter[str] = Counter()
-        """By sharer."""
+        """Bytes of finished answers by sharer."""
         self._finished_bytes = 0
         self._closing = False
 
     def add(
         self, request_id: str, tenant: str, key: tuple[str, int] | None = None, sharer: str = "", run: str = ""
     ) -> PendingFuture:
-        """A new pending future. `run` is the model that a training request is of."""
+        """Add a pending future. `run` is the model id of a training request."""
         future = self._by_id[request_id] = PendingFuture(request_id, tenant, key, sharer, run)
         self._metrics.added(tenant)
         if key is not None:
@@ -104,11 +109,11 @@ class Futures:
         return self._by_id.get(request_id)
 
     def sample_with(self, key: tuple[str, int]) -> str | None:
-        """The request that came for this (sampler, seq_id) before, while it is known."""
+        """Return the id of an earlier request with the same (sampler, seq_id), if it is still known."""
         return self._sample_ids.get(key)
 
     def set(self, request_id: str, outcome: Outcome) -> None:
-        """Answer a future, and drop answers that exceed the cap. Unknown ids are ignored."""
+        """Set the outcome of a future, and drop answers above the memory limit. Unknown ids are ignored."""
         future = self._by_id.get(request_id)
         if future is None or future.outcome is not None:
             return
@@ -129,7 +134,7 @@ class Futures:
             self.drop(surplus)
 
     def _surplus(self, newest: str) -> str | None:
-        """The answer to be dropped next, if there is one. The one that has just come stays, whatever its size."""
+        """Return the next answer to drop, or None. The newest answer is kept, whatever its size."""
         for sharer, _ in self._bytes_of.most_common():
             oldest = next(iter(self._finished[sharer]))
             if len(self._finished[sharer]) == 1 and self._finished_bytes <= 2 * self._max_bytes:
@@ -139,7 +144,7 @@ class Futures:
         return None
 
     def drop(self, request_id: str) -> None:
-        """Forget a future. Who waits for it keeps waiting for its outcome."""
+        """Forget a future. Current waiters keep waiting for its outcome."""
         future = self._by_id.pop(request_id, None)
         if future is not None and future.outcome is None:
             self._metrics.left(future.tenant, future.runs)
@@ -153,12 +158,12 @@ class Futures:
                 del self._finished[future.sharer], self._bytes_of[future.sharer]
 
     def sent(self, request_id: str) -> None:
-        """The engine has been sent this request."""
+        """Record that a request was sent to the engine."""
         if (future := self._by_id.get(request_id)) is not None and future.outcome is None:
             future.timeline.sent = time.monotonic()
 
     def begin(self, request_ids: Iterable[str]) -> None:
-        """The engine works on these requests, if it did not before."""
+        """Record that the engine works on these requests."""
         for request_id in request_ids:
             future = self._by_id.get(request_id)
             if future is not None and not future.runs and future.outcome is None:
@@ -166,18 +171,18 @@ class Futures:
                 self._metrics.began(future.tenant, future.timeline.began - future.waits_since)
 
     def done(self, request_id: str) -> None:
-        """The engine has finished this request, which has no outcome yet."""
+        """Record that the engine has finished a request whose outcome is not stored yet."""
         if (future := self._by_id.get(request_id)) is not None and future.outcome is None:
             future.timeline.done = time.monotonic()
 
     def timelines_of(self, session_id: str) -> list[Timeline]:
-        """Timelines of a session's requests: the newest that have ended, and all that have not, as they are now."""
+        """Timelines of a session's requests: the most recent finished ones, and copies of all pending ones."""
         pending = (future.timeline for future in self._by_id.values() if future.outcome is None)
         of_session = [replace(one) for one in pending if one.run and session_of(one.run) == session_id]
         return self.timelines.of_session(session_id) + of_session
 
     def engine_ended(self) -> None:
-        """Nothing runs any more, and what was known of why something takes long holds no longer."""
+        """Handle an engine exit: no request is running, and known reasons for delays no longer hold."""
         for future in self._by_id.values():
             future.reason = None
             if future.outcome is None:
@@ -187,7 +192,7 @@ class Futures:
                 self._metrics.interrupted(future.tenant)
 
     def close(self) -> None:
-        """Let every long poll return at once, now and from now on."""
+        """Make all current and future long polls return at once."""
         self._closing = True
         self.completions.close()
         for future in self._by_id.values():

@@ -1,10 +1,10 @@
-"""The end of a training request: its outcome is committed, then answered, then files that it leaves over are removed.
+"""The end of a training request: commit the outcome, answer the client, then remove obsolete files.
 
-Outcomes of one model are stored in the order in which they came, and so are its snapshots: where the log has the
-outcome of a request, it has those of all that were done before it. (Saves end when their files are written; what is
-done meanwhile may end before them.) A database that cannot take an outcome, because its disk is full, is asked again
-until it can. Where the server has to stop first, nothing later of that model is stored either, so that the next server
-does all of it again.
+Outcomes and snapshots of one model are stored in the order in which they arrive: if the log has the outcome of a
+request, it has the outcomes of all requests that finished earlier. (A save finishes when its files are written; later
+requests may finish before that.) If the database cannot store an outcome because its disk is full, the write is retried
+until it succeeds. If the server has to stop first, nothing later of that model is stored either, so the next server
+repeats all of it.
 """
 
 import asyncio
@@ -48,16 +48,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CANCELLED = "the request was cancelled by the operator of the server; ask them why before you send it again"
-"""Error of what an operator has cancelled."""
+"""Error message of requests that an operator cancelled."""
 
 
 class Outcomes:
-    """Stores what the engine says about training. All methods are called on the event loop.
+    """Stores outcomes of training requests. All methods are called on the event loop.
 
     Args:
-        service: The server's parts.
-        pending: The requests that are owed an outcome.
-        reads: Whether a sample may still read a folder.
+        service: The server's shared parts.
+        futures: Futures of all requests.
+        pending: Training requests without an outcome.
+        reads: Returns True if a sample may still read a folder.
     """
 
     def __init__(self, service: Service, futures: Futures, pending: Pending, reads: Callable[[str], bool]):
@@ -70,28 +71,28 @@ class Outcomes:
         self._writer = RetryingWriter(service.database, DatabaseFull)
         self._last_writer = RetryingWriter(service.database, Exception)
         self._dropped: set[str] = set()
-        """Models of which something could not be stored any more, and so nothing that came after it is."""
+        """Models with an outcome that could not be stored before the stop; their later outcomes are dropped."""
 
-    # -- what is stored -----------------------------------------------------------------------------------------------
+    # -- events to store ----------------------------------------------------------------------------------------------
 
     def finish(self, owed: PendingRequest, result: Result) -> None:
-        """A request has ended. It is not pending any more."""
+        """Store the outcome of a request, which is no longer pending, and answer it."""
         self._add(owed.model_id, partial(self._finish, owed, result))
 
     def snapshotted(self, frame: Snapshotted) -> None:
-        """A model need not repeat what it has done until now."""
+        """Record a snapshot; earlier requests of the model need no replay."""
         self._add(frame.model_id, partial(self._record_snapshot, frame))
 
     def stored(self, version: str, saved: SaveOutput) -> None:
-        """A version without a name is on disk."""
+        """Record that an unnamed version is on disk."""
         self._add(model_of_version(version), partial(self._record_version, version, saved))
 
     def lose_model(self, model_id: str) -> None:
-        """A model cannot be revived any more."""
+        """Record that a model cannot be revived any more."""
         self._add(model_id, partial(self._lose_model, model_id))
 
     async def discard(self, files: UnreferencedFiles) -> None:
-        """Remove files that nobody names any more. What may still be read stays, for retention to collect."""
+        """Remove unreferenced files. Files that may still be read are left to retention."""
         crash_point("api: checkpoint unnamed, files still there")
         needed = await self._service.database.read(replay_log.folders_to_load)
         if files.folder not in needed and not self._is_in_use(files.folder):
@@ -100,17 +101,17 @@ class Outcomes:
             await asyncio.to_thread(trash.discard, self._service.config, files.folder, files.to_trash)
 
     async def drained(self, model_id: str) -> None:
-        """Wait until all that has come for a model is stored."""
+        """Wait until all outcomes of a model that have arrived are stored."""
         await self._serial.drained(model_id)
 
     async def drain(self) -> None:
-        """Wait until all that has come is stored, or cannot be."""
+        """Wait until all outcomes that have arrived are stored, or cannot be."""
         self._writer.stop()
         self._last_writer.stop()
         await self._serial.drain()
         await self._tidying.drain()
 
-    # -- how ----------------------------------------------------------------------------------------------------------
+    # -- storing ------------------------------------------------------------------------------------------------------
 
     def _add(self, model_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._serial.add(model_id, partial(self._in_line, model_id, work))
@@ -130,7 +131,7 @@ class Outcomes:
             outcome, obsolete = await self._store(owed, result)
         except Stopped:
             raise
-        except Exception as error:  # whatever it is, somebody waits for an answer
+        except Exception as error:  # of any kind: the client waits for an answer
             log.error("internal error while finishing request %s", owed.request_id, exc_info=error)
             message = f"internal error (request {owed.request_id}); the server's log has the details"
             done = not isinstance(result, ErrorResponse)
@@ -146,7 +147,10 @@ class Outcomes:
             await self._tidied(self._service.path_of(obsolete.folder), self.discard(obsolete))
 
     async def _tidied(self, path: str, removal: Coroutine[Any, Any, None]) -> None:
-        """Remove files, those in a bucket in the background: it may take minutes to say that it does not answer."""
+        """Remove files.
+
+        Removal from a bucket runs in the background, because an unavailable bucket may take minutes to fail.
+        """
         if is_url(path):
             self._tidying.start(removal)
         else:
@@ -155,7 +159,10 @@ class Outcomes:
     async def _store_at_last(
         self, owed: PendingRequest, error: ErrorResponse, done: bool
     ) -> tuple[Outcome, UnreferencedFiles | None]:
-        """Store that a request has failed, tried again after any error: told unstored, it would be done once more."""
+        """Store the failure of a request, with retries after any error.
+
+        If the failure were reported but not stored, a revival would repeat the request.
+        """
         job = _Once(owed.request_id, partial(_store_failure, owed, error, done=done))
         return await self._last_writer.write(job, f"that request {owed.request_id} has failed")
 
@@ -191,7 +198,10 @@ class Outcomes:
         self._service.directory.forget(model_id)
 
     async def _write(self, job: Job[T]) -> T:
-        """Result of `job`, once the database has taken it. Raises its refusal if the server is to stop first."""
+        """Run `job` in the database, with retries.
+
+        Raises `Stopped` if the server stops before the database accepts it.
+        """
         return await self._writer.write(job, "an outcome")
 
     def _is_in_use(self, folder: str) -> bool:
@@ -202,7 +212,10 @@ class Outcomes:
 
 
 def _remove_failed(path: str) -> None:
-    """Remove the files of a save that has failed. Those that stay have no name, and are collected as such."""
+    """Remove the files of a failed save.
+
+    Files that cannot be removed have no row, so the collector removes them later.
+    """
     try:
         remove_stored(path)
     except StorageError as error:
@@ -210,7 +223,7 @@ def _remove_failed(path: str) -> None:
 
 
 def _size(result: Result) -> int:
-    """Bytes of a result's arrays."""
+    """Bytes of the arrays of a result."""
     if isinstance(result, ForwardBackwardOutput):
         return sum(array.nbytes for outputs in result.loss_fn_outputs for array in outputs.values())
     return 0
@@ -221,7 +234,7 @@ def _size(result: Result) -> int:
 
 @dataclass
 class _Once:
-    """A job that stores an outcome, unless an earlier try of it has, of which the answer was lost."""
+    """Database job that stores an outcome once: a retry first checks whether an earlier attempt was committed."""
 
     request_id: str
     job: Job[tuple[Outcome, UnreferencedFiles | None]]
@@ -257,7 +270,7 @@ def _store_answer(owed: PendingRequest, answer: Answer, session: Session) -> tup
 def _store_failure(
     owed: PendingRequest, error: ErrorResponse, session: Session, done: bool = False
 ) -> tuple[Failure, UnreferencedFiles | None]:
-    """`done`: the engine has done it, and only its answer failed."""
+    """Store a failure. `done`: the engine completed the operation, and only the answer failed."""
     failure = Failure(error.error, error.status)
     if owed.creates and (model := session.get(ModelRow, owed.model_id)) is not None and model.status == "creating":
         model.status = "failed"
@@ -284,12 +297,12 @@ def _as_done(owed: PendingRequest) -> Decisions | None:
 
 
 def _is_repeated(owed: PendingRequest) -> bool:
-    """Return True if a revival does it again, as it changed the model."""
+    """Return True if a revival has to repeat the request, because it changed the model."""
     return owed.operation.changes_model and not owed.decided.forward_only
 
 
 def _release(session: Session, owed: PendingRequest) -> UnreferencedFiles | None:
-    """The snapshot of a model that was unloaded, once nothing is left to be done for it."""
+    """Return the snapshot of an unloaded model, once the model has no pending requests."""
     model = session.get(ModelRow, owed.model_id)
     folder = replay_log.release(session, owed.model_id) if model is not None and model.status == "unloaded" else None
     return UnreferencedFiles(None, folder) if folder is not None else None

@@ -1,4 +1,4 @@
-"""The queue of all requests: training requests and samples go in, their outcomes come out of one place."""
+"""Entry point for all queued requests: submission of training requests and samples, and retrieval of outcomes."""
 
 import json
 import random
@@ -22,19 +22,19 @@ from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.tinker.results import Answer, Failure, Lost, Outcome
 
 SHORTEST_POLL = 0.5
-"""Part of `long_poll_s` that a poll takes at least. Thousands that began together end, and come again, apart."""
+"""Minimum duration of a poll, as a fraction of `long_poll_s`. The random duration spreads polls that began together."""
 
 
 @dataclass(frozen=True)
 class TryAgain:
-    """A request is still being worked on."""
+    """The request is still in progress; the client polls again."""
 
     queue_state: Literal["active", "paused_capacity"]
     reason: str | None
 
 
 class RequestQueue:
-    """Hands outcomes out. All methods are called on the event loop."""
+    """Queue of all requests. All methods are called on the event loop."""
 
     def __init__(self, service: Service):
         self._service = service
@@ -45,44 +45,46 @@ class RequestQueue:
         self.events = EngineEvents(service, self.futures, versions, self.samples, self.training)
 
     async def restore(self, database: RetryingWriter) -> None:
-        """Take over what an earlier server left. Before the engine is started."""
+        """Load the pending requests of an earlier server. Call before the engine is started."""
         await self.training.restore(database)
 
     async def cancel(self, request_id: str) -> None:
-        """Cancel a request by order of an operator. Raises as `TrainingQueue.cancel`."""
+        """Cancel a request on behalf of an operator. Raises as `TrainingQueue.cancel`."""
         if is_sample(request_id):
             self.samples.cancel_by_order(request_id)
         else:
             await self.training.cancel(request_id)
 
     def park(self, session_id: str | None = None) -> None:
-        """Put models on disk whose session has ended or is silent; or those of one session, which ends now."""
+        """Park models of sessions that have ended or are idle. With `session_id`, that session ends now."""
         activity, config = self._service.activity, self._service.config
         timeout_s = config.session_timeout_sec
-        if timeout_s < 0:  # never, but what has expired is of no use in the engine
+        if timeout_s < 0:  # no timeout, but expired sessions need no models in the engine
             timeout_s = ENDED_AFTER_S + config.session_retention_sec
         if session_id is not None:
             activity.finished(session_id)
         self.training.engine_models.park(lambda session: activity.is_idle(session, timeout_s))
 
     async def discard(self, files: UnreferencedFiles) -> None:
-        """Remove files that nobody names any more, unless something may still read them."""
+        """Remove unreferenced files, unless something may still read them."""
         await self.training.outcomes.discard(files)
 
     def stop(self) -> None:
-        """Send nothing to the engine any more."""
+        """Send nothing more to the engine."""
         self.training.engine_models.stop()
 
     async def drain(self) -> None:
-        """Wait until every result that has arrived is dealt with."""
+        """Wait until all results that have arrived are processed."""
         await self.samples.drain()
         await self.training.drain()
 
     async def outcome(self, request_id: str, caller: Caller) -> Outcome | Unread | TryAgain:
-        """The outcome of a request, waited for as long as a poll may take; a large one that is stored, `read` reads.
+        """Return the outcome of a request, after waiting up to one long poll.
+
+        Returns `Unread` for a large stored result, which `read` loads.
 
         Raises:
-            UnknownName: There is no such training request.
+            UnknownName: There is no training request with this id.
         """
         future = self.futures.get(request_id)
         if future is not None and caller.may_touch(future.tenant):
@@ -102,19 +104,21 @@ class RequestQueue:
         return self._result_is_gone(request_id) if isinstance(outcome, Forgotten) else outcome
 
     def handed_out(self, request_id: str) -> None:
-        """The answer of a request goes to its client."""
+        """Record that the answer of a request is sent to its client."""
         if is_sample(request_id):
             self.samples.charges.handed_out(request_id)
 
     async def read(self, request_id: str, size: int, caller: Caller) -> Answer | Failure:
-        """A large result of a request that the caller may touch, when it is its sender's turn."""
+        """Load a large stored result, fairly between senders. The caller must have access to the request."""
         job = partial(request_log.result_of, request_id=request_id)
         answer = await self._service.answers.read(caller.sharer, request_id, size, job)
         return self._result_is_gone(request_id) if answer is None else answer
 
     def _result_is_gone(self, request_id: str) -> Failure:
-        """The answer where a training request was done, whose result is not kept any more. To send it again is no way
-        out: it is the same request."""
+        """Return the failure for a finished training request whose result was removed.
+
+        Resubmission does not help the client: the same request is not computed again.
+        """
         config = self._service.config
         return Failure(
             f"request {request_id} was done, but its result is kept no longer (result_retention_sec="

@@ -1,21 +1,23 @@
-"""Revival of a model that is not in the engine, and where its requests go on.
+"""Revival of a model that is not in the engine: the operations to replay, and where its pending requests continue.
 
-A model is what its newest snapshot and the requests after it made of it. `plan` decides, from rows of the log alone,
-what has to be done again:
+The state of a model follows from its newest snapshot and the later requests. `plan` decides from rows of the log alone
+what to do with each of these requests:
 
     outcome   request                                      in the revival
-    done      changed the model                            done again; its first outcome stays
-    done      published a version that is not on disk      done again
-    done      unloaded the model                           done again after all that is pending
-    done      any other (forward only, saves)              left out
-    failed    in its answer only: it was done              done again; its failure stays
-    failed    left the gradient sums as they were          left out
-    failed    left them incomplete, or cleared them        stands as the same failure
-    pending   cancelled                                    fails, in its place
-    pending   before the last one with an outcome, a save  finished from its files if they are complete, else done again
-    pending   after the last one with an outcome           follows the revival as an ordinary request
+    done      changed the model                            repeated; its first outcome stays
+    done      published a version that is not on disk      repeated
+    done      unloaded the model                           repeated after all pending requests
+    done      any other (forward only, saves)              skipped
+    failed    only its answer failed; it was computed      repeated; its failure stays
+    failed    did not change the gradient sums             skipped
+    failed    left them incomplete, or cleared them        replaced by the same failure
+    pending   cancelled                                    fails at its position
+    pending   before the last request with an outcome      finished from its files if they are complete, else
+              (only a save can be)                         repeated
+    pending   after the last request with an outcome       sent after the revival as an ordinary request
 
-`Revival` carries it out: it reads the bodies and accepts them again, with what was decided about them the first time.
+`prepare` reads the bodies of these requests and accepts them again with the decisions of the first time. The result is
+a `Revival`.
 """
 
 import asyncio
@@ -45,14 +47,14 @@ from skyrl.utils.files.stored_folders import inspect_stored
 log = logging.getLogger(__name__)
 
 ANY_SIZE = Limits(max_bytes=2**62, max_parts=2**62)
-"""Bodies in the log were taken before, whatever the limit is now."""
+"""No limits: bodies in the log were accepted under the limits of their time."""
 
 Files = Mapping[str, SaveOutput]
 """Saves that are complete on disk, by folder."""
 
 
 class Unrevivable(Exception):
-    """A model cannot be brought back now or, if `lost`, ever. The message says why."""
+    """A model cannot be revived now or, if `lost`, ever. The message has the reason."""
 
     def __init__(self, why: str, *, lost: bool = False, category: ErrorCategory = "server"):
         super().__init__(why)
@@ -62,21 +64,21 @@ class Unrevivable(Exception):
 
 @dataclass
 class Plan:
-    """Steps that bring back a model."""
+    """Steps that revive a model."""
 
     steps: list[LoggedRequest | ModelOperation] = field(default_factory=list)
-    """In this order; a logged request stands for what it asked for. Empty: the model has still to be made."""
+    """Steps in order; a logged request stands for its operation. Empty: the model has not been created yet."""
     next_seq_id: int = 0
     from_files: dict[str, SaveOutput] = field(default_factory=dict)
-    """Saves (request ids) whose outcome is on disk already."""
+    """Results of pending saves (by request id) whose files are already complete on disk."""
     missed: list[str] = field(default_factory=list)
-    """Requests that can be neither finished nor done again, because the snapshot is of a later state."""
+    """Requests that can be neither finished nor repeated, because the snapshot has a later state."""
     unloaded: bool = False
-    """True if the model was unloaded: nothing of it stays in the engine once what is pending has ended."""
+    """True if the model was unloaded, so the engine deletes it after its pending requests."""
 
 
 def plan(history: History, files: Files) -> Plan:
-    """Plan of what to do again. Raises `Unrevivable` where that is not known any more."""
+    """Decide which steps revive a model. Raises `Unrevivable` if the log no longer has enough information."""
     model, since = history.model, history.model.snapshot_seq_id
     if (
         refusal := request_log.refused_by_status(model.status, model.model_id)
@@ -163,7 +165,7 @@ def _decide_pending(
     if saved is not None:
         decision.from_files[request.request_id] = saved
     elif _came_late(request, requests):
-        return  # the scheduler tells its sender
+        return  # the scheduler rejects it with an error
     elif refused or since is None or request.seq_id > since:
         decision.steps.append(request)
     else:
@@ -171,7 +173,7 @@ def _decide_pending(
 
 
 def _came_late(request: LoggedRequest, requests: Sequence[LoggedRequest]) -> bool:
-    """Return True if its followers had failed for want of it before it came."""
+    """Return True if later requests failed because this one was missing, before it arrived."""
     assert request.seq_id is not None
     return any(
         other.seq_id is not None
@@ -182,36 +184,36 @@ def _came_late(request: LoggedRequest, requests: Sequence[LoggedRequest]) -> boo
     )
 
 
-# -- carrying it out --------------------------------------------------------------------------------------------------
+# -- preparation ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Revival:
-    """A model that can be brought back."""
+    """Everything needed to revive a model."""
 
     plan: Plan
     tenant: str
     """Owner of the model."""
     operations: list[ModelOperation]
-    """Operations of the engine, in this order. Empty: the model has still to be made."""
+    """Operations for the engine, in order. Empty: the model has not been created yet."""
     accepted: dict[str, tuple[Accepted, Decisions]]
-    """Pending requests whose body had to be read, with what was decided about them."""
+    """Pending requests whose bodies were read from the log, with the decisions about them."""
     written: dict[str, SaveOutput]
-    """Versions that are on disk, contrary to what the log says."""
+    """Versions that are on disk, although the log does not say so."""
     published_again: set[str]
     """Versions that one of the operations publishes."""
 
 
 async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]) -> Revival:
-    """Read the log of a model and make the operations of its revival.
+    """Read a model's log and create the operations of its revival.
 
     Args:
-        service: The server's parts.
+        service: The server's shared parts.
         model_id: A model that is not in the engine.
-        known: Pending requests that need not be read.
+        known: Pending requests that are in memory, so they need no reading.
 
     Raises:
-        Unrevivable: It cannot be brought back.
+        Unrevivable: The model cannot be revived.
     """
     history = await service.database.read(partial(replay_log.history, model_id=model_id))
     if history is None:
@@ -248,7 +250,7 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
 
 
 def _placed(service: Service, step: ModelOperation) -> ModelOperation:
-    """With the path of a snapshot as it is today."""
+    """Return the step with the current path of its snapshot."""
     return replace(step, path=service.path_of(step.path)) if isinstance(step, LoadSnapshot) else step
 
 
@@ -258,7 +260,10 @@ def _complete(service: Service, folders: Sequence[str]) -> dict[str, SaveOutput]
 
 
 def _written(path: str) -> Written | None:
-    """Result of the write to a path. None if there was none, or the store does not say: then it is written again."""
+    """Return the result of a completed write to a path.
+
+    None if the write is incomplete or the store does not respond; the write is then repeated.
+    """
     try:
         return inspect_stored(path)
     except StorageError as error:
@@ -271,7 +276,10 @@ def _pending(history: History) -> list[LoggedRequest]:
 
 
 async def _accept_again(service: Service, history: History, request: LoggedRequest, body: Body) -> Accepted:
-    """Operation that a request was accepted as. Raises `Unrevivable` if it was done and this server cannot do it."""
+    """Return the operation that a logged request was accepted as.
+
+    Raises `Unrevivable` if the request was done and this server cannot repeat it.
+    """
     model = history.model
     target = Target(
         history.session, model.tenant, model.model_id, request.seq_id, creates=request.seq_id == 0, model=model

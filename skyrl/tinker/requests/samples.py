@@ -1,8 +1,8 @@
-"""The way of a sample: not logged, its future lives in memory. Where that is lost, the client sends it again.
+"""Queue of samples. Samples are not logged: their futures are in memory, and clients resubmit lost samples.
 
-Samples that an engine has not finished are sent to the next one. Those that it was working on when it ended are
-suspects: from the second time that this happens to one it is sent alone, so that the next can be blamed on it. A client
-that sends a sample again after the end of the server sends the same suspect.
+Samples that an engine has not finished are sent to the next engine. Samples that were running when an engine exited are
+suspects. After two such crashes a sample is sent alone, so that a further crash can be attributed to it. A client that
+resubmits a sample after a restart of the server resubmits the same suspect.
 """
 
 import logging
@@ -42,39 +42,39 @@ from skyrl.utils.quota import Quota
 log = logging.getLogger(__name__)
 
 MAX_PENDING_SAMPLES = 20_000
-"""Samples that may wait at a time, shared as in `quota`. More are turned away for a second (429)."""
+"""Maximum pending samples, shared as in `quota`. Above this, samples are rejected with status 429 for a second."""
 MAX_PENDING_BYTES = 2 * 2**30
-"""Bytes that they may take in memory, together, shared alike."""
+"""Maximum memory of pending samples in bytes, shared in the same way."""
 OVERHEAD_BYTES = 4096
-"""Bytes that a sample counts for beside its body, or its prompt and targets."""
+"""Bytes that each sample counts for in addition to its body, or to its prompt and targets."""
 TOGETHER = 2
-"""Engines that may end while they work on a sample beside others; then it is sent alone."""
+"""Engine crashes during a sample that ran beside others, after which the sample is sent alone."""
 STOP_BYTES = 64
-"""Bytes that a stop token or string takes, beside what the body has of it."""
+"""Bytes of a stop token or string in memory, in addition to its size in the body."""
 
 
 @dataclass(eq=False)
 class WaitingSample:
-    """A sample whose end the engine owes us."""
+    """A sample without an outcome."""
 
     operation: QueuedOperation
     sample: Sample
     bytes: int
-    """Bytes that it takes in memory, roughly."""
+    """Approximate size in memory."""
     sharer: str
-    """Sharer whose part of the room it takes; see `Caller.sharer`."""
+    """Sharer whose quota the sample counts against; see `Caller.sharer`."""
     session_id: str
-    """Session that asked for it, which is charged."""
+    """Session that requested the sample and is charged for it."""
     tenant: str
 
 
 class SampleQueue:
-    """Takes samples in and answers them. All methods are called on the event loop.
+    """Accepts and answers samples. All methods are called on the event loop.
 
     Args:
-        service: The server's parts.
-        futures: Where results are waited for.
-        versions: The versions that samples have to wait for.
+        service: The server's shared parts.
+        futures: Futures of all requests.
+        versions: Versions whose files are not on disk yet.
     """
 
     def __init__(self, service: Service, futures: Futures, versions: UnwrittenVersions):
@@ -84,19 +84,19 @@ class SampleQueue:
         versions.on_arrival = self._send_what_may_go
         self._pending: dict[str, WaitingSample] = {}
         self._unsent = UnsentSamples(versions.is_missing)
-        """Samples of `_pending` that the engine that runs does not have."""
+        """Samples of `_pending` that the current engine does not have."""
         self._number, self._bytes = Quota("{} samples"), Quota("samples of {} bytes")
-        """Samples in `_pending`, and their bytes."""
+        """Number and bytes of the samples in `_pending`."""
         self._read = Quota("unread samples of {} bytes")
-        """Bytes that samples being read may take meanwhile."""
+        """Memory quota of samples whose bodies are being read."""
         self._alone: str | None = None
-        """The suspect that the engine has to itself."""
+        """Suspect that the engine runs alone."""
         self._counts = SampleCounts(service.database)
         self.charges = SampleCharges(service.database)
         self._tasks = Tasks()
 
     async def submit(self, operation: QueuedOperation, body: Body, caller: Caller) -> tuple[str, int]:
-        """Take in a sample. Returns (request id, number of sequences). Raises as `admit`, and `Busy`."""
+        """Accept a sample. Returns (request id, number of sequences). Raises as `admit`, and `Busy`."""
         with self._read.reserved(caller.sharer, JSON_FACTOR * len(body.data), MAX_PENDING_BYTES):
             return await self._read_and_take_in(operation, body, caller)
 
@@ -114,14 +114,14 @@ class SampleQueue:
     async def _take_in(
         self, operation: QueuedOperation, body: Body, admission: Admission, parsed: Parsed, key: tuple[str, int]
     ) -> str:
-        """Queue a sample, or answer it with why not. Returns its request id, or that of an equal one before it."""
+        """Queue a sample, or answer it with a refusal. Returns its request id, or the id of an earlier duplicate."""
         request_id, target = admission.request_id, admission.target
         accepted = await accept(operation, admission, parsed)
         refusal = accepted.failure if isinstance(accepted, Refused) else None
         if (error := self._service.crash_record.verdict(request_id)) is not None:
             refusal = Failure(error, "server")
         await self._counts.reach(key)
-        # No await from here on: of two equal requests the second finds the first.
+        # No await from here on, so that the second of two equal requests finds the first.
         if (earlier := self._futures.sample_with(key)) is not None:
             return earlier
         waiting = None
@@ -149,14 +149,14 @@ class SampleQueue:
         return request_id
 
     def done(self, request_id: str, result: Result, device_s: float) -> None:
-        """The engine has finished a sample, after so many seconds of a device."""
+        """Handle a sample that the engine has finished, after `device_s` seconds of device time."""
         if (entry := self._take(request_id)) is not None:
             if isinstance(result, SampleOutput):
                 self._count(entry.sample, result)
             self._tasks.start(self._finish(request_id, entry, result, device_s))
 
     async def ended(self, request: schemas.RetrieveFuturesRequest, caller: Caller) -> schemas.RetrieveFuturesResponse:
-        """The ends of a client's samples. Raises `UnknownName` for an unknown sampler."""
+        """Return the finished samples of a client. Raises `UnknownName` for an unknown sampler."""
         target, completions = request.target, self._futures.completions
         sampler = await self._service.directory.sampler(target.sampling_session_id, caller)
         client = sampler.sampler_id, target.cloned_sampler_id
@@ -177,17 +177,17 @@ class SampleQueue:
         return schemas.RetrieveFuturesResponse(completions=ends, cursor=completions.cursor)
 
     def cancel(self, request_id: str, caller: Caller) -> None:
-        """Drop a sample that waits or runs: nobody wants it any more. Any other request is left alone."""
+        """Drop a pending sample on behalf of its client. Other requests are ignored."""
         future = self._futures.get(request_id)
         if future is None or not caller.may_touch(future.tenant) or request_id not in self._pending:
             return
         self._drop(request_id, "the sample was cancelled by its client")
 
     def cancel_by_order(self, request_id: str) -> None:
-        """Drop a sample that waits or runs: its client is told that an operator wants it so.
+        """Drop a pending sample on behalf of an operator; the client's error says so.
 
         Raises:
-            UnknownName: No such sample waits or runs.
+            UnknownName: There is no pending sample with this id.
         """
         if request_id not in self._pending:
             raise UnknownName(
@@ -201,11 +201,11 @@ class SampleQueue:
         self._futures.set(request_id, Failure(why, "user"))
 
     def engine_ready(self) -> None:
-        """A new engine runs."""
+        """Handle the start of a new engine."""
         self._send_what_may_go()
 
     def engine_ended(self, running: Collection[str]) -> None:
-        """The engine has ended by itself while it worked on `running`."""
+        """Handle an unexpected exit of the engine, which was working on `running`."""
         self._alone = None
         for request_id in running:
             if request_id in self._pending and (error := self._service.crash_record.verdict(request_id)) is not None:
@@ -217,11 +217,11 @@ class SampleQueue:
             self._wait(request_id, waiting)
 
     def waiting(self) -> list[tuple[str, WaitingSample]]:
-        """Samples without an outcome, by their ids, in the order in which they came."""
+        """Pending samples with their ids, in order of arrival."""
         return list(self._pending.items())
 
     def waits_for(self, request_id: str) -> str | None:
-        """Reason why the engine does not have a sample, if it has not."""
+        """Return the reason why the engine does not have a sample; None if the engine has it."""
         group = self._unsent.group_of(request_id)
         if group is None:
             return None
@@ -236,13 +236,13 @@ class SampleQueue:
         return pending or self._service.version_use.enters(path)
 
     def sampled(self) -> dict[str, float]:
-        """Times at which versions were last sampled, in unix seconds; infinity while a sample needs one."""
+        """Time of the last sample of each version, in Unix seconds; infinity for versions of pending samples."""
         versions = (waiting.sample.version for waiting in self._pending.values())
         pending = {version: math.inf for version in versions if version is not None}
         return {**self._service.version_use.last(), **pending}
 
     async def drain(self) -> None:
-        """Wait until every result that has arrived is answered."""
+        """Wait until all results that have arrived are answered."""
         await self._tasks.drain()
         await self.charges.drain()
 
@@ -252,7 +252,7 @@ class SampleQueue:
         metrics.tokens(sample.tenant, "sampled", sum(len(sequence.tokens) for sequence in result.sequences))
 
     def _take(self, request_id: str) -> WaitingSample | None:
-        """Remove a sample, and send what may have waited for its end."""
+        """Remove a sample, and send samples that waited for its end."""
         waiting = self._remove(request_id)
         if self._alone == request_id:
             self._alone = None
@@ -270,14 +270,14 @@ class SampleQueue:
         return waiting
 
     def _send_what_may_go(self) -> None:
-        """Send what has not been sent: everything whose version is there, or one suspect."""
+        """Send all unsent samples whose version is available, or one suspect."""
         if self._service.engine.state != "ready" or self._alone is not None:
             return
         suspect = self._unsent.first_suspect()
         if suspect is None:
             going = self._unsent.take_others()
         elif len(self._unsent) < len(self._pending):
-            return  # it would not be alone
+            return  # the suspect would not be alone
         else:
             self._alone, going = suspect, [suspect]
             self._unsent.remove(suspect)
@@ -300,7 +300,7 @@ class SampleQueue:
             return
         try:
             answer = Answer(await encoded(result.nbytes, partial(operation.encode, result)), PROTOBUF)
-        except Exception as error:  # whatever it is, somebody waits for an answer
+        except Exception as error:  # of any kind: the client waits for an answer
             log.error("internal error while finishing sample %s", request_id, exc_info=error)
             failure = Failure(f"internal error (request {request_id}); the server's log has the details", "server")
             self._futures.set(request_id, failure)
@@ -313,7 +313,7 @@ class SampleQueue:
 
 
 def _not_a_number(sample: Sample) -> str:
-    """Reason why a sample of weights that are not finite fails, rather than return tokens that mean nothing."""
+    """Return the error for a sample whose model has weights that are not finite."""
     weights = "the base model" if sample.version is None else f"model_id={ids.model_of_version(sample.version)}"
     return (
         f"{weights} gives log-probabilities that are no numbers (NaN): its weights are not finite, as they get where a "
@@ -322,7 +322,7 @@ def _not_a_number(sample: Sample) -> str:
 
 
 def _size(body: Body, sample: Sample) -> int:
-    """Bytes of a sample in memory: at least those of what it was sent with."""
+    """Size of a sample in memory, at least the size of its body."""
     targets, stop = sample.target_prompt_logprobs, sample.params.stop
     indices = () if targets is None else (targets.values, targets.crow_indices, targets.col_indices)
     arrays = [array for array in (sample.prompt, *indices) if array is not None]

@@ -1,8 +1,9 @@
-"""The way of a training request: committed to the log before it is acknowledged, and its outcome before it is answered.
+"""Queue of training requests. A request is logged before it is acknowledged; its outcome is stored before it is
+answered.
 
-What is special about an operation stands in `operations.py`; this is what they have in common. A request that is in
-the log stays pending until it has an outcome, whichever processes end meanwhile: `EngineModels` sends it to the engine
-that runs, `Outcomes` stores what comes of it.
+This module has the part that all operations share; `operations` defines each operation. A logged request stays pending
+until it has an outcome, even if processes crash. `EngineModels` sends it to the current engine, and `Outcomes` stores
+the result.
 """
 
 import asyncio
@@ -37,22 +38,22 @@ from skyrl.utils.failpoints import crash_point
 from skyrl.utils.quota import Busy
 
 MAX_PENDING_BYTES = 2 * 2**30
-"""Bytes in memory of the training requests that may wait, together, shared as in `quota`. Past that a submission is
-turned away for a second (429)."""
+"""Maximum memory of pending training requests in bytes, shared as in `quota`. Above this, submissions are rejected with
+status 429 for a second."""
 OVERHEAD_BYTES = 4096
-"""Bytes that a training request counts for beside what it was sent with."""
+"""Bytes that each training request counts for in addition to its body."""
 PATIENCE_S = 30.0
-"""Seconds after which a submission that the database has not answered is turned away. It is logged all the same."""
+"""Seconds to wait for the database before a submission is rejected. The request is logged all the same."""
 
 
 class TrainingQueue:
-    """Takes training requests in and answers them. All methods are called on the event loop.
+    """Accepts and answers training requests. All methods are called on the event loop.
 
     Args:
-        service: The server's parts.
-        futures: Where results are waited for.
-        reads: Whether something else may still read a checkpoint's folder.
-        versions: The versions that samples have to wait for.
+        service: The server's shared parts.
+        futures: Futures of all requests.
+        reads: Returns True if something else may still read a checkpoint's folder.
+        versions: Versions whose files are not on disk yet.
     """
 
     def __init__(self, service: Service, futures: Futures, reads: Callable[[str], bool], versions: UnwrittenVersions):
@@ -65,12 +66,12 @@ class TrainingQueue:
         self.engine_models = EngineModels(service, futures, self._pending, self.outcomes, versions)
         self._tasks = Tasks()
 
-    # -- in -----------------------------------------------------------------------------------------------------------
+    # -- submission ---------------------------------------------------------------------------------------------------
 
     async def submit(self, operation: QueuedOperation, body: Body, caller: Caller) -> str:
-        """Take in a request. Returns its request id, that of an earlier equal request if there is one.
+        """Accept a request. Returns its request id, or the id of an earlier duplicate.
 
-        Raises as `admit`, and `Busy`: too many bytes wait already, or the database does not answer.
+        Raises as `admit`, and `Busy` if too many bytes are pending or the database does not answer.
         """
         self._check_undecoded(caller.sharer, OVERHEAD_BYTES + len(body.data))
         admission, parsed = await admit(self._service, operation, body, caller)
@@ -102,7 +103,7 @@ class TrainingQueue:
             decided=admission.decided,
         )
         crash_point("api: request parsed, not logged")
-        # Known from here on, so that a poll never finds it missing. There was no await since the room for it was kept.
+        # Add the future now, so that a poll never misses it. There was no await since the quota was reserved.
         owed = _pending_request(entry.request_id, operation, entry, size, caller.sharer)
         owed.accepted = accepted
         self._futures.add(owed.request_id, owed.tenant, sharer=owed.sharer, run=owed.model_id)
@@ -114,21 +115,25 @@ class TrainingQueue:
             raise Busy(f"the database has not answered for {PATIENCE_S:g} s; send this one again in a second") from None
 
     def _check_undecoded(self, sharer: str, size: int) -> None:
-        """Raise `Busy` for a request of which nothing but its size is known, unless it may be what others wait for."""
+        """Raise `Busy` if a request of this size has no room.
+
+        The request is not decoded yet, so memory of held requests is not counted: it may be the request that they wait
+        for.
+        """
         quota = self._pending.quota
         if not quota.has_room(sharer, size, MAX_PENDING_BYTES):
             quota.check(sharer, size, MAX_PENDING_BYTES, self._held_bytes(sharer))
 
     def _aside(self, admission: Admission, size: int) -> int:
-        """Part of what its sender has here that a request need not share the room with.
+        """Return the number of pending bytes of the sender to ignore when the request is checked against the quota.
 
-        The room of the requests that wait for it, and of those of the sender's other models that wait likewise: none
-        of them can be done before, so they must not be what keeps it out. All that waits so stays below three quarters
-        of the whole room.
+        A request that the sender's held requests wait for has to be admitted, or they would wait for ever. Their bytes
+        are therefore ignored: those of the same model, and those of the sender's other models that also wait for an
+        earlier request. In total, such requests stay below three quarters of the limit.
 
         Raises:
-            RequestError: It would be held, and there will never be room for all that is: the client sends what they
-                wait for only after them.
+            RequestError: The request would be held, and the memory for all held requests of the model would never
+                suffice, because the client sends the missing request only after them.
         """
         target, sharer = admission.target, admission.caller.sharer
         if self._pending.quota.has_room(sharer, size, MAX_PENDING_BYTES):
@@ -163,7 +168,7 @@ class TrainingQueue:
         elif logged.refusal is not None:
             self._pending.pop(owed.request_id)
             self._futures.set(owed.request_id, logged.refusal)
-        elif self._pending.get(owed.request_id) is owed:  # else a revival has found it in the log and ended it
+        elif self._pending.get(owed.request_id) is owed:  # otherwise a revival has read it from the log and ended it
             crash_point("api: request logged, not sent")
             self._service.directory.forget(owed.model_id)
             owed.logged = True
@@ -175,18 +180,19 @@ class TrainingQueue:
         self._futures.drop(owed.request_id)
 
     def waiting(self) -> list[PendingRequest]:
-        """Requests without an outcome, in the order in which they came."""
+        """Pending requests, in order of arrival."""
         return list(self._pending)
 
     async def cancel(self, request_id: str) -> None:
-        """Let a request fail in its place in its model's order, whatever ends meanwhile.
+        """Make a request fail at its position in its model's order, even if processes crash meanwhile.
 
-        An engine that has gone too far with it finishes it all the same. Of a pass that fails so the model's next
-        optimizer step fails too, and an optimizer step takes the gradients with it: never a step on a part of a batch.
+        An engine that has progressed too far with the request finishes it. If a pass is cancelled, the model's next
+        optimizer step fails too; a cancelled optimizer step also clears the gradients. A step on part of a batch is
+        therefore impossible.
 
         Raises:
-            UnknownName: No such request waits or runs.
-            RequestError: Requests that make or unload a model are not cancelled.
+            UnknownName: There is no pending request with this id.
+            RequestError: Requests that create or unload a model cannot be cancelled.
         """
         owed = self._pending.get(request_id)
         if owed is None:
@@ -210,15 +216,15 @@ class TrainingQueue:
         await self._service.database.write(partial(request_log.cancel, request_id=request_id, decided=decided))
         self.engine_models.refuse(owed)
 
-    # -- what the engine says -----------------------------------------------------------------------------------------
+    # -- events of the engine -----------------------------------------------------------------------------------------
 
     def held(self, request_id: str, held: bool) -> None:
-        """The engine holds a request for want of an earlier one, or no longer."""
+        """Record that the engine holds a request for a missing earlier one, or no longer holds it."""
         if (owed := self._pending.get(request_id)) is not None:
             owed.held = held
 
     def done(self, request_id: str, result: Result, device_s: float) -> None:
-        """The engine has finished a request, after so many seconds of a device."""
+        """Handle a request that the engine has finished, after `device_s` seconds of device time."""
         owed = self._pending.pop(request_id)
         if owed is None:
             self.engine_models.repeated(request_id, result)
@@ -237,17 +243,17 @@ class TrainingQueue:
         self.outcomes.finish(owed, result)
 
     def fail_poisonous(self, request_ids: Collection[str]) -> None:
-        """Requests that engines have ended of are not tried again. Their models go on."""
+        """Fail those of these requests that were identified as the cause of engine crashes. Their models continue."""
         for request_id in request_ids:
             error = self._service.crash_record.verdict(request_id)
             if error is not None and (owed := self._pending.pop(request_id)) is not None:
                 gradients = "incomplete" if is_pass(owed) else "kept"
                 self.outcomes.finish(owed, ErrorResponse(error, gradients=gradients))
 
-    # -- the beginning and the end ------------------------------------------------------------------------------------
+    # -- start and stop -----------------------------------------------------------------------------------------------
 
     async def restore(self, database: RetryingWriter) -> None:
-        """Take over what an earlier server left. Before the engine is started."""
+        """Load the pending requests of an earlier server. Call before the engine is started."""
         self._versions.restore(await database.read(replay_log.unwritten_versions, "unwritten versions"))
         for request in await database.read(request_log.pending, "pending requests"):
             size, sharer = request.decided.held_bytes, request.decided.sharer
@@ -260,7 +266,7 @@ class TrainingQueue:
             self.fail_poisonous([owed.request_id])
 
     async def drain(self) -> None:
-        """Wait until everything that has come is stored."""
+        """Wait until the outcomes of all requests that have arrived are stored."""
         self._log.stop()
         await self._tasks.drain()
         await self.outcomes.drain()
@@ -274,12 +280,12 @@ def _effect_of_cancelling(owed: PendingRequest) -> GradientEffect:
 
 
 def _without_key(operation: QueuedOperation, body: Body, parsed: Parsed) -> Body:
-    """Body that is kept of a request: all but somebody's key, and what nothing reads again."""
+    """Return the part of a body to log, without access tokens and without unneeded content."""
     if body.too_large:
         return replace(body, data=b"")
     if operation.name != "load_weights":
         return body
-    if parsed.request is None:  # it is refused, whenever it is done
+    if parsed.request is None:  # the request will be rejected
         return replace(body, data=b"")
     fields = json_object(body)
     fields.pop("weights_access_token", None)

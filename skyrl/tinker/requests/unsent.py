@@ -1,19 +1,20 @@
-"""Samples that the engine does not have yet, by the version that they wait for.
+"""Samples that the engine does not have yet, grouped by the version that they wait for.
 
-Whether some may go is asked whenever a sample comes or ends, so the answer must not depend on how many wait.
+The queue checks which samples can be sent whenever a sample arrives or ends, so that check must not take time in
+proportion to the number of waiting samples.
 """
 
 from collections.abc import Callable, Iterator
 
 Group = tuple[bool, str | None]
-"""(whether these are suspects, their version)."""
+"""(True for suspects, version) of a group of samples."""
 
 
 class UnsentSamples:
-    """Request ids of samples.
+    """Request ids of unsent samples.
 
     Args:
-        is_missing: Whether the samples of a version have to wait.
+        is_missing: Returns True if samples of a version have to wait.
     """
 
     def __init__(self, is_missing: Callable[[str | None], bool]):
@@ -25,27 +26,27 @@ class UnsentSamples:
         return len(self._group_of)
 
     def add(self, request_id: str, version: str | None, suspect: bool) -> None:
-        """`suspect`: it is to be sent alone."""
+        """Add a sample. A `suspect` is sent alone."""
         group = self._group_of[request_id] = (suspect, version)
         self._groups.setdefault(group, {})[request_id] = None
 
     def remove(self, request_id: str) -> None:
-        """Forget one, if it is here."""
+        """Remove a sample, if it is here."""
         if (group := self._group_of.pop(request_id, None)) is not None:
             del self._groups[group][request_id]
             if not self._groups[group]:
                 del self._groups[group]
 
     def group_of(self, request_id: str) -> Group | None:
-        """The group of one, if it is here."""
+        """Group of a sample; None if it is not here."""
         return self._group_of.get(request_id)
 
     def first_suspect(self) -> str | None:
-        """A suspect that may go now."""
+        """Return a suspect that can be sent now, if there is one."""
         return next((next(iter(self._groups[group])) for group in self._ready(suspects=True)), None)
 
     def take_others(self) -> list[str]:
-        """Remove and return all that may go now and are no suspects, each version's in the order of their arrival."""
+        """Remove and return all samples that can be sent now and are not suspects, in order of arrival per version."""
         taken = [request_id for group in list(self._ready(suspects=False)) for request_id in self._groups.pop(group)]
         for request_id in taken:
             del self._group_of[request_id]

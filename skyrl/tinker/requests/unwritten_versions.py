@@ -1,4 +1,4 @@
-"""Versions that clients sample but that are not on disk yet, and those of them that ended with their engine."""
+"""Published versions whose files are not on disk yet, and those among them that an engine crash has lost."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,38 +6,39 @@ from skyrl.tinker.identity.ids import model_of_version
 
 
 class UnwrittenVersions:
-    """A version is announced when it is published without waiting for its files, and stored once they are there.
+    """Tracks versions that were published without waiting for their files.
 
-    If the engine ends in between, the version is missing until its model has been revived and has published it again.
+    A version is announced by `published` and leaves with `stored`. If the engine exits in between, the version is
+    missing until its model is revived and publishes it again.
     """
 
     def __init__(self) -> None:
         self.on_arrival: Callable[[], None] = lambda: None
-        """Called when a version is missing no longer."""
+        """Called when a version is no longer missing."""
         self._unwritten: dict[str, str] = {}
         self._missing: dict[str, str] = {}
 
     def restore(self, versions: Mapping[str, str]) -> None:
-        """Versions (and their models) that an earlier server announced."""
+        """Add versions (with their models) that an earlier server published."""
         self._unwritten.update(versions)
         self._missing.update(versions)
 
     def published(self, version: str) -> None:
-        """The engine has a version whose files are not there yet."""
+        """Record that the engine has a version whose files are not on disk yet."""
         self._unwritten[version] = model_of_version(version)
         self._arrive(version)
 
     def stored(self, version: str) -> None:
-        """The files of a version are there."""
+        """Record that the files of a version are on disk."""
         self._unwritten.pop(version, None)
         self._arrive(version)
 
     def engine_ended(self) -> None:
-        """Count what is not on disk as gone."""
+        """Mark all unwritten versions as missing."""
         self._missing = dict(self._unwritten)
 
     def keep_of(self, model_id: str, versions: set[str]) -> None:
-        """Give up this model's missing versions, but for those that will come."""
+        """Forget missing versions of a model, except `versions`, which will be published again."""
         for version in [key for key, model in self._missing.items() if model == model_id and key not in versions]:
             self._unwritten.pop(version, None)
             self._arrive(version)
@@ -47,7 +48,7 @@ class UnwrittenVersions:
         return version in self._missing
 
     def models(self) -> set[str]:
-        """Models that have to publish again."""
+        """Models that have to publish a version again."""
         return set(self._missing.values())
 
     def _arrive(self, version: str) -> None:

@@ -1,8 +1,8 @@
-"""Status of a server for its operator. Nothing is counted for this, all of it is known elsewhere.
+"""Status of a server for its operator, computed from existing state.
 
-overview    the whole server: engine, requests, tenants, models, memory, disk; begin here
-requests    each request that is owed an outcome, and what it waits for
-models      each model that takes requests
+overview    the whole server: engine, requests, tenants, models, memory, disk; read this first
+requests    each pending request, and the reason why it waits
+models      each model that accepts requests
 
-Tenants are the names of their keys, never keys; texts and tokens are not here.
+Tenants appear by the names of their keys, never by the keys; texts and tokens do not appear.
 """

@@ -1,4 +1,4 @@
-"""Models that take requests, whether the engine has them or not."""
+"""Models that accept requests, whether or not the engine has them."""
 
 import math
 import time
@@ -21,7 +21,7 @@ COLUMNS = [
 
 
 def newest(session: Session, limit: int, tenant: str | None) -> tuple[list[Any], int]:
-    """(models that were asked for something last, as far as `limit`; how many there are)."""
+    """Return at most `limit` models, most recently used first, and the total number."""
     wanted: list[ColumnElement[bool]] = [col(ModelRow.status).in_(TAKES_REQUESTS)]
     if tenant is not None:
         wanted.append(col(ModelRow.tenant) == tenant)
@@ -56,7 +56,7 @@ def described(rows: Collection[Any], states: Mapping[str, State], requests: Requ
 
 
 def state_of(model_id: str, states: Mapping[str, State], load: Load, requests: Requests) -> dict[str, Any]:
-    """Return the place of a model, and how many requests it has."""
+    """Return the state of a model, and its number of requests."""
     state = states.get(model_id)
     return {
         "state": PLACES.get(state, state) if model_id else "in the engine",

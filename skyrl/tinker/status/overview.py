@@ -1,4 +1,4 @@
-"""The whole server at one moment, on one page."""
+"""Overview of the whole server."""
 
 import os
 import time
@@ -12,20 +12,20 @@ from skyrl.tinker.status.requests import Load, Requests
 from skyrl.utils.machine import available_memory, host_memory, resident_memory
 
 MOST_MODELS = 200
-"""Models that are told of: those with requests first, then others in the engine."""
+"""Maximum number of models in the overview: first those with requests, then others in the engine."""
 CACHE = ("cache_pages", "cache_pages_used")
 
 
 def overview(
     service: Service, requests: Requests, states: Mapping[str, Any], owners: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The server as JSON: counts since its API process began, ages in seconds. May be called in any thread.
+    """The server as JSON: counts since its API process started, ages in seconds. May be called in any thread.
 
     Args:
-        service: The server's parts.
-        requests: Its requests.
-        states: Models that are not on disk only; see `EngineModels.states`.
-        owners: Tenants of models that have no requests.
+        service: The server's shared parts.
+        requests: Its pending requests.
+        states: States of models that are not only on disk; see `EngineModels.states`.
+        owners: Tenants of models without requests.
     """
     loads = dict(requests.by_model())
     busy = sorted(loads, key=lambda who: (who[0] != "", -_size(loads[who])))

@@ -1,4 +1,4 @@
-"""Requests that are owed an outcome: training requests and samples alike, with what each waits for."""
+"""Pending requests, both training requests and samples, with the reason why each waits."""
 
 import heapq
 import math
@@ -18,23 +18,23 @@ from skyrl.tinker.requests.queue import RequestQueue
 from skyrl.tinker.requests.samples import WaitingSample
 
 State = Literal["waiting", "running"]
-"""Running: the engine has begun with it."""
+"""State of a request. Running: the engine has started it."""
 
 
 @dataclass(slots=True)
 class Queued:
-    """A request that is owed an outcome."""
+    """A pending request."""
 
     request_id: str
     kind: str
     tenant: str
-    """Tenant, as it is shown."""
+    """Display name of the tenant."""
     model_id: str
-    """Model; of a sample the one whose weights it is drawn from; empty: the base model's."""
+    """Model; for a sample, the model of its weights; empty: the base model."""
     future: PendingFuture
     request: PendingRequest | WaitingSample
     ahead: int = 0
-    """Earlier requests of its model, for a training request."""
+    """Number of earlier requests of its model, for a training request."""
 
     @property
     def state(self) -> State:
@@ -42,12 +42,12 @@ class Queued:
 
     @property
     def added_at(self) -> float:
-        """On the monotonic clock; of what an earlier API process has taken in, the begin of this one."""
+        """Time of arrival on the monotonic clock; for requests of an earlier API process, the start of this process."""
         return self.future.timeline.accepted
 
 
 Who = tuple[str, str]
-"""(model id, tenant as it is shown)."""
+"""(model id, display name of the tenant)."""
 
 
 @dataclass(slots=True)
@@ -56,19 +56,19 @@ class Load:
 
     waiting: int = 0
     running: dict[str, int] = field(default_factory=dict)
-    """By kind."""
+    """Number of running requests by kind."""
     oldest_at: float = math.inf
-    """Time at which the oldest was added."""
+    """Arrival of the oldest request."""
     first: Queued | None = None
-    """The first of those that wait."""
+    """First waiting request."""
 
 
 class Requests:
-    """All of them at one moment. Made on the event loop; what it is asked may take place in a thread.
+    """Snapshot of all pending requests. Created on the event loop; its methods may run in a thread.
 
     Args:
-        service: The server's parts.
-        queue: Its queue.
+        service: The server's shared parts.
+        queue: The queue of requests.
     """
 
     def __init__(self, service: Service, queue: RequestQueue):
@@ -84,7 +84,7 @@ class Requests:
         self.now = time.monotonic()
 
     def __iter__(self) -> Iterator[Queued]:
-        """Training requests in each model's order, then samples as they came."""
+        """Iterate over training requests in each model's order, then samples in order of arrival."""
         yield from self._of_training()
         for request_id, waiting in self._samples:
             if (future := self._queue.futures.get(request_id)) is not None:
@@ -102,7 +102,7 @@ class Requests:
         return Queued(request_id, SAMPLE, self.shown(waiting.tenant), _model_of(waiting), future, waiting)
 
     def by_model(self) -> dict[Who, Load]:
-        """Requests of each model that has any, by their tenants."""
+        """Requests of each model that has any, by tenant."""
         loads: defaultdict[Who, Load] = defaultdict(Load)
         for one in self._of_training():
             load = loads[one.model_id, one.tenant]
@@ -135,7 +135,7 @@ class Requests:
     def told(
         self, limit: int, *, tenant: str | None, model: str | None, kind: str | None, state: State | None
     ) -> dict[str, Any]:
-        """Those that are asked for, the oldest first, as far as `limit`, and how many there are."""
+        """Return at most `limit` of the selected requests, oldest first, and their total number."""
         wanted = [
             one
             for one in self
@@ -148,7 +148,7 @@ class Requests:
         return {"requests": [self.describe(one) for one in oldest], "total": len(wanted)}
 
     def describe(self, one: Queued) -> dict[str, Any]:
-        """A request as JSON. Ages are in seconds."""
+        """Describe a request as JSON. Ages are in seconds."""
         return {
             "request_id": one.request_id,
             "kind": one.kind,
@@ -161,7 +161,7 @@ class Requests:
         }
 
     def waits_for(self, one: Queued) -> str | None:
-        """Return the reason why a request is not being worked on; None: there is none."""
+        """Return the reason why a request waits, or None."""
         if one.future.runs:
             return None
         if self._engine_trouble is not None:
@@ -182,7 +182,7 @@ class Requests:
         return "its turn"
 
     def shown(self, tenant: str) -> str:
-        """A tenant's name: of its key, or everybody's on a server without keys, where each session is one."""
+        """Display name of a tenant: that of its key, or a common name on a server without keys."""
         return tenant if self._has_keys else EVERYBODY
 
 

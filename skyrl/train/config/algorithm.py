@@ -32,13 +32,15 @@ class DynamicSamplingConfig(BaseConfig):
     """Treatment of prompts whose samples all get the same reward."""
 
     type: Annotated[str | None, one_of(None, "filter", "replace")] = None
-    """filter samples until enough prompts are left, replace takes other prompts of the batch instead. None: neither."""
+    """filter: sample until enough prompts are left whose samples have different rewards; replace: replace the other
+    prompts by copies of such prompts. None: neither."""
 
     max_sample_batches: int = 30
-    """Batches that are sampled for one step at most. 0 or less: no limit."""
+    """Maximum batches sampled for one step. 0 or less: no limit."""
 
     min_replace_ratio: Fraction = 0.3
-    """Fraction of prompts that must be good before replace acts; else the batch is sampled again."""
+    """Minimum fraction of prompts whose samples have different rewards, with type=replace; below it, the batch is
+    sampled again."""
 
 
 @dataclass
@@ -61,7 +63,8 @@ class AlgorithmConfig(BaseConfig):
     """Add the KL divergence from the reference to the loss."""
 
     kl_loss_coef: NonNegativeFloat = 0.001
-    """Coefficient of the KL divergence, in the loss or (where it starts) in the reward."""
+    """Coefficient of the KL divergence in the loss or in the reward (there, its initial value with an adaptive
+    controller)."""
 
     use_entropy_loss: bool = False
     """Subtract the policy's entropy from the loss."""
@@ -90,7 +93,7 @@ class AlgorithmConfig(BaseConfig):
     """Divide advantages of grpo by the standard deviation of the group's rewards."""
 
     zero_variance_filter: bool = False
-    """Leave prompts whose samples all get the same reward out of the loss."""
+    """Exclude prompts whose samples all get the same reward from the loss."""
 
     lambd: Fraction = 1.0
     """Lambda of gae."""
@@ -135,7 +138,7 @@ class AlgorithmConfig(BaseConfig):
     """policy_loss_type=cispo."""
 
     max_seq_len: PositiveInt | None = None
-    """Tokens by which seq_mean_token_sum_norm divides. None: the longest sequence, where there is one turn."""
+    """Number of tokens that seq_mean_token_sum_norm divides by. None: the maximum sequence length; single-turn only."""
 
     @property
     def uses_reference(self) -> bool:

@@ -15,7 +15,8 @@ class OffPolicyCorrectionConfig(BaseConfig):
     """Truncated importance sampling and masks. The ratio is that of the trained over the sampling policy."""
 
     tis_ratio_type: Annotated[str | None, one_of(None, "token", "sequence")] = None
-    """Ratio whose truncated value weights the loss: of each token, or of its sequence. None: not weighted."""
+    """Importance ratio that weights the loss, truncated: token (of each token) or sequence (of its sequence). None: no
+    weights."""
 
     token_tis_ratio_clip_high: PositiveFloat = 2.0
     """Bound of the weight with tis_ratio_type=token."""
@@ -24,7 +25,8 @@ class OffPolicyCorrectionConfig(BaseConfig):
     """Bound of the weight with tis_ratio_type=sequence."""
 
     sequence_mask_metric: Annotated[str | None, one_of(None, "product", "geometric")] = None
-    """Ratio by which whole sequences are left out: the product or the geometric mean of its tokens'. None: none are."""
+    """Ratio that masks whole sequences: the product or the geometric mean of the ratios of their tokens. None: no
+    masking."""
 
     geo_mask_high: PositiveFloat = 1.01
     """Highest geometric mean that is kept."""

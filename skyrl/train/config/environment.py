@@ -17,18 +17,18 @@ class GSM8kLLMJudgeEnvConfig(BaseConfig):
     """The environment in which a language model judges answers to GSM8K."""
 
     model: str = "gpt-4o-mini"
-    """Model that judges, by its name at the API."""
+    """Name of the judge model at the API."""
 
     base_url: str | None = None
-    """Address of an OpenAI-compatible API. None: that of the client library."""
+    """Address of an OpenAI-compatible API. None: the default of the client library."""
 
     max_concurrency: PositiveInt = 32
-    """Answers that are judged at a time. The others wait."""
+    """Maximum answers that are judged concurrently; further answers wait."""
 
     instructions: str | None = None
-    """Instructions to the judge, before it sees question, reference answer and answer. It has to say that the answer is
-    between two lines `{mark}`, and to ask for a last line `### Final Score: 0` or `### Final Score: 1`. None: it is to
-    compare final results."""
+    """Instructions to the judge, placed before the question, the reference answer and the answer. They must say that
+    the answer is between two lines `{mark}`, and ask for a last line `### Final Score: 0` or `### Final Score: 1`.
+    None: instructions to compare final results."""
 
     def problems(self) -> Iterator[str]:
         if self.instructions is not None and "{mark}" not in self.instructions:
@@ -60,7 +60,7 @@ class SearchEnvConfig(BaseConfig):
     """Documents that a search returns."""
 
     timeout: PositiveInt = 30
-    """Seconds that a search may take."""
+    """Time limit of a search in seconds."""
 
 
 TERMS = " + "
@@ -121,8 +121,8 @@ class SkyRLGymConfig(BaseConfig):
     """Options of `search`."""
 
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Options of further environments by their names: `environment.skyrl_gym.my_env.level=3` is put here. Those of
-    "module:Class" are under `Class`. The environment checks them."""
+    """Options of other environments by name, such as `environment.skyrl_gym.my_env.level=3`. Options of the environment
+    "module:Class" have the name `Class`. The environment checks its options."""
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -137,15 +137,15 @@ class EnvironmentConfig(BaseConfig):
     """Environment that rollouts act in."""
 
     env_class: str = "gsm8k"
-    """Environment of rows that name none themselves."""
+    """Environment of rows that do not name one."""
 
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
     """Options of the environments."""
 
     reward: str | list[str] | None = None
-    """Function `module:function` that rewards every row in the place of an environment. It is called with `prompt`
-    (messages), `response` (text) and columns of the row, as far as it takes them, and returns a number. A list of
-    functions, each perhaps as `name=0.2*module:function`: the sum of their weighted rewards."""
+    """Reward function `module:function` for all rows, instead of an environment. It is called with `prompt` (messages),
+    `response` (text) and those columns of the row that it has parameters for, and returns a number. With a list of
+    functions, each optionally as `name=0.2*module:function`, the reward is the weighted sum."""
 
     @property
     def reward_id(self) -> str | None:

@@ -23,22 +23,23 @@ class SamplingParams(BaseConfig):
     """Sampling of tokens."""
 
     max_generate_length: PositiveInt = 1024
-    """Tokens of one response at most."""
+    """Maximum tokens of one response."""
 
     repetition_penalty: PositiveFloat = 1.0
-    """Divisor of positive logits, and factor of others, of tokens of the prompt or the response so far. 1: none."""
+    """Penalty for tokens of the prompt and the response so far: positive logits are divided by it, negative ones
+    multiplied. 1: none."""
 
     temperature: NonNegativeFloat = 1.0
     """Divisor of logits. 0: the most likely token."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Probability mass of the likeliest tokens that are sampled from."""
+    """Cumulative probability of the most likely tokens to sample from."""
 
     min_p: Fraction = 0.0
-    """Least probability, as a fraction of the likeliest token's, that is sampled."""
+    """Minimum probability of tokens to sample, as a fraction of the probability of the most likely token."""
 
     top_k: Annotated[int, AfterValidator(_top_k)] = -1
-    """Number of the likeliest tokens that are sampled from. -1: all."""
+    """Number of most likely tokens to sample from. -1: all."""
 
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = 1
     """0 or 1: the sampled tokens' log-probabilities are kept. None: they are not."""
@@ -55,7 +56,7 @@ class EvalSamplingParams(SamplingParams):
     """Sampling of tokens in evaluation: greedily, and as long as in training, unless told otherwise."""
 
     max_generate_length: PositiveInt | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Tokens of one response at most. None: generator.sampling_params.max_generate_length."""
+    """Maximum tokens of one response. None: generator.sampling_params.max_generate_length."""
 
     temperature: NonNegativeFloat = 0.0
     """Divisor of logits. 0: the most likely token."""
@@ -87,41 +88,41 @@ class GeneratorConfig(BaseConfig):
     """Samples of each prompt in training."""
 
     batched: bool = False
-    """Begin all samples of a batch at once, and let no limit hold any back. Single-turn only."""
+    """Start all samples of a batch at once, without any concurrency limit. Single-turn only."""
 
     max_turns: PositiveInt = 1
-    """Turns of a conversation at most."""
+    """Maximum turns of a conversation."""
 
     max_input_length: PositiveInt | None = None
-    """Tokens of the input of any turn at most. None: trainer.max_prompt_length, and for each turn before the last as
-    much again, for an observation, and max_generate_length, for an answer."""
+    """Maximum tokens of the input of a turn. None: trainer.max_prompt_length, plus, for each earlier turn, another
+    max_prompt_length (for the observation) and max_generate_length (for the response)."""
 
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
     """The template that turns messages into text."""
 
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the template."""
+    """Variables of the chat template."""
 
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     """Sampling of tokens in training."""
 
     use_conversation_multi_turn: bool = True
-    """Make each turn a message of its own; False: one assistant message holds them all."""
+    """Make each turn a separate message. False: one assistant message contains all turns."""
 
     append_eos_token_after_stop_str_in_multi_turn: bool = True
     """Append the end-of-sequence token to a turn that ended at a stop string."""
 
     eval_sampling_params: SamplingParams | None = field(default=None, metadata={"base": EvalSamplingParams})
-    """Sampling of tokens in evaluation. None: greedily, with the max_generate_length of sampling_params."""
+    """Sampling of tokens in evaluation. None: greedy decoding with the max_generate_length of sampling_params."""
 
     eval_n_samples_per_prompt: PositiveInt = 1
     """Samples of each prompt in evaluation."""
 
     zero_reward_on_non_stop: bool = False
-    """Give reward 0 to responses that did not end by themselves."""
+    """Set the reward to 0 for responses that did not end with a stop token or stop string."""
 
     apply_overlong_filtering: bool = False
-    """Leave responses that did not end by themselves out of the loss."""
+    """Exclude responses that did not end with a stop token or stop string from the loss."""
 
     rope_scaling: dict[str, Any] | None = None
     """Scaling of rotary embeddings in the engines. None: trainer.rope_scaling."""
@@ -130,33 +131,35 @@ class GeneratorConfig(BaseConfig):
     """Base of rotary embeddings in the engines. None: trainer.rope_theta."""
 
     step_wise_trajectories: bool = False
-    """Make each turn a training sequence of its own."""
+    """Make each turn a separate training sequence."""
 
     trajectory_timeout_s: PositiveFloat | None = 3600.0
-    """Seconds that one attempt at a trajectory may take, the sampler's included. None: no limit."""
+    """Time limit in seconds for one attempt at a trajectory, including sampling. None: no limit."""
 
     trajectory_retries: NonNegativeInt = 2
-    """Times that a trajectory which failed is begun again, each with a fresh environment."""
+    """Maximum retries of a failed trajectory, each with a fresh environment."""
 
     retry_with_new_seed: bool = True
-    """Sample anew a trajectory that is begun again. False: what is sampled is the same, where seeds are."""
+    """Use new seeds when a trajectory is retried. False: the retry uses the same seeds, if there are seeds, so it
+    samples the same tokens."""
 
     env_error_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """Reward of a turn on which the environment's `step` raised, which ends the trajectory. None: the attempt failed.
-    Errors that say nothing of what the model wrote (EnvError, OSError, timeouts) always fail it."""
+    """Reward of a turn whose environment `step` raised an exception, which ends the trajectory. None: the attempt
+    fails. Errors that do not depend on the model's output (EnvError, OSError, timeouts) always fail the attempt."""
 
     max_failed_fraction: Fraction = 0.1
-    """Fraction of a batch's trajectories that may fail for good. They are left out; if more fail, the run stops."""
+    """Maximum fraction of a batch's trajectories that may fail after all retries. Failed trajectories are dropped;
+    above this fraction, the run stops."""
 
     max_concurrent_trajectories: PositiveInt | None = None
-    """Trajectories that run at a time. None: all."""
+    """Maximum concurrent trajectories. None: no limit."""
 
     trajectories_per_second: Annotated[float, Field(ge=1)] | None = None
-    """Trajectories that are begun in a second; as many may begin at once. None: no limit."""
+    """Rate limit for starting trajectories; also the maximum burst size. None: no limit."""
 
     generator_class: str | None = None
-    """Class module:Class, of a subclass of skyrl.train.rollouts.generators.generator.Generator, that makes and rewards
-    trajectories in the place of environments. None: environments and turns."""
+    """Class that produces and rewards trajectories instead of environments, as module:Class: a subclass of
+    skyrl.train.rollouts.generators.generator.Generator. None: environments and turns."""
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ class InferenceEngineConfig(BaseConfig):
     """Number format of the engines' weights."""
 
     run_engines_locally: bool = True
-    """Start engines here; False: those at remote_urls are used."""
+    """Start engines on this cluster. False: use the engines at remote_urls."""
 
     num_engines: PositiveInt = 1
     """Number of engines."""
@@ -57,7 +57,7 @@ class InferenceEngineConfig(BaseConfig):
     """Read long prompts in parts between other requests' tokens."""
 
     max_num_batched_tokens: PositiveInt = 8192
-    """Tokens that an engine computes at once."""
+    """Maximum tokens in one forward pass of an engine."""
 
     enforce_eager: bool = True
     """Run engines without CUDA graphs."""
@@ -102,7 +102,7 @@ class InferenceEngineConfig(BaseConfig):
     """Address of a router in front of engines that were started elsewhere."""
 
     external_server_urls: list[str] | None = None
-    """Addresses of such engines."""
+    """Addresses of engines that were started elsewhere."""
 
     @property
     def gpus_per_engine(self) -> int:

@@ -38,7 +38,7 @@ class MegatronDDPConfig(BaseConfig):
     """Gather parameters during the forward pass."""
 
     average_in_collective: bool = True
-    """Average ranks by the collective operation itself."""
+    """Average gradients over ranks in the collective operation itself."""
 
 
 @dataclass
@@ -113,12 +113,12 @@ class MegatronConfig(BaseConfig):
     optimizer_config_kwargs: dict[str, Any] = field(
         default_factory=lambda: copy.deepcopy(DEFAULT_MEGATRON_OPTIMIZER_KWARGS)
     )
-    """Fields of Megatron's OptimizerConfig; given ones are laid over the defaults."""
+    """Fields of Megatron's OptimizerConfig; given fields override the defaults."""
 
     transformer_config_kwargs: dict[str, Any] = field(
         default_factory=lambda: copy.deepcopy(DEFAULT_TRANSFORMER_CONFIG_KWARGS)
     )
-    """Fields of Megatron's TransformerConfig; given ones are laid over the defaults."""
+    """Fields of Megatron's TransformerConfig; given fields override the defaults."""
 
     empty_cuda_cache: bool | None = None
     """Free cached GPU memory between phases. None: where models share their GPUs with engines."""

@@ -45,7 +45,7 @@ class SkyRLLoraConfig(BaseConfig):
     every linear layer but the output embedding."""
 
     exclude_modules: str | list[str] | None = None
-    """Modules that get none, likewise."""
+    """Modules without an adapter, in the same notation as target_modules."""
 
     init_method: str = "kaiming"
     """Initialisation of the first matrix: kaiming, or another one that PEFT (FSDP) or Megatron knows."""
@@ -114,10 +114,10 @@ class FSDPConfig(BaseConfig):
     """Fully sharded data parallelism (FSDP2)."""
 
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory, from where they visit the GPU."""
+    """Keep parameters, gradients and optimizer state in host memory, and copy them to the GPU for computation."""
 
     reshard_after_forward: bool | PositiveInt = True
-    """Shard parameters again after a forward pass; a number: over that many ranks."""
+    """Reshard parameters after a forward pass. A number: reshard over that many ranks."""
 
     fsdp_size: Annotated[int, AfterValidator(_size_or_all)] = -1
     """Ranks that share one copy of the parameters; copies are replicated over the rest. -1: all ranks share one."""
@@ -156,7 +156,7 @@ class PolicyConfig(BaseConfig):
     """Parallelism, with strategy megatron."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Values that replace ones of the model's own Hugging Face configuration."""
+    """Overrides of fields of the model's Hugging Face configuration."""
 
 
 @dataclass
@@ -176,7 +176,7 @@ class CriticConfig(BaseConfig):
     """Ranks that share each sequence (Ulysses)."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Values that replace ones of the model's own Hugging Face configuration."""
+    """Overrides of fields of the model's Hugging Face configuration."""
 
 
 @dataclass
@@ -196,7 +196,7 @@ class RefConfig(BaseConfig):
     """Parallelism, with strategy megatron."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Values that replace ones of the model's own Hugging Face configuration."""
+    """Overrides of fields of the model's Hugging Face configuration."""
 
 
 @dataclass
@@ -207,7 +207,7 @@ class PlacementConfig(BaseConfig):
     """Share GPUs between models and inference engines, in turns."""
 
     colocate_policy_ref: bool = True
-    """Share GPUs between policy and reference. Only where not everything does."""
+    """Share GPUs between policy and reference. Has an effect only without colocate_all."""
 
     policy_num_nodes: PositiveInt = 1
     """Machines of the policy. Several, with strategy fsdp2, are nodes of a Ray cluster."""

@@ -54,7 +54,7 @@ class CISPOConfig(BaseConfig):
     """policy_loss_type=cispo. The ratio is clipped to [1 - low, 1 + high]."""
 
     cispo_eps_clip_low: NonNegativeFloat = 0.0
-    """Distance of the lower bound from 1. At 0 no ratio below 1 is left; 1 or more means no lower bound."""
+    """Distance of the lower bound from 1. 0: ratios below 1 are clipped to 1; 1 or more: no lower bound."""
 
     cispo_eps_clip_high: NonNegativeFloat = 5.0
     """Distance of the upper bound from 1."""

@@ -27,10 +27,10 @@ class DataConfig(BaseConfig):
     """Prompts: .parquet, .json or .jsonl files, or data sets of the Hugging Face hub (name, or name:split)."""
 
     train_data: OneOrMore = field(default_factory=lambda: _gsm8k("train"))
-    """Data to train on, one set after another. They may be left out ([]) with trainer.eval_only."""
+    """Data to train on; sources are read in order. May be empty ([]) with trainer.eval_only."""
 
     val_data: OneOrMore = field(default_factory=lambda: _gsm8k("validation"))
-    """Data to evaluate on. Left out beside train_data, and not there: none."""
+    """Data to evaluate on. Unset, with train_data set: the default file if it exists, else none."""
 
 
 @dataclass

@@ -40,17 +40,17 @@ class FullyAsyncConfig(BaseConfig):
     """Rollouts that run beside training."""
 
     enabled: bool = False
-    """Run rollouts beside training rather than in turn with it."""
+    """Run rollouts concurrently with training rather than alternating with it."""
 
     max_staleness_steps: NonNegativeInt = 4
     """Optimizer steps by which the policy that sampled a rollout may lag behind."""
 
     num_parallel_generation_workers: PositiveInt = 768
-    """Prompts that are sampled at once."""
+    """Prompts that are sampled concurrently."""
 
     staleness_policy: Annotated[str, one_of("block", "drop", "mask")] = "block"
-    """Policy for slow prompts. block: they are waited for. drop: they are left out once they are too old. mask:
-    they come late, and tokens that are too old are not trained on."""
+    """Policy for slow prompts. block: training waits for them. drop: a prompt that becomes too stale is dropped. mask:
+    a late prompt is kept, and its tokens that are too stale are not trained on."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class TrainerConfig(BaseConfig):
     """Sharing of sequences between ranks: ulysses."""
 
     strategy: Annotated[str, one_of(*STRATEGIES)] = "fsdp2"
-    """Strategy: fsdp2 (or fsdp, which is the same), megatron, or jax. Left out: jax."""
+    """Strategy: fsdp2 (or fsdp, which is the same), megatron, or jax. Unset: jax."""
 
     jax: dict[str, Any] = field(default_factory=dict)
     """Options of the JAX backend, with strategy jax."""
@@ -88,43 +88,44 @@ class TrainerConfig(BaseConfig):
     """Rollouts that run beside training."""
 
     one_step_off: bool = False
-    """Sample the next batch while one is trained on, by weights that are one step old."""
+    """Sample the next batch, with weights that are one step old, while the current batch is trained on."""
 
     gradient_checkpointing: bool = True
-    """Compute activations again in the backward pass rather than keep them. Left out, with strategy jax: as few
-    as leave room for the rest."""
+    """Recompute activations in the backward pass instead of keeping them. Unset, with strategy jax: recompute only as
+    many as memory requires."""
 
     gradient_checkpointing_use_reentrant: bool = False
-    """Use torch's reentrant variant for that."""
+    """Use torch's reentrant variant of gradient checkpointing."""
 
     seed: NonNegativeInt = 42
     """Seed of data order, initialisation and sampling."""
 
     resume_mode: Annotated[str | None, one_of(None, "none", "latest", "from_path")] = "latest"
-    """Start of training: none anew, latest from the newest checkpoint of this run, from_path from resume_path."""
+    """Start of training. none: a new run; latest: from the newest checkpoint of this run; from_path: from resume_path.
+    """
 
     resume_path: str | None = None
     """Checkpoint, a folder named global_step_<number>, for resume_mode=from_path."""
 
     log_path: str = "/tmp/skyrl-logs"
-    """Folder of a copy of the log, <project_name>/<run_name>.log. Left out: it goes to standard error alone."""
+    """Folder for a copy of the log, <project_name>/<run_name>.log. Unset: the log goes to standard error only."""
 
     ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
-    """Folder for checkpoints, or s3://, gs:// or az:// of a bucket. One that is given is used as it is; the default
-    gets project_name/run_name below it."""
+    """Folder for checkpoints, or an s3://, gs:// or az:// URL of a bucket. A given path is used as it is; the default
+    path gets a subfolder project_name/run_name."""
 
     max_ckpts_to_keep: Annotated[int, AfterValidator(all_or_some)] = -1
-    """Newest checkpoints that are kept. -1: all."""
+    """Number of newest checkpoints to keep. -1: all."""
 
     ckpt_interval: int = 10
-    """Steps between checkpoints. 0 or less: none in between."""
+    """Steps between checkpoints. 0 or less: no periodic checkpoints."""
 
     hf_save_interval: int = -1
-    """Steps between exports in Hugging Face format, of adapters in PEFT's too. 0 or less: none."""
+    """Steps between exports in Hugging Face format; adapters are also exported in PEFT format. 0 or less: none."""
 
     export_path: str = field(default_factory=lambda: os.path.expanduser("~/exports/"))
-    """Folder for exports and dumps, or s3://, gs:// or az:// of a bucket. One that is given is used as it is; the
-    default gets project_name/run_name below it."""
+    """Folder for exports and dumps, or an s3://, gs:// or az:// URL of a bucket. A given path is used as it is; the
+    default path gets a subfolder project_name/run_name."""
 
     bf16: bool = True
     """Compute in bfloat16, where that is available."""
@@ -145,10 +146,10 @@ class TrainerConfig(BaseConfig):
     """Prompts of an optimizer step of the critic."""
 
     micro_train_batch_size_per_gpu: PositiveInt = 1
-    """Sequences of which a GPU computes gradients at once. Left out, with strategy jax: as many as fill a tile."""
+    """Sequences per GPU in one forward and backward pass. Unset, with strategy jax: as many as fill a tile."""
 
     micro_forward_batch_size_per_gpu: PositiveInt = 1
-    """Sequences that a GPU scores at once. Left out, with strategy jax: as many as fill a tile."""
+    """Sequences per GPU in one forward pass. Unset, with strategy jax: as many as fill a tile."""
 
     update_ref_every_epoch: bool = False
     """Make the policy the reference after each epoch."""
@@ -157,32 +158,32 @@ class TrainerConfig(BaseConfig):
     """Pack sequences without padding, where that is available."""
 
     eval_batch_size: PositiveInt = 1024
-    """Prompts that are evaluated at once."""
+    """Prompts that are evaluated in one batch."""
 
     eval_before_train: bool = True
-    """Evaluate before the first step too, where eval_interval is above 0. Left out: not without validation data."""
+    """Also evaluate before the first step, if eval_interval is above 0. Unset: only if there are validation data."""
 
     eval_interval: int = 5
-    """Steps between evaluations. 0 or less: none. Left out: none without validation data."""
+    """Steps between evaluations. 0 or less: no evaluations. Unset, without validation data: none."""
 
     max_prompt_length: PositiveInt = 512
-    """Tokens of a prompt at most; rows with longer ones are left out."""
+    """Maximum tokens of a prompt; rows with longer prompts are skipped."""
 
     flash_attn: bool = True
     """Use FlashAttention, where that is available."""
 
     disable_fast_tokenizer: bool = False
-    """Load the tokenizer that is written in Python."""
+    """Load the slow tokenizer, which is written in Python."""
 
     project_name: str = "skyrl"
     """Project in the tracker."""
 
     run_name: str = "test_run"
-    """Run in the tracker, and what its checkpoints belong to."""
+    """Name of the run in the tracker. Checkpoints belong to the run with this name."""
 
     logger: Trackers = "wandb"
-    """Trackers of metrics, beside the local files: some of wandb, mlflow, swanlab, tensorboard, console. To the
-    console where none of them can be used, or where this is left out and wandb cannot be."""
+    """Trackers of metrics in addition to the local files: wandb, mlflow, swanlab, tensorboard or console. The console
+    is used if none of the given trackers is usable, or if this field is unset and wandb is not usable."""
 
     dump_data_batch: bool = False
     """Write every training batch to export_path."""
@@ -197,39 +198,39 @@ class TrainerConfig(BaseConfig):
     """Base of rotary embeddings. None: the model's."""
 
     max_steps: PositiveInt | None = None
-    """Steps of the run. None: those of its epochs. With epochs left out data are passed as often as it takes; else the
-    run ends with what comes first."""
+    """Steps of the run. None: those of its epochs. If epochs is unset, the data are repeated as needed; otherwise the
+    run ends at the smaller of the two limits."""
 
     eval_only: bool = False
-    """Evaluate and end: the checkpoint that resume_mode names, or the model as it is."""
+    """Evaluate and exit. Evaluates the checkpoint of resume_mode, or the model if there is none."""
 
     init_from: str | None = None
-    """Checkpoint whose weights a new run begins with. Nothing else is taken from it: data, algorithm, batch sizes and
-    optimizer may be others."""
+    """Checkpoint with the initial weights of a new run. Only weights are loaded: data, algorithm, batch sizes and
+    optimizer may differ."""
 
     callbacks: OneOrMore = field(default_factory=list)
     """Callbacks, each module:Class of a subclass of skyrl.train.callbacks.Callback."""
 
     best_metric: str | None = None
-    """Metric of evaluations, such as eval/all/avg_score, of whose best there is a checkpoint, which is kept besides the
-    newest. None: they are not compared."""
+    """Metric of evaluations, such as eval/all/avg_score, that selects the best checkpoint. The best checkpoint is kept
+    in addition to the newest ones. None: evaluations are not compared."""
 
     best_mode: Annotated[str, one_of("max", "min")] = "max"
-    """The best value of best_metric: the highest (max) or the lowest."""
+    """Best value of best_metric: the highest (max) or the lowest (min)."""
 
     async_checkpoints: bool = False
-    """Write checkpoints while the next steps are taken, until there is another one. They are of the step that they are
-    named after."""
+    """Write a checkpoint in the background during the next steps; the next checkpoint waits for it. A checkpoint has
+    the state of the step in its name."""
 
     save_model: bool = True
-    """Leave the policy of a finished run in the folder model of export_path: an adapter in PEFT's format, or a model of
-    which all weights are trained in Hugging Face format."""
+    """Save the policy of a finished run in the folder model of export_path: an adapter in PEFT format, or a fully
+    trained model in Hugging Face format."""
 
     save_merged: bool = False
-    """Leave the whole policy with the adapter merged into it, in Hugging Face format, in the place of the adapter."""
+    """Save the whole policy with the adapter merged into it, in Hugging Face format, instead of the adapter."""
 
     max_dumps_to_keep: Annotated[int, AfterValidator(all_or_some)] = -1
-    """Newest steps whose batches, rollouts and evaluations are kept in export_path. -1: all."""
+    """Number of newest steps whose batches, rollouts and evaluations are kept in export_path. -1: all."""
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
-"""Models that a trainer drives: the client side of the backend contract.
+"""Models that a trainer uses: the client side of the backend interface.
 
-policy            what trainers ask of a model (`Learner`, `Policy`) and of the place where it is (`Models`)
+policy            interfaces of a model (`Learner`, `Policy`) and of a run's models (`Models`)
 on_backend        models on a backend of this process
-sampling_options  options of a sample beyond the API's, of what a configuration says
+sampling_options  sampling options beyond those of the API, from a configuration
 """
 
 from skyrl.train.policies.on_backend import BackendModels

@@ -1,4 +1,4 @@
-"""Models on a backend of this process, as trainers use them (`skyrl.train.policies.policy`)."""
+"""Models on a backend of this process, as implementations of `skyrl.train.policies.policy`."""
 
 import zlib
 from collections.abc import Awaitable, Sequence
@@ -45,7 +45,7 @@ _numbers = count()
 
 
 class BackendModels:
-    """The models of a run on one backend, which runs in a thread of its own. A context manager: closing ends both."""
+    """The models of a run on one backend, which runs in a separate thread. A context manager; closing it ends both."""
 
     def __init__(self, backend: AbstractBackend):
         self._client = BackendClient(backend)
@@ -57,11 +57,11 @@ class BackendModels:
         self.close()
 
     def close(self) -> None:
-        """End the backend and its thread."""
+        """Stop the backend and its thread."""
         self._client.close()
 
     def check_samples(self) -> None:
-        """Raise `RequestError` for a base model that is trained only."""
+        """Raise `RequestError` if the base model can be trained but not sampled."""
         self._client.backend.info().check_samples()
 
     def learner(self, model_id: str) -> "BackendLearner":
@@ -75,8 +75,8 @@ class BackendLearner:
     """A `Learner` on a backend.
 
     Args:
-        client: The backend that holds it.
-        model_id: Its name there.
+        client: Client of the backend.
+        model_id: Name of the model there.
     """
 
     def __init__(self, client: BackendClient, model_id: str):
@@ -143,9 +143,9 @@ class BackendPolicy(BackendLearner):
     """A `Policy` on a backend.
 
     Args:
-        client: The backend that holds it.
-        model_id: Its name there.
-        seed: Of all that is sampled.
+        client: Client of the backend.
+        model_id: Name of the model there.
+        seed: Seed of all samples.
     """
 
     def __init__(self, client: BackendClient, model_id: str, seed: int):
@@ -194,7 +194,7 @@ class BackendPolicy(BackendLearner):
         )
 
     def _check_stamp(self, version: int, sequence: GeneratedSequence) -> None:
-        """Raise `WrongWeights` if a sample is of other weights than those that it was asked of."""
+        """Raise `WrongWeights` if a sample was drawn with other weights than requested."""
         asked = self._name(version), self._base_id
         for origin in sequence.origins:
             if (origin.version, origin.base) != asked:
@@ -213,5 +213,5 @@ class BackendPolicy(BackendLearner):
 
 
 def _new_id() -> str:
-    """Unique in this process, as a backend is."""
+    """Create an id that is unique in this process, like the backend."""
     return str(next(_numbers))

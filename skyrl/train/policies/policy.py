@@ -1,6 +1,6 @@
-"""Client side of the backend contract: a model that is trained, one that samples too, and where a run's models are.
+"""Client side of the backend interface: a model to train, a policy that also samples, and the models of a run.
 
-Trainers are written against these protocols alone, so that a model may as well be on another machine.
+Trainers use only these protocols, so a model may also be on another machine.
 """
 
 from collections.abc import Awaitable
@@ -13,9 +13,9 @@ from skyrl.types import AdamParams, BackendInfo, Datum, ForwardBackwardOutput, L
 
 
 class Learner(Protocol):
-    """A model that is trained. Awaiting its methods in order is what orders their effects.
+    """A model to train. Its methods take effect in the order in which they are awaited.
 
-    Methods raise RequestError for what the caller can mend, StorageError, or RuntimeError.
+    Methods raise RequestError for errors that the caller can fix, StorageError, or RuntimeError.
     """
 
     def info(self) -> BackendInfo:
@@ -23,7 +23,7 @@ class Learner(Protocol):
         ...
 
     async def create(self, lora_config: LoraConfig, value_head: bool = False) -> None:
-        """Make the model with fresh weights; with a value head it is a critic."""
+        """Create the model with fresh weights; with a value head, it is a critic."""
         ...
 
     async def forward_backward(self, data: list[Datum], loss: str | Objective) -> ForwardBackwardOutput:
@@ -31,11 +31,11 @@ class Learner(Protocol):
         ...
 
     async def forward(self, data: list[Datum], loss: str | Objective, reference: bool = False) -> ForwardBackwardOutput:
-        """Compute a loss without gradients, with the model or with the base model that it started from."""
+        """Compute a loss without gradients, with the model or with its base model."""
         ...
 
     async def optim_step(self, adam: AdamParams) -> Metrics:
-        """Apply the gradients that were added up, unless their norm is not finite: then they are dropped.
+        """Apply the accumulated gradients, or drop them if their norm is not finite.
 
         Returns metrics of the step.
         """
@@ -46,44 +46,47 @@ class Learner(Protocol):
         ...
 
     def begin_save(self, path: str) -> Awaitable[object]:
-        """Write them as they are now, whatever becomes of the model. It is done when what this returns is."""
+        """Start to write the current weights and optimizer state; later changes do not affect them.
+
+        Returns an awaitable of the end.
+        """
         ...
 
     async def load(self, path: str, optimizer: bool = True) -> None:
-        """Read what `save` wrote; makes the model if there is none. Without the optimizer it is a fresh one."""
+        """Load a folder of `save`; creates the model if it does not exist. Without the optimizer, its state is new."""
         ...
 
     async def export(self, path: str) -> None:
-        """Write the whole model in Hugging Face format, adapters merged."""
+        """Write the whole model in Hugging Face format, with the adapter merged."""
         ...
 
     async def export_adapter(self, path: str) -> None:
-        """Write the adapter in PEFT's format. Only for a model that has one, and no value head."""
+        """Write the adapter in PEFT format. Only for a model with an adapter and without a value head."""
         ...
 
 
 class Policy(Learner, Sampler, Protocol):
-    """A model that samples too, always with the weights that were published last.
+    """A model that also samples, always with the weights that were published last.
 
-    A sample depends on the seed, the version, the session and the length of the prompt only. Its log-probabilities are
-    at the temperature, as in training.
+    A sample depends only on the seed, the version, the session and the length of the prompt. Its log-probabilities are
+    at the sampling temperature, as in training.
     """
 
     async def publish(self, version: int) -> None:
-        """Sample with the current weights from now on; what is being sampled goes on with those it began with.
+        """Use the current weights for new samples; running samples continue with their weights.
 
-        `version` counts the optimizer steps that made them; samples tell it.
+        `version` is the number of optimizer steps of these weights, which samples report.
         """
         ...
 
 
 class Models(Protocol):
-    """The place where a run's models are. They share one base model."""
+    """The models of a run, which share one base model."""
 
     def learner(self, model_id: str) -> Learner:
-        """The model of that name, which `create` or `load` makes."""
+        """Return the model of this name, which `create` or `load` creates."""
         ...
 
     def policy(self, model_id: str, seed: int) -> Policy:
-        """The same of a model that samples; `seed` is that of all its samples."""
+        """Return the policy of this name; `seed` is the seed of all its samples."""
         ...

@@ -1,4 +1,4 @@
-"""Options of a sample, of what a configuration says: a penalty and a filter of its own, and `additional_kwargs`."""
+"""Sampling options from a configuration: penalties, filters, and `additional_kwargs`."""
 
 from pydantic import ValidationError
 
@@ -10,7 +10,10 @@ from skyrl.utils.spelling import did_you_mean
 
 
 class AdditionalOptions(WireModel):
-    """Options in `additional_kwargs`, by the names of vLLM's SamplingParams. Each as in `SamplingOptions`."""
+    """Options in `additional_kwargs`, by the names of vLLM's SamplingParams.
+
+    Meanings are those of `SamplingOptions`.
+    """
 
     min_tokens: int = SamplingOptions.min_tokens
     stop_token_ids: tuple[int, ...] = SamplingOptions.stop_token_ids
@@ -19,7 +22,7 @@ class AdditionalOptions(WireModel):
 
 
 def options_of(params: SamplingConfig) -> SamplingOptions:
-    """Options of a sample. Raises ConfigError for additional ones that there are not, or that are of another type."""
+    """Options of a sample. Raises ConfigError for unknown additional options, and for values of the wrong type."""
     given = params.additional_kwargs or {}
     try:
         additional = AdditionalOptions(**given)

@@ -1,3 +1,3 @@
-"""Reinforcement learning: `run` opens a run, `trainer` is its loop, `update` a step, `rollout_source` where samples
-come from.
+"""Reinforcement learning: `run` sets up a run, `trainer` has its step, `update` trains on a batch, and `rollout_source`
+provides trajectories.
 """

@@ -1,8 +1,8 @@
-"""The training sequences of one step as arrays, and as the data of a backend's passes.
+"""The training sequences of one step, as arrays and as data for a backend's passes.
 
-Arrays are `[rows, tokens]`, padded at the end, and aligned with what is predicted: column t is about token t + 1 of its
-row, given tokens 0 to t. A trajectory whose history was changed has several rows; what looks at whole trajectories
-sees them one after another (`by_trajectory`).
+Arrays are `[rows, tokens]`, padded at the end. Columns are aligned with predictions: column t refers to token t + 1 of
+its row, given tokens 0 to t. A trajectory whose history was changed has several rows; functions on whole trajectories
+get its rows concatenated (`by_trajectory`).
 """
 
 from collections.abc import Sequence
@@ -20,21 +20,24 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of trajectories, those of one trajectory and of one prompt next to each other."""
+    """Rows of trajectories. Rows of the same trajectory, and of the same prompt, are adjacent."""
 
     rows: Sequence[Row]
     trajectories: Sequence[Trajectory]
-    """Trajectories of the rows: `Row.trajectory` counts them."""
+    """Trajectories of the rows; `Row.trajectory` is an index into this list."""
     uids: Sequence[str]
     """Prompt of each trajectory."""
     temperature: float
-    """At which the policy is trained."""
+    """Temperature at which the policy is trained."""
 
     @classmethod
     def of(
         cls, rows: Sequence[Row], trajectories: Sequence[Trajectory], uids: Sequence[str], temperature: float
     ) -> "Batch":
-        """A batch of rows that count some of these trajectories, whose prompts are `uids`; the others are left out."""
+        """Create a batch from rows of some of these trajectories, whose prompts are `uids`.
+
+        Other trajectories are dropped.
+        """
         kept = sorted({row.trajectory for row in rows})
         numbers = {index: number for number, index in enumerate(kept)}
         return cls(
@@ -46,7 +49,7 @@ class Batch:
 
     @cached_property
     def lengths(self) -> Array:
-        """int `[rows]`: columns of each row."""
+        """int `[rows]`: number of columns of each row."""
         return np.array([len(tokens) - 1 for tokens in self.token_ids], np.int64)
 
     @cached_property
@@ -56,12 +59,12 @@ class Batch:
 
     @cached_property
     def filled(self) -> Array:
-        """bool `[rows, tokens]`: which cells are no padding."""
+        """bool `[rows, tokens]`: True in cells that are not padding."""
         return np.arange(self.lengths.max(initial=0)) < self.lengths[:, None]
 
     @cached_property
     def mask(self) -> Array:
-        """bool `[rows, tokens]`: tokens that the policy chose, and that are trained on."""
+        """bool `[rows, tokens]`: sampled tokens that are trained on."""
         return self.padded([row.mask[1:] for row in self.rows], bool)
 
     @cached_property
@@ -71,7 +74,7 @@ class Batch:
 
     @cached_property
     def rollout_logprobs(self) -> Array | None:
-        """float64 `[rows, tokens]`, those with which tokens were sampled. None if some were not kept."""
+        """float64 `[rows, tokens]`, log-probabilities at sampling. None if some are missing."""
         logprobs = [row.logprobs for row in self.rows]
         if any(values is None for values in logprobs):
             return None
@@ -83,18 +86,18 @@ class Batch:
         return [self.uids[row.trajectory] for row in self.rows]
 
     def padded(self, values: Sequence[Sequence[float] | Array], dtype: type) -> Array:
-        """Values of each row's columns as one array, 0 in padding."""
+        """Combine the values of each row's columns into one array, 0 in padding."""
         return self.padded_of(np.arange(len(self.rows)), values, dtype)
 
     def padded_of(self, rows: Array, values: Sequence[Sequence[float] | Array], dtype: type) -> Array:
-        """The same for some of the rows: `[len(rows), tokens]`."""
+        """Combine the values of some of the rows into one array `[len(rows), tokens]`."""
         array = np.zeros((len(rows), self.filled.shape[1]), dtype)
         if len(values):
             array[self.filled[rows]] = np.concatenate([np.asarray(row, dtype) for row in values])
         return array
 
     def by_trajectory(self, values: Array) -> Array:
-        """`[trajectories, tokens]`: the rows of each one after another, 0 where there is nothing."""
+        """Concatenate the rows of each trajectory: `[trajectories, tokens]`, 0 in padding."""
         row, column = self._places
         result = np.zeros((len(self.trajectories), int(column.max(initial=-1)) + 1), values.dtype)
         result[row, column] = values[self.filled]
@@ -108,7 +111,7 @@ class Batch:
         return result
 
     def mini_batches(self, prompts: int) -> list[Array]:
-        """Indices of the rows of each optimizer step: those of so many prompts, in their order."""
+        """Row indices of each optimizer step, which has the rows of this many prompts, in order."""
         numbers = {uid: number // prompts for number, uid in enumerate(dict.fromkeys(self.uids))}
         of_row = np.array([numbers[uid] for uid in self.row_uids], np.int64)
         return [
@@ -116,7 +119,7 @@ class Batch:
         ]
 
     def data(self, rows: Array | None = None, **inputs: Array) -> list[Datum]:
-        """Rows as a backend trains on them, with `inputs` `[rows, tokens]` by their names."""
+        """Rows as data for a backend, with `inputs` `[rows, tokens]` by name."""
         chosen = np.arange(len(self.rows)) if rows is None else rows
         inputs["temperature"] = np.full(self.filled.shape, self.temperature)
         arrays = {name: values[chosen].astype(np.float32) for name, values in inputs.items()}
@@ -129,7 +132,7 @@ class Batch:
 
     @cached_property
     def _places(self) -> tuple[Array, Array]:
-        """Trajectory, and column in it, of each filled cell."""
+        """Trajectory of each filled cell, and the column in it."""
         starts = np.zeros(len(self.rows), np.int64)
         for index in range(1, len(self.rows)):
             if self.rows[index].trajectory == self.rows[index - 1].trajectory:

@@ -1,8 +1,8 @@
-"""Check of the rows of a run by their environments, before a model is loaded.
+"""Check of a run's rows by their environments, before a model is loaded.
 
-An environment says what it needs of a row when it is made (`Env.__init__`), so one is made and closed for a row of each
-kind: of the same environment, with values of the same types in the same columns. A column that only some rows lack is
-found like one that all lack.
+The constructor of an environment (`Env.__init__`) checks its row. One environment is therefore created and closed for a
+row of each kind: the same environment, with values of the same types in the same columns. This finds a column that is
+missing in only some rows.
 """
 
 import copy
@@ -20,16 +20,16 @@ from skyrl.train.rollouts.episode import Prompt
 log = logging.getLogger(__name__)
 
 KINDS = 64
-"""Kinds of rows at most that environments are made for."""
+"""Maximum number of kinds of rows to check."""
 DEPTH = 4
-"""Objects within each other that are looked at."""
+"""Maximum depth of nested objects to inspect."""
 
 
 async def check_rows(config: SkyRLTrainConfig, prompts: Iterable[Prompt]) -> None:
-    """Make the environment of a row of each kind.
+    """Create and close the environment of one row of each kind.
 
-    Raises ConfigError, which names file and row, where an environment refuses a row or reads a column that it lacks.
-    Other errors are left to rollouts, which may try again.
+    Raises ConfigError with the file and row if an environment rejects a row, or reads a column that the row lacks.
+    Other errors are ignored here, because rollouts may retry after them.
     """
     first = {}
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Evaluation of a policy on prompts that it is not trained on."""
+"""Evaluation of a policy on held-out prompts."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ EVERYTHING = "all"
 
 
 async def evaluate(rollouts: Rollouts, prompts: Sequence[Prompt], batch_size: int) -> tuple[Metrics, list[Trajectory]]:
-    """Sample every prompt as `generator.eval_sampling_params` say. Returns metrics and trajectories.
+    """Sample every prompt with `generator.eval_sampling_params`. Returns metrics and trajectories.
 
-    Metrics are `eval/{data_source}/...` for each source of the rows and `eval/all/...`: the mean score, pass@n, the
-    mean positive reward; and those of the rollouts for all.
+    Metrics are `eval/{data_source}/...` for each source of the rows and `eval/all/...`: the mean score, pass@n and the
+    mean positive reward. Metrics of the rollouts are over all rows.
     """
     trajectories: list[Trajectory] = []
     with batch_bar("evaluating", len(prompts)) as bar:
@@ -37,7 +37,7 @@ async def evaluate(rollouts: Rollouts, prompts: Sequence[Prompt], batch_size: in
 
 
 def eval_rows(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[EvalRow]:
-    """Rows to dump of an evaluation, of the trajectories that did not fail."""
+    """Rows to dump for an evaluation, without failed trajectories."""
     by_id = {prompt.instance_id: prompt for prompt in prompts}
     return [_eval_row(item, by_id[item.id.instance_id]) for item in trajectories if item.failure is None]
 
@@ -59,7 +59,7 @@ def _eval_row(trajectory: Trajectory, prompt: Prompt) -> EvalRow:
 
 
 def _source(prompt: Prompt) -> str:
-    """The prompt's data source, by a name that is not that of all of them."""
+    """Name of the prompt's data source, distinct from the name for all sources."""
     name = str(prompt.extras.get("data_source") or "unknown")
     return f"_{name}" if name == EVERYTHING else name
 

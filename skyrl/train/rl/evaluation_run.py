@@ -1,4 +1,4 @@
-"""Evaluation without training, of a checkpoint or of a model as it is (`trainer.eval_only`)."""
+"""Evaluation of a checkpoint or a model without training (`trainer.eval_only`)."""
 
 import logging
 from contextlib import ExitStack
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 async def evaluate_rl(config: SkyRLTrainConfig) -> Metrics:
     """Evaluate as a resolved configuration says, and print the scores. Another process may be training meanwhile.
 
-    The model is the policy of the checkpoint that `trainer.resume_mode` and `resume_path` name; with resume_mode=none,
-    or where there is no checkpoint, it is that of `trainer.init_from`, or the base model.
+    The model is the policy of the checkpoint that `trainer.resume_mode` and `resume_path` name. With resume_mode=none,
+    or without a checkpoint, it is that of `trainer.init_from`, or the base model.
 
-    Returns the metrics. Raises ConfigError for what cannot be run.
+    Returns the metrics. Raises ConfigError for invalid settings.
     """
     settings = config.trainer
     setup = Setup.of(config)

@@ -1,4 +1,4 @@
-"""`skyrl train check-generator`: the conformance test on the generator, the tokenizer and the prompts of a run."""
+"""`skyrl train check-generator`: conformance test of a custom generator with the tokenizer and prompts of a run."""
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
@@ -10,11 +10,11 @@ from skyrl.train.rollouts.rollouts import chat_of
 from skyrl.train.strategy.base_model import load_tokenizer
 
 PROMPTS = 4
-"""Prompts of the data that are tried."""
+"""Number of prompts to try."""
 
 
 def check_generator_of(config: SkyRLTrainConfig) -> None:
-    """Say of each check whether it holds. Raises ConfigError if one does not, or there is nothing to check."""
+    """Report whether each check passes. Raises ConfigError if one fails, or if there is nothing to check."""
     name, path = config.generator.generator_class, config.trainer.policy.model.path
     if name is None:
         raise ConfigError("generator.generator_class=None: there is nothing to check; name a class as module:Class")

@@ -1,4 +1,4 @@
-"""The prompts of a run: those that it trains on, in the order of its epochs, and those that it is evaluated on."""
+"""The prompts of a run: training prompts in the order of the epochs, and evaluation prompts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from skyrl.train.rollouts.episode import Prompt
 
 
 class TrainingPrompts:
-    """The rows of the training data in the order of the epochs. A row has another name in each of them."""
+    """Rows of the training data in the order of the epochs. A row has a different name in each epoch."""
 
     def __init__(self, dataset: PromptDataset, order: PromptOrder):
         self._dataset = dataset
@@ -39,7 +39,7 @@ class TrainingPrompts:
 
 
 def training_prompts(config: SkyRLTrainConfig, chat: Chat) -> TrainingPrompts:
-    """Prompts of a run from its beginning. Raises ConfigError for data that are not there or not enough."""
+    """Create the training prompts of a new run. Raises ConfigError for missing or too few data."""
     dataset = _dataset(config, "data.train_data", config.data.train_data, chat)
     settings = config.trainer
     order = PromptOrder(
@@ -49,7 +49,7 @@ def training_prompts(config: SkyRLTrainConfig, chat: Chat) -> TrainingPrompts:
 
 
 def evaluation_prompts(config: SkyRLTrainConfig, chat: Chat) -> list[Prompt]:
-    """Prompts that a run is evaluated on; none where there is no evaluation."""
+    """Prompts for evaluation; empty if there is no evaluation."""
     settings = config.trainer
     if not config.data.val_data or (settings.eval_interval <= 0 and not settings.eval_only):
         return []
@@ -57,7 +57,7 @@ def evaluation_prompts(config: SkyRLTrainConfig, chat: Chat) -> list[Prompt]:
 
 
 def first_prompts(config: SkyRLTrainConfig, chat: Chat, count: int) -> list[Prompt]:
-    """So many prompts of the training data at most. Raises ConfigError for data that are not there."""
+    """At most this many prompts of the training data. Raises ConfigError for missing data."""
     dataset = _dataset(config, "data.train_data", config.data.train_data, chat)
     return [dataset[index] for index in range(min(count, len(dataset)))]
 

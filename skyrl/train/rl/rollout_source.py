@@ -1,22 +1,21 @@
-"""Sources of a trainer's trajectories: sampled in turn with training, one step ahead of it, or beside it.
+"""Source of a trainer's trajectories: sampled before each step, one step ahead, or concurrently with training.
 
-One class does all three. It draws prompts in their order, begins them while workers are free, and no earlier than
+One class implements all three modes. It takes prompts in order and starts them while workers are free, at most
 `max_staleness_steps` before the step that they are for:
 
-| mode | max_staleness_steps | synchronous | samples are old by |
+| mode | max_staleness_steps | synchronous | staleness of samples |
 | --- | --- | --- | --- |
-| in turn | 0 | yes | 0 steps |
+| sequential | 0 | yes | 0 steps |
 | one step off | 1 | yes | 1 step; 0 in the first |
-| beside (fully asynchronous) | as configured | no | at most `max_staleness_steps` |
+| fully asynchronous | as configured | no | at most `max_staleness_steps` |
 
-A synchronous source lets all that was begun end before the weights change: what is sampled with which weights does not
-depend on how long anything takes. The other does not wait, and `staleness_policy` says what becomes of slow prompts:
+A synchronous source completes all started samples before the weights change, so the weights of a sample do not depend
+on timing. An asynchronous source does not wait, and `staleness_policy` determines the treatment of slow prompts:
 
-- block: prompts are trained on in the order in which they were begun, and a step waits for its slowest. So neither
-  short nor lucky samples come first, and nothing is thrown away or ever too old.
-- drop: a step takes what has ended. A prompt that has become too old is cancelled and left out.
-- mask: a step takes what has ended. Of what comes late, tokens that are too old are not trained on
-  (`rows.mask_stale`).
+- block: prompts are trained on in the order in which they were started, and a step waits for its slowest prompt. This
+  avoids a bias towards short samples; nothing is dropped or becomes too stale.
+- drop: a step takes finished prompts. A prompt that becomes too stale is cancelled and dropped.
+- mask: a step takes finished prompts. Tokens of late prompts that are too stale are masked (`rows.mask_stale`).
 """
 
 import asyncio
@@ -35,35 +34,35 @@ from skyrl.train.tracking.progress import batch_bar
 
 StalenessPolicy = Literal["block", "drop", "mask"]
 Outcome = Literal["open", "settled"] | Group
-"""Outcome of a prompt: yet to be sampled, trained on or left out, or its samples, which wait to be trained on."""
+"""State of a prompt: not sampled yet, trained on or dropped, or its samples, which wait to be trained on."""
 
 
 class Order(Protocol):
     """Order of prompts."""
 
     def next(self) -> Prompt:
-        """The next prompt, of the following epoch where one has ended."""
+        """Return the next prompt; after the end of an epoch, the first of the next one."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """All that decides what comes next, as JSON has it."""
+        """State of the order, as JSON values."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where the order was that gave `state`."""
+        """Continue from a `state`."""
         ...
 
 
 class SourceState(NamedTuple):
-    """State of a source between two steps. Sources of all modes take each other's."""
+    """State of a source between two steps. It can be restored in any mode."""
 
     order: dict[str, Any]
-    """State of the order before the first prompt that is not settled."""
+    """State of the order before the first unsettled prompt."""
     prompts: Sequence[Outcome]
-    """Outcomes of the prompts that the order gave since then."""
+    """Outcomes of all prompts since then."""
 
     def as_json(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The state without samples, and an object for each sample."""
+        """Return the state without samples, and one object per sample."""
         named = ["sampled" if isinstance(outcome, list) else outcome for outcome in self.prompts]
         groups = [(index, outcome) for index, outcome in enumerate(self.prompts) if isinstance(outcome, list)]
         samples = [{"prompt": index, **as_state(item)} for index, group in groups for item in group]
@@ -71,7 +70,7 @@ class SourceState(NamedTuple):
 
     @classmethod
     def from_json(cls, state: dict[str, Any], samples: Iterable[dict[str, Any]]) -> "SourceState":
-        """The state that `as_json` gave."""
+        """Restore a state from `as_json`."""
         groups: dict[int, Group] = {}
         for sample in samples:
             groups.setdefault(sample["prompt"], []).append(from_state(sample))
@@ -81,17 +80,17 @@ class SourceState(NamedTuple):
 
 @dataclass(eq=False)
 class _Drawn:
-    """A prompt that the order has given."""
+    """A prompt taken from the order."""
 
     prompt: Prompt
     before: dict[str, Any]
-    """State of the order before it."""
+    """State of the order before this prompt."""
     step: int = 0
-    """Step of the weights that it was begun with."""
+    """Step of the weights at its start."""
     group: "asyncio.Future[Group] | None" = None
-    """None: not begun."""
+    """Samples in progress; None: not started."""
     settled: bool = False
-    """Trained on, or left out."""
+    """True if the prompt was trained on or dropped."""
 
     @property
     def running(self) -> bool:
@@ -106,18 +105,18 @@ class _Drawn:
 
 
 class Source:
-    """Gives the trajectories of one step after another.
+    """Provides the trajectories of one step after another.
 
     Args:
-        rollouts: What samples.
-        order: Of the prompts.
-        prompts: In a batch.
-        workers: Prompts that are sampled at once, at most.
-        max_failed_fraction: Of the trajectories of a batch.
-        steps: In the run: no prompts are begun for later ones.
-        max_staleness_steps: Steps that may be taken between the beginning of a sample and the step it is for.
-        synchronous: Whether all that was begun ends before the weights change.
-        staleness_policy: What becomes of prompts that are slow.
+        rollouts: Sampler of trajectories.
+        order: Order of the prompts.
+        prompts: Prompts per batch.
+        workers: Maximum prompts sampled concurrently.
+        max_failed_fraction: Maximum fraction of a batch's trajectories that may fail.
+        steps: Steps in the run: no prompts are started for later ones.
+        max_staleness_steps: Maximum steps between the start of a sample and its training step.
+        synchronous: Complete all started samples before the weights change.
+        staleness_policy: Treatment of slow prompts.
     """
 
     def __init__(
@@ -144,15 +143,15 @@ class Source:
         self._policy = staleness_policy
         self._step = 0
         self._drawn: deque[_Drawn] = deque()
-        """From the first that is not settled."""
+        """Prompts from the first unsettled one on."""
         self._tasks: set[asyncio.Task[Group]] = set()
         self._ended = asyncio.Event()
         self._dropped = 0
 
     async def take(self) -> list[Trajectory]:
-        """All samples of as many prompts as a step takes, prompt after prompt.
+        """Return all samples of one step's prompts, prompt after prompt.
 
-        Raises RolloutError as soon as too many of them have failed, and what rollouts raise.
+        Raises RolloutError as soon as too many samples have failed, and the errors of rollouts.
         """
         with batch_bar("sampling", self._prompts) as bar:
             while True:
@@ -171,12 +170,12 @@ class Source:
         return [trajectory for group in groups for trajectory in group]
 
     async def trained(self) -> None:
-        """Wait for what has to be sampled with the weights that are about to be replaced."""
+        """Wait for samples that must be completed before the weights change."""
         if self._synchronous and self._tasks:
             await asyncio.wait(self._tasks)  # `take` raises what went wrong
 
     def published(self, step: int) -> None:
-        """The weights after `step` steps are sampled from now on."""
+        """Use the weights after `step` steps for new samples."""
         self._step = step
         if self._policy == "drop":
             self._drop_stale()
@@ -184,17 +183,20 @@ class Source:
             self._begin()
 
     def metrics(self) -> Metrics:
-        """Metrics of what happened since they were asked for last."""
+        """Return the metrics since the last call."""
         dropped, self._dropped = self._dropped, 0
         return {"async/dropped_prompts": float(dropped)} if self._policy == "drop" else {}
 
     def state(self) -> SourceState:
-        """State that `restore` goes on from."""
+        """State for `restore`."""
         before = self._drawn[0].before if self._drawn else self._order.state()
         return SourceState(before, [one.outcome() for one in self._drawn])
 
     def restore(self, state: SourceState, step: int) -> None:
-        """Go on where a source was after `step` steps. What was open, or is too old here, is begun anew."""
+        """Continue from a state after `step` steps.
+
+        Prompts that were in progress, or are too stale, are started again.
+        """
         self._step = step
         self._order.restore(state.order)
         for outcome in state.prompts:
@@ -209,20 +211,20 @@ class Source:
                     one.group.set_result(outcome)
 
     async def close(self) -> None:
-        """Drop what is being sampled."""
+        """Cancel all sampling."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _ready(self) -> list[_Drawn]:
-        """Prompts of the next batch, as far as they have ended."""
+        """Finished prompts of the next batch."""
         waiting = [one for one in self._drawn if not one.settled]
         if self._policy == "block":
             waiting = waiting[: self._prompts]
         return [one for one in waiting if one.group is not None and one.group.done()][: self._prompts]
 
     def _begin(self) -> None:
-        """Begin prompts, the first first, while workers are free and the step they are for is near."""
+        """Start prompts in order while workers are free and their step is near enough."""
         free = self._workers - sum(one.running for one in self._drawn)
         most = self._prompts * min(self._staleness + 1, max(self._steps - self._step, 1))
         unsettled = [one for one in self._drawn if not one.settled]

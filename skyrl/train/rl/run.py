@@ -1,8 +1,8 @@
-"""A whole RL run: models, data, the loop around steps, and what it leaves behind.
+"""A complete RL run: models, data, the training loop, and outputs.
 
-`skyrl train rl` calls `train_rl`. Everything that decides how a run goes on is in its checkpoints, so that one that is
-killed and resumed ends as if it had not been (bit for bit with the backend's option `deterministic`, as many workers as
-before, and a synchronous source).
+`skyrl train rl` calls `train_rl`. Checkpoints contain all state of a run, so a killed and resumed run ends with the
+same result as an uninterrupted one. The results are bit-identical with the backend's option `deterministic`, the same
+number of workers, and a synchronous source.
 """
 
 import asyncio
@@ -53,26 +53,26 @@ SHOWN = {"reward/avg_raw_reward": "reward", "eval/all/avg_score": "eval"}
 """Metrics beside the progress bar."""
 
 MEMORY = "memory"
-"""Folder of snapshots of the devices' memory, beside checkpoints."""
+"""Folder of device memory snapshots, beside the checkpoints."""
 
 INIT_FROM = "trainer.init_from"
 
 POLICY, CRITIC, REFERENCE, ADAPTER = "policy", "critic", "reference", "policy_adapter"
-"""Folders of models in checkpoints and exports, and of the adapter in exports."""
+"""Folder names of models in checkpoints and exports, and of the adapter in exports."""
 
 
 class Run:
-    """A run that is set up. `open` makes one; close it with the stack that it was made in.
+    """A run that is set up. Created by `open_run`, whose stack closes it.
 
     Args:
-        config: Resolved and validated.
-        models: Where its models are.
-        trainer: What takes steps.
+        config: Resolved and validated configuration.
+        models: The run's models on a backend.
+        trainer: Trainer that runs the steps.
         prompts: Training data.
-        evaluation: Prompts that are evaluated on; none where there is no evaluation.
-        rollouts: What samples them.
-        store: Of checkpoints.
-        callbacks: That are told of its steps.
+        evaluation: Prompts for evaluation; empty if there is no evaluation.
+        rollouts: Sampler of trajectories.
+        store: Store of checkpoints.
+        callbacks: Callbacks of the run.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Run:
         self.trainer = trainer
         self._reference_models, self._has_own = reference or models, reference is not None
         self._is_base = False
-        """True if the reference computes what its base model does, so that it need not be kept."""
+        """True if the reference equals its base model, so it need not be saved."""
         self.prompts = prompts
         self._evaluation = evaluation
         self._rollouts = rollouts
@@ -99,12 +99,12 @@ class Run:
         settings = config.trainer
         self._result = result_in(settings.export_path, settings.policy.model.lora.rank, settings.save_merged)
         self._begun_at = 0
-        """Steps that were taken before the run was resumed."""
+        """Number of steps before the run was resumed."""
         self._callbacks = callbacks
 
     @property
     def global_step(self) -> int:
-        """Steps taken."""
+        """Number of completed steps."""
         return self.trainer.global_step
 
     @property
@@ -114,12 +114,12 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch, whose last rows are left out where they fill no batch."""
+        """Steps per epoch, without the last rows if they do not fill a batch."""
         return self.prompts.order.steps_per_epoch
 
     @property
     def run_id(self) -> str:
-        """Id of this run, also when it is resumed."""
+        """Id of this run, which resumed runs keep."""
         return self._store.run_id
 
     @property
@@ -129,11 +129,11 @@ class Run:
 
     @property
     def way_on(self) -> str:
-        """Way to resume from the newest checkpoint, in words."""
+        """Message with the way to resume from the newest checkpoint."""
         return WAY_ON if self.config.trainer.resume_mode == "latest" else f"with trainer.resume_mode=latest {WAY_ON}"
 
     async def train(self, report: Report, interruption: Interruption | None = None) -> None:
-        """Take all steps that are left. `report` gets the metrics of each, and of evaluations, with its number."""
+        """Run all remaining steps. `report` receives the step number and the metrics of each step and evaluation."""
         settings = self.config.trainer
         cadence = Cadence(
             evaluation=settings.eval_interval,
@@ -147,7 +147,7 @@ class Run:
         await run_steps(self, cadence, report, self._callbacks, interruption)
 
     async def step(self) -> Metrics:
-        """One step of the trainer, and dumps of what it trained on if they are asked for."""
+        """Run one step of the trainer, and write the configured dumps of its data."""
         settings = self.config.trainer
         try:
             metrics, batch = await self.trainer.step()
@@ -168,7 +168,7 @@ class Run:
             remove_old_dumps(settings.export_path, self.global_step, settings.max_dumps_to_keep)
 
     async def end_epoch(self) -> None:
-        """Renew the reference if that is asked for: it becomes the policy as it is now."""
+        """Replace the reference by the current policy, if configured."""
         if not self.config.trainer.update_ref_every_epoch:
             return
         folder = tempfile.mkdtemp(prefix="skyrl-reference-")
@@ -191,7 +191,7 @@ class Run:
         return metrics
 
     async def export(self) -> None:
-        """Write the models in Hugging Face format, and the policy's adapter in PEFT's if it has one."""
+        """Write the models in Hugging Face format, and the policy's adapter, if any, in PEFT format."""
         place = place_of(self.config.trainer.export_path)
         folder = place.folder / f"global_step_{self.trainer.global_step}"
         for name, model in self._trained().items():
@@ -206,11 +206,11 @@ class Run:
             await self._result.write(self.trainer.policy, keep_earlier=self._begun_at == 0)
 
     def improves(self, metrics: Metrics) -> bool:
-        """Return True if those of an evaluation are the best so far by `best_metric`."""
+        """Return True if the metrics of an evaluation are the best so far by `best_metric`."""
         return self._store.judge(self.global_step, metrics)
 
     async def save(self) -> "asyncio.Task[Where]":
-        """Begin to write a checkpoint of the run as it is. Returns what ends with its folder."""
+        """Start to write a checkpoint of the current state. Returns an awaitable of its folder."""
         trainer, update = self.trainer, self.trainer.update
         sampling = trainer.state()
         source, waiting = sampling.source.as_json()
@@ -237,7 +237,10 @@ class Run:
             log.warning("%s cannot be written: %s", path, error)
 
     async def begin(self, initial: Checkpoint | None) -> None:
-        """Make the models anew, with the weights of a checkpoint if there is one, which KL is measured from then."""
+        """Create the models, with the weights of a checkpoint if there is one.
+
+        KL is then measured from these weights.
+        """
         settings, trainer = self.config.trainer, self.trainer
         if initial is None:
             await trainer.policy.create(policy_adapter(self.config))
@@ -251,7 +254,7 @@ class Run:
             await trainer.critic.create(critic_adapter(self.config), value_head=True)
 
     async def restore(self, checkpoint: Checkpoint) -> None:
-        """Be what the checkpoint's run was."""
+        """Restore the state of a checkpoint."""
         self._begun_at = checkpoint.step
         trainer, update, state = self.trainer, self.trainer.update, checkpoint.state
         for name, model in self._trained().items():
@@ -266,18 +269,18 @@ class Run:
         update.kl_controller.value = state["kl_coefficient"]
 
     async def create_reference(self) -> None:
-        """Make the reference of workers of its own, if it was not loaded: fresh, as its base model is."""
+        """Create a reference on separate workers, if it was not loaded, with the weights of its base model."""
         if self._has_own and self.trainer.update.reference is None:
             self._is_base, self.trainer.update.reference = True, self._reference_models.learner(REFERENCE)
             await self.trainer.update.reference.create(LoraConfig(rank=1))
 
     def summary(self) -> str:
-        """The last words of a run that has finished: steps, and what it left where."""
+        """Final message of a finished run: steps, and the paths of its outputs."""
         before = f", {self._begun_at} of them before this run was resumed" if self._begun_at else ""
         return closing_summary(f"{self.global_step} of {self.total_steps} steps are taken{before}", self.places())
 
     def places(self) -> dict[str, Where]:
-        """Folders and files that a run leaves, by what is there."""
+        """Paths of a run's outputs, by description."""
         settings = self.config.trainer
         store, exports, best = self._store, place_of(settings.export_path), self._store.best
         return {
@@ -292,16 +295,16 @@ class Run:
         }
 
     def _trained(self) -> dict[str, Learner]:
-        """Models that are made of trained weights: not a teacher."""
+        """Models with trained weights; a teacher is not one of them."""
         reference = None if self._is_base else self.trainer.update.reference
         models = {POLICY: self.trainer.policy, CRITIC: self.trainer.critic, REFERENCE: reference}
         return {name: model for name, model in models.items() if model is not None}
 
 
 async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: RewardShaping = env_rewards) -> Run:
-    """Set up models and data, from a checkpoint if the configuration says so. `stack` frees what it takes.
+    """Set up models and data, from a checkpoint if configured. Resources are released by `stack`.
 
-    Raises ConfigError for what cannot be run.
+    Raises ConfigError for invalid settings.
     """
     settings = config.trainer
     setup = Setup.of(config)
@@ -340,8 +343,8 @@ async def train_rl(
 ) -> Run:
     """Train as a resolved configuration says. Returns the run, whose backend is closed.
 
-    Metrics go to `metrics.jsonl` in the run's checkpoints and to its trackers, and to `report`. `shape_rewards` makes
-    the rewards to train with of those that the environment gave.
+    Metrics go to `metrics.jsonl` in the run's checkpoints, to its trackers, and to `report`. `shape_rewards` computes
+    the rewards to train with from the environment's rewards.
     """
     with ExitStack() as stack:
         interruption = Interruption()
@@ -375,7 +378,7 @@ async def train_rl(
 
 
 def _limit(run: Run) -> str:
-    """Settings that say how many steps there are."""
+    """Settings that determine the number of steps."""
     settings = run.config.trainer
     names = ["trainer.max_steps"] if run.total_steps == settings.max_steps else []
     if settings.max_steps is None or (
@@ -386,7 +389,7 @@ def _limit(run: Run) -> str:
 
 
 def _kept(dump: Callable[..., Where], *arguments: Any) -> None:
-    """Write a dump; a disk that refuses it is no reason to stop training."""
+    """Write a dump. A failed write is logged and does not stop training."""
     try:
         dump(*arguments)
     except StorageError as error:
@@ -402,7 +405,7 @@ def _arrays(batch: Batch) -> dict[str, Array]:
 
 
 def _schedule(config: SkyRLTrainConfig, steps: int) -> Callable[[OptimizerConfig, int], float]:
-    """Learning rates over all optimizer steps of a run of so many steps."""
+    """Learning rate schedule over all optimizer steps of a run."""
     settings = config.trainer
 
     def factor(optimizer: OptimizerConfig, step: int) -> float:

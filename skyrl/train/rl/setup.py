@@ -1,4 +1,4 @@
-"""Setup for training and evaluation of a policy: checks, the tokenizer, the places of models and checkpoints."""
+"""Setup for training and evaluation of a policy: checks, tokenizer, and locations of models and checkpoints."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -27,21 +27,21 @@ BASE_MODEL, REFERENCE_MODEL = "trainer.policy.model.path", "trainer.ref.model.pa
 
 
 class Setup(NamedTuple):
-    """A configuration that can be run, before anything is loaded that takes long."""
+    """A checked configuration, before anything slow is loaded."""
 
     tokenizer: ChatTokenizer
     chat: Chat
     store: CheckpointStore
     load: Callable[[], AbstractContextManager[Models]]
-    """Loads the base model, and makes room for models."""
+    """Loads the base model and allocates memory for models."""
     load_reference: Callable[[], AbstractContextManager[Models]] | None
-    """The same of a reference that is another model (a teacher), or has workers of its own."""
+    """Loads the reference, if it is a different model (a teacher) or has separate workers."""
     load_critic: Callable[[], AbstractContextManager[Models]] | None
-    """The same of a critic that has workers of its own."""
+    """Loads the critic, if it has separate workers."""
 
     @classmethod
     def of(cls, config: SkyRLTrainConfig) -> "Setup":
-        """Check a resolved configuration. Raises ConfigError for what cannot be run."""
+        """Check a resolved configuration. Raises ConfigError for invalid settings."""
         validate(config)
         settings = config.trainer
         path = settings.policy.model.path
@@ -74,7 +74,7 @@ class Setup(NamedTuple):
 
 
 def source_of(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPrompts, steps: int) -> Source:
-    """The source of rollouts for a run of so many steps."""
+    """Create the source of rollouts for a run of this many steps."""
     settings, parallel = config.trainer, config.trainer.fully_async
     staleness = parallel.max_staleness_steps if parallel.enabled else int(settings.one_step_off)
     batch = settings.train_batch_size
@@ -92,9 +92,9 @@ def source_of(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPro
 
 
 async def check_environments(config: SkyRLTrainConfig, prompts: Sequence[Prompt]) -> None:
-    """Raise ConfigError for environments that do not exist or refuse their rows, and settings of none that is used.
+    """Raise ConfigError for unknown environments, for rows that their environment rejects, and for unused settings.
 
-    A generator reads both as it likes, so nothing is checked where there is one.
+    Nothing is checked with a custom generator, which defines the meaning of both.
     """
     if config.generator.generator_class is None:
         check_settings(config.environment.skyrl_gym, tuple(dict.fromkeys(prompt.env_class for prompt in prompts)))
@@ -104,9 +104,9 @@ async def check_environments(config: SkyRLTrainConfig, prompts: Sequence[Prompt]
 def _reference_loader(
     config: SkyRLTrainConfig, strategy: Strategy, tokenizer: ChatTokenizer
 ) -> Callable[[], AbstractContextManager[Models]]:
-    """Loader of a reference that is another model, which scores the policy's tokens and sequences as they are.
+    """Return the loader of a reference that is a different model, with the policy's tokenizer and sequence lengths.
 
-    Raises ConfigError for one that cannot.
+    Raises ConfigError for an incompatible model.
     """
     path, policy = config.trainer.ref.model.path, config.trainer.policy.model.path
     assert path is not None
@@ -128,7 +128,7 @@ def _reference_loader(
 
 
 def _longest(config: SkyRLTrainConfig) -> int:
-    """Tokens of the longest sequence that is trained on."""
+    """Length of the longest training sequence in tokens."""
     generator = config.generator
     assert generator.max_input_length is not None, "the configuration is resolved"
     return generator.max_input_length + generator.sampling_params.max_generate_length

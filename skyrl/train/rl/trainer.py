@@ -1,4 +1,4 @@
-"""RL: sample, score, train, publish; evaluate and checkpoint in between."""
+"""The RL trainer: sample, score, train, publish. Evaluations and checkpoints happen between its steps."""
 
 import logging
 import time
@@ -23,18 +23,18 @@ log = logging.getLogger(__name__)
 
 
 SAMPLED = "sampled tokens"
-"""Tokens of all samples of a step, those that dynamic sampling leaves out too."""
+"""Metric: tokens of all samples of a step, including those that dynamic sampling drops."""
 
 
 class SamplingState(NamedTuple):
-    """State that decides which samples come next."""
+    """State that determines the next samples."""
 
     source: SourceState
     generator: Any
-    """Generator state for the draws of dynamic sampling."""
+    """State of the random generator for dynamic sampling."""
 
     def without_failures(self) -> "SamplingState":
-        """The state in which prompts of which a sample has failed are yet to be sampled."""
+        """Return the state in which prompts with a failed sample are not sampled yet."""
         prompts = ["open" if _has_failed(outcome) else outcome for outcome in self.source.prompts]
         return self._replace(source=self.source._replace(prompts=prompts))
 
@@ -44,14 +44,14 @@ def _has_failed(outcome: Outcome) -> bool:
 
 
 class RLTrainer:
-    """Trains a policy, one step after another. What happens around a step is up to whoever calls `step`.
+    """Trains a policy step by step. Work between the steps is up to the caller.
 
     Args:
-        config: Resolved and validated.
-        policy: What is trained and samples; it exists.
-        critic: What estimates values, if there is one.
-        source: Of trajectories.
-        update: What a batch does to policy and critic.
+        config: Resolved and validated configuration.
+        policy: The policy, which exists already.
+        critic: The critic, if there is one.
+        source: Source of trajectories.
+        update: Trains policy and critic on a batch.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RLTrainer:
         self.source = source
         self.update = update
         self.global_step = 0
-        """Steps taken."""
+        """Number of completed steps."""
         self._algorithm = config.trainer.algorithm
         prompts = config.trainer.train_batch_size
         self.collected: DynamicSampling[Trajectory] = DynamicSampling(
@@ -71,27 +71,27 @@ class RLTrainer:
         )
         """Trajectories that dynamic sampling has kept for the next step."""
         self.generator = np.random.default_rng([config.trainer.seed, 1])
-        """Draws replacements of dynamic sampling."""
+        """Random generator of the replacements by dynamic sampling."""
         self._before: SamplingState | None = None
-        """State in which the step began whose samples are being drawn."""
+        """State at the start of the current step."""
 
     @property
     def is_sampling(self) -> bool:
-        """True while the samples of a step are drawn, or could not be: models are what they were before it."""
+        """True while a step is sampling, or after its sampling failed: the models are unchanged."""
         return self._before is not None
 
     def state(self) -> SamplingState:
-        """State that the next step goes on from; in a step, before it has its samples, the one that it began with."""
+        """State for the next step. While a step is sampling, the state at its start."""
         return self._before or SamplingState(self.source.state(), self.generator.bit_generator.state)
 
     def restore(self, state: SamplingState, step: int) -> None:
-        """Go on where a trainer was after `step` steps."""
+        """Continue from a state after `step` steps."""
         self.source.restore(state.source, step)
         self.generator.bit_generator.state = state.generator
         self.global_step = step
 
     async def step(self) -> tuple[Metrics, Batch]:
-        """One step: metrics, and what it trained on."""
+        """Run one step. Returns its metrics and its training data."""
         begun = time.monotonic()
         self._before = self.state()
         try:
@@ -135,7 +135,7 @@ class RLTrainer:
         return metrics, batch
 
     async def _sample(self) -> tuple[list[Trajectory], list[str], Metrics]:
-        """Trajectories of a step with the prompt of each, and metrics of all that was sampled for it."""
+        """Sample the trajectories of a step. Returns them with their prompts, and metrics of all samples."""
         everything: list[Trajectory] = []
         batches = 0
         while True:
@@ -156,7 +156,7 @@ class RLTrainer:
                 return *chosen, metrics | {"generate/sample_batches": float(batches), SAMPLED: float(tokens)}
 
     def _chosen(self, trajectories: list[Trajectory], batches: int) -> tuple[list[Trajectory], list[str]] | None:
-        """Trajectories to train on, or None where more has to be sampled first."""
+        """Return the trajectories to train on, or None if more samples are needed first."""
         usable = [item for item in trajectories if item.failure is None]
         uids = [item.id.instance_id for item in usable]
         rewards = np.array([item.reward for item in usable])

@@ -1,7 +1,7 @@
 """One training step on a batch: scores, advantages, and the optimizer steps of critic and policy.
 
-Everything that spans the batch (groups, normalisation, masks, the reduction's weights) is computed here, before passes
-are cut in any way; what goes to the backend is one number per token.
+All computations that span the batch (groups, normalization, masks, weights of the reduction) happen here, before the
+batch is split into passes. The backend receives one number per token.
 """
 
 import asyncio
@@ -40,18 +40,19 @@ from skyrl.types import ForwardBackwardOutput
 log = logging.getLogger(__name__)
 
 RewardShaping = Callable[[Batch], Array]
-"""Rewards `[rows, tokens]` to train with. Filters, and metrics of rewards, look at those of the environment."""
+"""Function that returns the rewards `[rows, tokens]` to train with. Filters and reward metrics use those of the
+environment."""
 
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 
 
 def env_rewards(batch: Batch) -> Array:
-    """The environment's rewards as they are."""
+    """Return the environment's rewards unchanged."""
     return batch.rewards
 
 
 class _Scored(NamedTuple):
-    """Scores of the models before the batch is trained on, each `[rows, tokens]`. None: nobody needs it."""
+    """Scores of the models before training on the batch, each `[rows, tokens]`. None: not needed."""
 
     logprobs: Array | None
     entropy: Array | None
@@ -59,7 +60,7 @@ class _Scored(NamedTuple):
     values: Array | None
 
     def arrays(self) -> dict[str, Array]:
-        """Those that there are, by the names in dumps."""
+        """Existing scores by their names in dumps."""
         named = {
             "old_logprobs": self.logprobs,
             "reference_logprobs": self.reference,
@@ -72,11 +73,11 @@ class Update:
     """Trains on batches.
 
     Args:
-        config: Resolved.
-        policy: What is trained.
-        critic: What estimates values, where the advantage estimator needs them.
+        config: Resolved configuration.
+        policy: The policy.
+        critic: The critic, if the advantage estimator needs values.
         schedule: Factor of a model's learning rate at an optimizer step, from 0: (optimizer_config, step) -> factor.
-        shape_rewards: What is trained with in the place of the environment's rewards.
+        shape_rewards: Computes the rewards to train with.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Update:
             or self._algorithm.policy_loss_type in COVARIANCE_LOSSES
             or config.trainer.policy.model.lora.dropout  # which the training pass alone has
         )
-        """True if the training pass tells all that a forward pass before it would tell."""
+        """True if the training pass returns the same scores as a separate forward pass before it."""
         self._samples_are_old = config.trainer.fully_async.enabled or config.trainer.one_step_off
         self._warned_of_mismatch = False
         self._objective = policy_objective(self._options, self._on_policy)
@@ -118,14 +119,15 @@ class Update:
             horizon=self._algorithm.kl_ctrl.horizon,
         )
         self.generator = np.random.default_rng(config.trainer.seed)
-        """Draws the tokens of clip_cov."""
+        """Random generator for the tokens of clip_cov."""
         self.reference: Learner | None = None
-        """A frozen model in the place of the base model: a teacher, or once there is one (update_ref_every_epoch)."""
+        """Frozen model instead of the base model: a teacher, or an earlier policy (update_ref_every_epoch). None: base
+        model."""
         self.policy_steps = 0
         """Optimizer steps of the policy so far."""
         self.critic_steps = 0
         self.arrays: dict[str, Array] = {}
-        """Scores, advantages and returns of the batch that was trained on last, `[rows, tokens]`, for dumps."""
+        """Scores, advantages and returns of the last batch, `[rows, tokens]`, for dumps."""
 
     async def __call__(self, batch: Batch) -> Metrics:
         """Train on a batch. Returns metrics by name."""
@@ -184,7 +186,7 @@ class Update:
         return _Scored(logprobs, entropy, reference, values)
 
     def _seen(self, batch: Batch, scored: _Scored) -> Metrics:
-        """Metrics of the policy on the batch before it is trained on it, as far as they are known by now."""
+        """Metrics of the policy on the batch before training, as far as they are known."""
         logprobs, entropy, reference, rollout = (
             scored.logprobs,
             scored.entropy,
@@ -203,7 +205,7 @@ class Update:
         return metrics
 
     def _warn_of_mismatch(self, found: Metrics) -> None:
-        """Say once that sampler and trainer disagree, unless samples may be of older weights, which differ anyhow."""
+        """Warn once if sampler and trainer disagree, unless samples may be stale and differ anyway."""
         if self._samples_are_old or self._warned_of_mismatch or found["rollout_train_kl"] <= MISMATCH_KL:
             return
         self._warned_of_mismatch = True
@@ -220,7 +222,7 @@ class Update:
         )
 
     def _advantages(self, batch: Batch, rewards: Array, values: Array | None) -> Advantages:
-        """Advantages and returns of each token. Estimators see the tokens of whole trajectories."""
+        """Advantages and returns of each token. Estimators get the tokens of whole trajectories."""
         inputs = AdvantageInputs(
             batch.by_trajectory(rewards),
             batch.by_trajectory(batch.mask),
@@ -241,7 +243,7 @@ class Update:
     def _fields(
         self, batch: Batch, mask: Array, scored: _Scored, estimated: Advantages
     ) -> tuple[dict[str, Array], Metrics]:
-        """Inputs of the policy's objective, and metrics of the corrections for differences of sampler and trainer."""
+        """Inputs of the policy's objective, and metrics of the off-policy correction."""
         fields = {"advantages": estimated.advantages}
         if scored.logprobs is not None:
             fields["sampling_logprobs"] = scored.logprobs
@@ -260,7 +262,7 @@ class Update:
         return {name: fields[name] for name in fields if name in self._objective.inputs}, metrics
 
     async def _train_policy(self, batch: Batch, mask: Array, fields: dict[str, Array], scored: _Scored) -> Metrics:
-        """Metrics of the optimizer steps, without those that would have no token to train on."""
+        """Run the optimizer steps of the policy, except for those without a trained token. Returns metrics."""
         optimizer = self._trainer.policy.optimizer_config
         found: list[Metrics] = []
         seen: Metrics = {}
@@ -291,7 +293,7 @@ class Update:
     def _policy_metrics(
         self, batch: Batch, rows: Array, mask: Array, output: ForwardBackwardOutput, given: dict[str, Array]
     ) -> Metrics:
-        """Metrics of a mini-batch from what its pass was given, `[rows of the batch, tokens]`, and what it returned."""
+        """Metrics of a mini-batch from the inputs `[rows of the batch, tokens]` and outputs of its pass."""
         found = {
             name: batch.padded_of(rows, [scores[name] for scores in output.loss_fn_outputs], np.float64)
             for name in self._objective.outputs
@@ -339,7 +341,7 @@ class Update:
         return batch.mini_batches(prompts) * self._trainer.update_epochs_per_batch
 
     def _weights(self, batch: Batch, mask: Array, rows: Array) -> Array:
-        """`[rows of the batch, tokens]`: weights of a mini-batch by the loss's reduction, 0 in other rows."""
+        """Weights of a mini-batch by the loss reduction, `[rows of the batch, tokens]`, 0 in other rows."""
         weights = np.zeros(mask.shape)
         weights[rows] = token_weights(
             self._algorithm.loss_reduction,
@@ -351,7 +353,7 @@ class Update:
         return weights
 
     async def _selected(self, batch: Batch, mask: Array, fields: dict[str, Array], rows: Array) -> Array:
-        """The tokens that the loss treats differently, chosen by what the policy says of the mini-batch now."""
+        """Select the tokens that the loss treats differently, by the policy's current scores of the mini-batch."""
         output = await self._policy.forward(batch.data(rows), self._logprobs)
         logprobs = np.zeros(mask.shape)
         for row, scores in zip(rows, output.loss_fn_outputs, strict=True):

@@ -1,4 +1,4 @@
-"""Metrics of the optimizer steps of policy and critic, in NumPy, from what a pass was given and what it returned."""
+"""Metrics of the optimizer steps of policy and critic, computed in NumPy from the inputs and outputs of a pass."""
 
 import logging
 from functools import cache
@@ -13,25 +13,26 @@ from skyrl.train.tracking.metrics import Metrics
 log = logging.getLogger(__name__)
 
 TOKEN_RATIO, SEQUENCE_RATIO = ("regular", "dual_clip", "ppo"), ("gspo",)
-"""Policy losses that clip the ratio of each token, and of each sequence."""
+"""Policy losses that clip the ratio of each token, and those that clip the ratio of each sequence."""
 LARGEST_LOG_RATIO = 20
 MISMATCH_NATS = 0.1
-"""Difference of a token's log-probabilities beyond which sampler and trainer do not say the same: a ratio of 1.1."""
+"""Difference of a token's log-probabilities above which sampler and trainer disagree: a ratio of 1.1."""
 MISMATCH_KL = 1e-3
-"""KL of the trainer from the sampler, in nats, beyond which a run warns: bfloat16 engines stay below it."""
+"""KL divergence of trainer and sampler, in nats, above which a run logs a warning. bfloat16 engines stay below it."""
 
 
 def policy_metrics(objective: PolicyObjective, x: LossInputs, mask: Array) -> Metrics:
-    """Terms of the loss, and how far the policy is from where the step began.
+    """Terms of the loss, and the distance of the policy from its state at the start of the step.
 
     Args:
-        objective: Of the pass.
-        x: float64 `[rows, tokens]`: what the pass was given, and the log-probabilities that it returned.
-        mask: bool `[rows, tokens]`: tokens that are trained on.
+        objective: Objective of the pass.
+        x: float64 `[rows, tokens]`: inputs of the pass, and the log-probabilities that it returned.
+        mask: bool `[rows, tokens]`: trained tokens.
 
-    `policy_loss`, `kl_loss` and `entropy_loss` add up to the loss of the pass. `clip_fraction` is the share of tokens
-    whose gradient the clip has removed, which is 0 in the first step after sampling (as in
-    https://huggingface.co/docs/trl/grpo_trainer); `approx_kl` is the k3 estimate of http://joschu.net/blog/kl-approx.html.
+    `policy_loss`, `kl_loss` and `entropy_loss` add up to the loss of the pass. `clip_fraction` is the fraction of
+    tokens whose gradient was removed by the clip, which is 0 in the first step after sampling (as in
+    https://huggingface.co/docs/trl/grpo_trainer). `approx_kl` is the k3 estimate of
+    http://joschu.net/blog/kl-approx.html.
     """
     metrics = _terms(objective, x)
     assert x.sampling_logprobs is not None
@@ -59,14 +60,14 @@ def policy_metrics(objective: PolicyObjective, x: LossInputs, mask: Array) -> Me
 
 
 def mismatch_metrics(trainer: Array, sampler: Array) -> Metrics:
-    """Compare the trainer's log-probabilities with those that the sampler gave the same tokens.
+    """Compare the log-probabilities of trainer and sampler for the same tokens.
 
     Args:
         trainer: float64 `[tokens]`, nats.
         sampler: float64 `[tokens]`, nats.
 
-    `rollout_train_kl` is the k3 estimate (http://joschu.net/blog/kl-approx.html) of KL(sampler || trainer), as the
-    sampler drew these tokens; `rollout_train_off_fraction` the share that is more than `MISMATCH_NATS` apart.
+    `rollout_train_kl` is the k3 estimate (http://joschu.net/blog/kl-approx.html) of KL(sampler || trainer), because the
+    sampler drew these tokens. `rollout_train_off_fraction` is the fraction that differs by more than `MISMATCH_NATS`.
     """
     log_ratio = trainer - sampler
     difference = np.abs(log_ratio)
@@ -105,7 +106,7 @@ def _bounds(objective: PolicyObjective) -> tuple[float, float]:
 
 
 def advantage_metrics(advantages: Array) -> Metrics:
-    """Spread of the advantages of all tokens that are trained on."""
+    """Spread of the advantages of all trained tokens."""
     if not advantages.size:
         return {}
     return {
@@ -118,16 +119,16 @@ def advantage_metrics(advantages: Array) -> Metrics:
 
 
 def explained_variance(values: Array, returns: Array) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 for a critic that is right, 0 for one that knows the mean alone.
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one that predicts the mean.
 
-    0 where all returns are equal.
+    0 if all returns are equal.
     """
     spread = float(returns.var()) if returns.size else 0.0
     return 1 - float((returns - values).var()) / spread if spread else 0.0
 
 
 def value_clip_fraction(new: Array, old: Array, returns: Array, mask: Array, value_clip: float | None) -> Metrics:
-    """Share of tokens whose clipped value is farther from the return than the value: the loss is the clipped one's."""
+    """Fraction of tokens whose loss uses the clipped value, because it is farther from the return."""
     if value_clip is None or not mask.any():
         return {}
     clipped = old + np.clip(new - old, -value_clip, value_clip)

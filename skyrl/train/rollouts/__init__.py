@@ -1,3 +1,3 @@
-"""Rollouts: episodes of a model in environments, in parallel, as trajectories and rows to train on. `rollouts` is the
-door.
+"""Rollouts: episodes of a model in environments, run in parallel, as trajectories and training rows. Start reading with
+`rollouts`.
 """

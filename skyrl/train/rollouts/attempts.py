@@ -1,7 +1,7 @@
-"""A trajectory whatever happens: timeouts, environments that are closed, failures that are data, and new attempts.
+"""Attempts at a trajectory: timeouts, closing of environments, recorded failures, and retries.
 
-A failure ends its attempt, not the run. Another attempt gets a fresh environment; when there are none left, the
-trajectory says why. Only what would fail for every trajectory alike (`FATAL`) is raised.
+A failure ends its attempt, not the run. The next attempt gets a fresh environment. After the last attempt, the
+trajectory contains the failure. Only errors that would fail every trajectory (`FATAL`) are raised.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from skyrl.train.tracking.metrics import Metrics
 from skyrl.utils.own_code import own_line
 
 CLOSE_S = 30.0
-"""Seconds that an environment may take to close."""
+"""Time limit in seconds for closing an environment."""
 
 KINDS: dict[Stage, FailureKind] = {
     "environment": "env_error",
@@ -36,15 +36,15 @@ log = logging.getLogger(__name__)
 
 
 class RolloutError(Exception):
-    """Too many trajectories failed. The message has the numbers, the kinds and the first error."""
+    """Too many trajectories have failed. The message has the numbers, the kinds and the first error."""
 
 
 class Attempt(Protocol):
-    """One attempt at a trajectory. What has happened so far can be read at any time."""
+    """One attempt at a trajectory. Its state so far can be read at any time."""
 
     @property
     def stage(self) -> Stage:
-        """Part that is or was at work."""
+        """Part that is running, or that ran last."""
         ...
 
     @property
@@ -52,20 +52,20 @@ class Attempt(Protocol):
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The prompt, as it was sampled from."""
+        """The prompt that was sampled from."""
         ...
 
     @property
     def raised(self) -> Exception | None:
-        """Exception on the last action, if that has a reward."""
+        """Exception of the environment on the last action, if `env_error_reward` applies to it."""
         ...
 
     async def play(self) -> tuple[TrajectoryStopReason, Metrics]:
-        """Play it to its end. Returns why it ended, and numbers of it beside those of turns."""
+        """Run the attempt. Returns its stop reason, and its metrics apart from those of turns."""
         ...
 
     async def close(self) -> None:
-        """Release what it holds. Called exactly once, also after a failure."""
+        """Release resources. Called exactly once, also after a failure."""
         ...
 
 
@@ -103,7 +103,7 @@ class EnvironmentAttempt:
 
 
 class GeneratorAttempt:
-    """An attempt by a generator of one's own."""
+    """An attempt by a custom generator."""
 
     stage: Stage = "generator"
     raised = None
@@ -134,15 +134,15 @@ async def run_trajectory(
     timeout_s: float | None,
     retries: int,
 ) -> Trajectory:
-    """The trajectory of the first attempt that does not fail, or of the last one.
+    """Return the trajectory of the first successful attempt, or of the last one.
 
     Args:
-        identity: What to call it.
-        prompt: What it is of.
-        make_attempt: Makes one, given its number, from 1; it is closed exactly once, whatever happens.
-        tracebacks: Shows what environments and generators raise.
-        timeout_s: Seconds that an attempt may take. None: no limit.
-        retries: Attempts after the first.
+        identity: Id of the trajectory.
+        prompt: Its prompt.
+        make_attempt: Creates an attempt from its number (from 1), which is closed exactly once in any case.
+        tracebacks: Logger of exceptions in environments and generators.
+        timeout_s: Time limit of an attempt in seconds. None: no limit.
+        retries: Maximum number of attempts after the first.
 
     Raises the errors in `FATAL`.
     """
@@ -200,7 +200,7 @@ async def _played(
 
 
 async def _close(attempt: Attempt, identity: TrajectoryId) -> None:
-    """Close an attempt's environment; what it does wrong meanwhile changes nothing about its trajectory."""
+    """Close an attempt's environment. Errors are logged and do not affect the trajectory."""
     try:
         async with asyncio.timeout(CLOSE_S):
             await attempt.close()
@@ -220,13 +220,13 @@ def _means(turns: Sequence[Turn]) -> Metrics:
 
 
 class Tracebacks:
-    """Shows where environments and generators raise: the whole traceback the first time, then nothing."""
+    """Logs exceptions of environments and generators: the full traceback the first time, then nothing."""
 
     def __init__(self) -> None:
         self._shown: set[tuple[type[Exception], str, int]] = set()
 
     def show(self, identity: TrajectoryId, error: Exception) -> None:
-        """Log an error that one of them raised, with its traceback."""
+        """Log an exception with its traceback, unless it was logged before."""
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         file, line = frames[-1] if frames else ("", 0)
         if (type(error), file, line) not in self._shown:
@@ -235,16 +235,16 @@ class Tracebacks:
 
 
 class FailureBudget:
-    """Budget of the trajectories that may fail."""
+    """Limit on the number of failed trajectories."""
 
     def __init__(self, max_failed_fraction: float, trajectories: int):
-        """Allow a fraction of a known number of trajectories."""
+        """Allow a fraction of a known number of trajectories to fail."""
         self._fraction = max_failed_fraction
         self._trajectories = trajectories
         self._failures: list[Trajectory] = []
 
     def count(self, trajectory: Trajectory) -> None:
-        """Note how one ended. Raises RolloutError as soon as too many have failed."""
+        """Count the end of a trajectory. Raises RolloutError as soon as too many have failed."""
         if trajectory.failure is None:
             return
         self._failures.append(trajectory)

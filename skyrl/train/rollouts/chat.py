@@ -1,10 +1,10 @@
-"""Messages as tokens and tokens as messages, with a model's tokenizer and chat template.
+"""Conversion between messages and tokens with a model's tokenizer and chat template.
 
-A conversation is rendered as text and encoded as a whole, or continued: given the tokens up to a response, what does
-the template put between that response and the next one? To find out, a small conversation is rendered whose last
-answer is a marker; what follows the marker is what the template puts after any answer. That text begins with the token
-that ends a turn (a special token, at which tokenizers cut before they do anything else), so that encoding it alone
-gives the tokens that it would have in the whole conversation.
+A conversation is rendered as text and encoded as a whole, or continued. A continuation needs the tokens that the
+template puts between a response and the next one. To find them, a small conversation is rendered whose last answer is a
+marker; the text after the marker follows every answer. This text begins with the token that ends a turn. It is a
+special token, at which tokenizers split first, so encoding the text alone gives the same tokens as in the whole
+conversation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,14 @@ from skyrl.train.rollouts.templates import template_error
 from skyrl.utils.chat_template import MARKER, SHORT
 
 LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
-"""Longer chat than `SHORT`. The text after the marker has to be the same in both."""
+"""A longer chat than `SHORT`. The text after the marker must be equal in both."""
 REMEMBERED = 256
-"""Texts whose tokens are kept: the samples of a prompt begin alike, and many turns are answered alike."""
+"""Maximum number of texts whose tokens are cached, because samples of a prompt and many answers begin with equal texts.
+"""
 
 
 class ChatTokenizer(Protocol):
-    """Interface that is used of a `transformers` tokenizer."""
+    """The used part of the interface of a `transformers` tokenizer."""
 
     @property
     def eos_token_id(self) -> Any: ...
@@ -83,14 +84,14 @@ class Chat:
             ) from error
         first = self._encode(after_answer or "")[:1]
         self.end_of_turn: int = first[0] if first and first[0] in self._added else tokenizer.eos_token_id
-        """The token that the template puts after an assistant's message; the tokenizer's eos_token if it puts none."""
+        """The token that the template puts after an assistant message; the tokenizer's eos_token if it puts none."""
         self.extra_end: int | None = None if self.end_of_turn == tokenizer.eos_token_id else self.end_of_turn
-        """`end_of_turn`, if the tokenizer names another token as the end: samplers have to be told of it."""
+        """`end_of_turn`, if it differs from the tokenizer's end token. Samplers must get it as a stop token."""
         self._ends = {self.end_of_turn, tokenizer.eos_token_id}
         self._checked: set[tuple[str, ...]] = set()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """Tokens of a conversation, up to where the model's next message begins."""
+        """Tokens of a conversation, up to the start of the model's next message."""
         return self._encode(self._text(messages, tools))
 
     def written(self, messages: Sequence[Message]) -> str:
@@ -98,10 +99,10 @@ class Chat:
         return self._text(messages, None, answering=False)
 
     def continuation(self, observations: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """Tokens between a response and the next one: the end of the turn, messages, the next turn's beginning.
+        """Tokens between a response and the next one: end of turn, messages, start of the next turn.
 
-        The first token is `end_of_turn`. Raises ConfigError if the template does not allow it: if what it puts there
-        depends on what came before, or does not begin with a token that ends a turn.
+        The first token is `end_of_turn`. Raises ConfigError if the template does not support this, because these tokens
+        depend on the earlier conversation or do not begin with a token that ends a turn.
         """
         text = self._after_marker([*SHORT, *observations], tools)
         roles = tuple(str(message.get("role")) for message in observations)
@@ -111,11 +112,11 @@ class Chat:
         return self._encode(text or "")
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of bare text."""
+        """Tokens of plain text."""
         return self._encode(text)
 
     def ended(self, response: Sequence[int]) -> bool:
-        """Return True if the last token of a response is one that ends a turn."""
+        """Return True if the last token of a response ends a turn."""
         return bool(response) and response[-1] in self._ends
 
     def text(self, response: Sequence[int]) -> str:

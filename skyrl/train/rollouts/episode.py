@@ -1,6 +1,6 @@
-"""One attempt at a trajectory: the model and an environment take turns until one of them is done.
+"""One attempt at a trajectory: the model and an environment alternate until one of them is done.
 
-What has happened so far (`turns`, `stage`) can be read at any time, so that a failure can say where it happened.
+The state so far (`turns`, `stage`) can be read at any time, so a failure can be located.
 """
 
 import copy
@@ -20,7 +20,7 @@ from skyrl.train.rollouts.trajectory import TrajectoryStopReason, Turn, checked_
 Stage = Literal["environment", "template", "sampler", "generator"]
 
 FATAL = (ConfigError, ImportError, NotImplementedError, WrongWeights)
-"""Errors of the program or its configuration: another attempt would fail again, and so would the other trajectories."""
+"""Errors of the program or its configuration, which would also fail other attempts and other trajectories."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Prompt:
     """Beginning of the conversation."""
 
     env_class: str
-    """Id of its environment."""
+    """Id of the row's environment."""
 
     instance_id: str
-    """Name of the row; its samples are compared with each other."""
+    """Name of the row, by which its samples are grouped."""
 
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns. `tools` are shown to the model by the chat template."""
+    """The other columns. The chat template shows `tools` to the model."""
 
     source: str = field(default="", compare=False)
     """File and row, for messages."""
@@ -47,11 +47,11 @@ class Episode:
     """One run of an environment.
 
     Args:
-        sampler: The model.
-        chat: Its tokenizer and template.
-        config: How histories are kept, and limits of turns and inputs.
-        params: How to sample.
-        session_id: Of the sampler's calls.
+        sampler: Sampler of the model.
+        chat: Tokenizer and template of the model.
+        config: Configuration of histories, and limits of turns and inputs.
+        params: Sampling parameters.
+        session_id: Session of the calls to the sampler.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class Episode:
         self._params = params
         self._session_id = session_id
         self.stage: Stage = "environment"
-        """Stage that is or was at work."""
+        """Stage that is running, or that ran last."""
         self.messages: Sequence[Message] = ()
-        """The prompt, as the environment gave it."""
+        """The prompt, as the environment returned it."""
         self.turns: list[Turn] = []
         self.raised: Exception | None = None
-        """Exception of the environment on the last action, if that has a reward."""
+        """Exception of the environment on the last action, if `env_error_reward` applies to it."""
 
     async def run(self, env: Env[Any], prompt: Prompt) -> TrajectoryStopReason:
-        """Play it to its end.
+        """Run the episode.
 
-        An input of more than `max_input_length` tokens is not sampled from; this is looked at when the input is
-        complete, at the first turn too. Raises whatever the environment, the template or the sampler raise, and
-        EnvError for a reward that is not finite, ConfigError for one that is no number.
+        An input of more than `max_input_length` tokens is not sampled from; it is checked when it is complete, also at
+        the first turn. Raises all errors of the environment, the template and the sampler, EnvError for a reward that
+        is not finite, and ConfigError for a reward that is not a number.
         """
         config, chat = self._config, self._chat
         limit = config.max_input_length
@@ -123,7 +123,7 @@ class Episode:
             history.extend(sampled, result.observations)
 
     async def _step(self, env: Env[Any], action: str, env_class: str) -> StepResult:
-        """The environment's answer; the end with `env_error_reward`, if that is set and it raised on the action."""
+        """Return the environment's answer, or the end with `env_error_reward` if the environment raised."""
         reward = self._config.env_error_reward
         try:
             return _checked(await env.step(action), len(env.token_ids), env_class)
@@ -137,11 +137,11 @@ class Episode:
 
 
 def _with_stop_strings(params: SamplingParams, stop: Sequence[str]) -> SamplingParams:
-    """The parameters, with the stop strings of an environment after those of the configuration."""
+    """Add the stop strings of an environment to those of the configuration."""
     return replace(params, stop=list(dict.fromkeys([*(params.stop or ()), *stop]))) if stop else params
 
 
 def _checked(result: StepResult, tokens: int, env_class: str) -> StepResult:
-    """The result, with rewards as floats: environments may give integers, or numbers of an array library."""
+    """Return the result with rewards as floats; environments may return integers or numbers of an array library."""
     reward, each = checked_rewards(result.reward, result.token_rewards, tokens, f"environment {env_class!r}")
     return replace(result, reward=reward, token_rewards=each)

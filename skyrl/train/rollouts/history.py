@@ -1,11 +1,11 @@
-"""Input of the sampler at each turn, in three ways.
+"""Construction of the sampler's input at each turn, in three ways.
 
-- `TokenHistory`: tokens in, tokens out. Responses stay as they were sampled, and only what is new is rendered.
-- `RenderedHistory`: the whole conversation is rendered anew. Templates that leave reasoning out of the past, or an
-  environment's own view of it, act as they do in a chat.
-- `SingleMessageHistory`: one assistant message holds all turns, with the observations as bare text within it.
+- `TokenHistory`: tokens in, tokens out. Responses stay as sampled, and only new messages are rendered.
+- `RenderedHistory`: the whole conversation is rendered again. Templates that drop earlier reasoning, or an
+  environment's own view of the history, work as in a chat.
+- `SingleMessageHistory`: one assistant message contains all turns, with the observations as plain text in between.
 
-None of them says which tokens are trained on: that follows from what was sampled (`rows`).
+The trained tokens do not depend on the history; they follow from the sampled tokens (`rows`).
 """
 
 from abc import ABC, abstractmethod
@@ -19,13 +19,13 @@ from skyrl.train.rollouts.sampler import Sampled
 
 
 class History(ABC):
-    """A conversation as the sampler sees it.
+    """A conversation as input of the sampler.
 
     Args:
         chat: Tokenizer and template.
         messages: The prompt.
-        tools: Descriptions of the tools that the template shows the model.
-        append_eos: Whether a turn that ended at a stop string gets a token that ends turns.
+        tools: Descriptions of tools that the template shows the model.
+        append_eos: True: a turn that ended at a stop string gets an end-of-turn token.
     """
 
     def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Any] = (), append_eos: bool = True):
@@ -39,16 +39,16 @@ class History(ABC):
 
     @abstractmethod
     def extend(self, sampled: Sampled, observations: Sequence[Message]) -> None:
-        """A response and what the environment answered: another turn follows."""
+        """Add a response and the environment's answer, before another turn."""
 
     def closing_ids(self, sampled: Sampled) -> list[int]:
-        """Tokens after the response if it is the last: the token that ends a turn, after a stop string."""
+        """Tokens after the last response: the end-of-turn token, after a stop string."""
         at_stop_string = sampled.stop_reason == "stop" and not self.chat.ended(sampled.token_ids)
         return [self.chat.end_of_turn] if at_stop_string and self.append_eos else []
 
 
 class TokenHistory(History):
-    """Every input is the previous input, its response, and the template's tokens from there to the next response.
+    """Each input is the previous input, its response, and the template's tokens up to the next response.
 
     A response cut off at its length limit gets the template's end of turn, so the next message does not begin in it.
     Raises ConfigError if the template cannot be continued.
@@ -69,7 +69,7 @@ class TokenHistory(History):
 
 
 class RenderedHistory(History):
-    """Every input is the conversation so far, rendered by the template."""
+    """Each input is the conversation so far, rendered by the template."""
 
     def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Any] = (), append_eos: bool = True):
         super().__init__(chat, messages, tools, append_eos)
@@ -84,9 +84,9 @@ class RenderedHistory(History):
 
 
 class SingleMessageHistory(History):
-    """Every input is the prompt and the beginning of one long answer: responses and bare text of observations.
+    """Each input is the prompt and the start of one long answer: responses, and plain text of observations.
 
-    A token that ends the turn does not stay in the middle of the answer: the input after it does not have it.
+    An end-of-turn token is removed from the middle of the answer: the next input does not contain it.
     """
 
     def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Any] = (), append_eos: bool = True):
@@ -105,7 +105,7 @@ class SingleMessageHistory(History):
 
 
 def history_class(config: GeneratorConfig) -> type[History]:
-    """Class of histories that a configuration wants."""
+    """Class of histories for a configuration."""
     if not config.use_conversation_multi_turn:
         return SingleMessageHistory
     if config.step_wise_trajectories or config.chat_template.name_or_path is not None:

@@ -1,13 +1,13 @@
-"""Limits on trajectories that begin in a second, and that run at a time: for quotas of providers and sandboxes."""
+"""Rate and concurrency limits of trajectories, for quotas of providers and sandboxes."""
 
 import asyncio
 
 
 class RateLimiter:
-    """`async with limiter:` waits until one more may begin, in the order of arrival.
+    """`async with limiter:` waits until another trajectory may start, in order of arrival.
 
-    First for the rate: a bucket that gets `per_second` tokens in a second, holds as many, and is full at first. Then
-    for one of `max_concurrent` places, which is given back at the end.
+    The rate limit is a token bucket with `per_second` tokens per second and the same capacity, initially full. The
+    concurrency limit is a semaphore with `max_concurrent` places, released at the end.
     """
 
     def __init__(self, per_second: float | None = None, max_concurrent: int | None = None):
@@ -28,7 +28,7 @@ class RateLimiter:
             self._places.release()
 
     async def _take_token(self, per_second: float) -> None:
-        """Take a token at once, perhaps one that is not there yet, and wait until it is."""
+        """Take a token immediately, possibly in advance, and wait until it is available."""
         now = asyncio.get_running_loop().time()
         passed = 0.0 if self._filled_at is None else now - self._filled_at
         self._tokens = min(per_second, self._tokens + passed * per_second) - 1

@@ -1,7 +1,7 @@
-"""Numbers that describe trajectories.
+"""Metrics of trajectories.
 
-They are computed from the trajectories themselves: for several batches, give those of all of them. Failed trajectories
-are counted and enter nothing else. Rewards are the environment's, before any shaping.
+Metrics are computed from the trajectories themselves; for several batches, pass the trajectories of all batches. Failed
+trajectories are counted and excluded from everything else. Rewards are the environment's, before any shaping.
 """
 
 from collections import Counter
@@ -18,7 +18,8 @@ from skyrl.train.tracking.metrics import Metrics
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Lengths in tokens, durations in seconds, fractions of stop reasons and failures, and the environments' metrics.
 
-    `generate/*_num_tokens` counts what follows the prompt, observations too; `*_assistant_tokens` what was sampled.
+    `generate/*_num_tokens` counts all tokens after the prompt, including observations; `*_assistant_tokens` counts
+    sampled tokens.
     """
     usable = [item for item in trajectories if item.failure is None]
     metrics = _failures(trajectories)
@@ -46,10 +47,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def reward_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Mean reward, and the fraction of prompts of which some sample has a positive reward (pass@n).
+    """Mean reward, and the fraction of prompts with a positive reward in at least one sample (pass@n).
 
-    A trajectory's reward is the sum over all its turns. Samples of one prompt stand next to each other. n is the number
-    of samples asked for: a prompt of which some failed counts with the others, one of which all failed not at all.
+    A trajectory's reward is the sum over its turns. Samples of one prompt are adjacent. n is the number of requested
+    samples: a prompt with some failed samples counts like the others, a prompt without a successful sample does not
+    count.
     """
     groups = [list(group) for _, group in groupby(trajectories, key=lambda item: item.id.instance_id)]
     rewards = [[item.reward for item in group if item.failure is None] for group in groups]
@@ -67,7 +69,7 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def source_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """`reward/{data_source}/...` of `reward_metrics`, where there is more than one source."""
+    """`reward_metrics` of each data source as `reward/{data_source}/...`, if there is more than one."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(str(trajectory.data_source or "unknown"), []).append(trajectory)

@@ -1,4 +1,4 @@
-"""Trajectories for people and programs to read, a JSON object each or plain text, and to be restored from."""
+"""Trajectories as JSON objects or plain text, for people and programs to read and for checkpoints to restore."""
 
 from dataclasses import asdict
 from typing import Any
@@ -9,7 +9,7 @@ from skyrl.types import Origin
 
 
 def as_record(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as values that JSON has. Inputs are given by their length: they follow from the rest."""
+    """Return a trajectory as JSON values. Inputs are represented by their length, because they follow from the rest."""
     failure = trajectory.failure
     return {
         **trajectory.id._asdict(),
@@ -26,12 +26,12 @@ def as_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def as_state(trajectory: Trajectory) -> dict[str, Any]:
-    """A record with the inputs too: all of a trajectory, but for the error object of a failure."""
+    """Return a record with the inputs: everything of a trajectory except for the error object of a failure."""
     return {**as_record(trajectory), "inputs": [list(turn.prompt_ids) for turn in trajectory.turns]}
 
 
 def from_state(state: dict[str, Any]) -> Trajectory:
-    """The trajectory that `as_state` gave, after any number of ways through JSON."""
+    """Restore a trajectory from `as_state`, also after JSON encoding."""
     failure = state["failure"]
     return Trajectory(
         TrajectoryId(state["instance_id"], state["repetition_id"]),
@@ -47,7 +47,7 @@ def from_state(state: dict[str, Any]) -> Trajectory:
 
 
 def as_text(trajectory: Trajectory) -> str:
-    """A trajectory as a conversation, with its rewards."""
+    """Return a trajectory as a readable conversation with its rewards."""
     head = f"=== {trajectory.id}: reward {trajectory.reward:g}, {trajectory.stop_reason}"
     lines = [head if trajectory.failure is None else f"{head}: {trajectory.failure.message}"]
     lines += [f"[{message['role']}] {message['content']}" for message in trajectory.messages]

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def chat_of(config: GeneratorConfig, tokenizer: ChatTokenizer) -> Chat:
-    """Renderer of rollouts' conversations. Raises ConfigError for a template that cannot be used as is asked."""
+    """Create the chat renderer of rollouts. Raises ConfigError if the template cannot be used as configured."""
     chat = Chat(tokenizer, load_template(config.chat_template), config.chat_template_kwargs)
     if config.max_turns > 1 and history_class(config) is TokenHistory:
         chat.continuation([{"role": "user", "content": "A"}])
@@ -53,15 +53,15 @@ def chat_of(config: GeneratorConfig, tokenizer: ChatTokenizer) -> Chat:
 
 
 class Rollouts:
-    """Runs environments with a sampler, or a generator in their place. An instance belongs to one event loop.
+    """Runs environments with a sampler, or a custom generator instead. An instance belongs to one event loop.
 
     Args:
         config: The `generator` section of a resolved configuration.
         environment: Its `environment` section.
-        tokenizer: The model's, as `transformers` loads it.
-        sampler: What continues tokens.
+        tokenizer: The model's tokenizer, as `transformers` loads it.
+        sampler: Sampler of the model.
 
-    Raises ConfigError if the chat template cannot be used as the configuration asks, or the generator is not there.
+    Raises ConfigError if the chat template cannot be used as configured, or the generator class does not exist.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Rollouts:
         self._limiter = RateLimiter(config.trajectories_per_second, config.max_concurrent_trajectories)
 
     async def collect(self, prompts: Sequence[Prompt], phase: Phase = "train") -> list[Trajectory]:
-        """All samples of all prompts: prompt after prompt in their order, each by repetition.
+        """Return all samples of all prompts, prompt after prompt in order, each by repetition.
 
-        Failed ones are among them. Raises RolloutError as soon as too many of them have failed, and errors of the
-        program and its configuration; all that still runs is cancelled then.
+        Failed samples are included. Raises RolloutError as soon as too many have failed, and errors of the program and
+        its configuration; running samples are then cancelled.
         """
         groups: list[Group] = [[] for _ in prompts]
         async with aclosing(self._finished(prompts, phase)) as finished:
@@ -93,16 +93,16 @@ class Rollouts:
         return [trajectory for group in groups for trajectory in group]
 
     async def stream(self, prompts: Sequence[Prompt], phase: Phase = "train") -> AsyncGenerator[Group, None]:
-        """The samples of each prompt, as soon as they are complete. Raises as `collect` does.
+        """Yield the samples of each prompt when they are complete. Raises as `collect`.
 
-        Closing the iterator cancels what still runs: use `contextlib.aclosing` where it may not be exhausted.
+        Closing the iterator cancels running samples: use `contextlib.aclosing` if it may not be exhausted.
         """
         async with aclosing(self._finished(prompts, phase)) as finished:
             async for _, group in finished:
                 yield group
 
     async def group(self, prompt: Prompt, phase: Phase = "train") -> Group:
-        """All samples of one prompt. Failures are not counted: see `FailureBudget`."""
+        """Return all samples of one prompt. Failures are not counted: see `FailureBudget`."""
         samples, params = self._sampling(phase)
         runs = (self._trajectory(prompt, number, params) for number in range(samples))
         async with aclosing(_as_finished(runs)) as finished:
@@ -135,7 +135,7 @@ class Rollouts:
             )
 
     def _session(self, identity: TrajectoryId, attempt: int) -> str:
-        """Session that the sampler's seeds follow from: another attempt samples another text, unless told otherwise."""
+        """Session that determines the sampler's seeds. A retry uses another session, unless configured otherwise."""
         again = attempt > 1 and self._config.retry_with_new_seed
         return f"{identity}, attempt {attempt}" if again else str(identity)
 
@@ -151,7 +151,7 @@ class Rollouts:
         return make_env(prompt.env_class, settings, extras, self._workers)
 
     def _sampling(self, phase: Phase) -> tuple[int, SamplingParams]:
-        """Samples of each prompt, and how to sample."""
+        """Number of samples per prompt, and sampling parameters."""
         config, end = self._config, self.chat.extra_end
         if phase == "train":
             return config.n_samples_per_prompt, _ending_at(config.sampling_params, end)
@@ -160,7 +160,7 @@ class Rollouts:
 
 
 def _ending_at(params: SamplingParams, token: int | None) -> SamplingParams:
-    """The parameters, with one more token that ends a response."""
+    """Add a token that ends a response to the parameters."""
     if token is None:
         return params
     more = params.additional_kwargs or {}
@@ -169,7 +169,7 @@ def _ending_at(params: SamplingParams, token: int | None) -> SamplingParams:
 
 
 async def _as_finished(runs: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
-    """Results as they come. At the first error, and when the iterator is closed, the others are cancelled."""
+    """Yield results as they finish. On an error, and when the iterator is closed, the others are cancelled."""
     finished: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
     tasks = [asyncio.create_task(run) for run in runs]
     for task in tasks:

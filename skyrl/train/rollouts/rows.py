@@ -1,12 +1,12 @@
 """Training sequences of a trajectory, by prefix merge.
 
-A turn whose input begins with all the tokens of the row so far continues that row: what is new in its input was given
-to the model, not sampled, and is not trained on. A turn with any other input starts a new row. So one rule serves
-histories that are kept as tokens (one row), that are rendered anew and come out the same (one row) or different (a
-row per change), and that are compacted.
+A turn whose input begins with all tokens of the current row continues this row. The new tokens of its input were not
+sampled and are not trained on. A turn with any other input starts a new row. This rule covers histories kept as tokens
+(one row), histories rendered again with the same result (one row) or a different one (a row per change), and compacted
+histories.
 
-Every sampled token is in exactly one row with mask 1 and the log-probability that it was sampled with; a token that
-was not sampled always has mask 0. Rewards stand at the last sampled token of their turn, or at those that they are of.
+Every sampled token is in exactly one row, with mask 1 and its log-probability at sampling. A token that was not sampled
+always has mask 0. Rewards are at the last sampled token of their turn, or at their own tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +29,7 @@ class Segment:
     """Consecutive tokens of one origin."""
 
     token_ids: Sequence[int]
-    """At least one."""
+    """Tokens, at least one."""
 
     mask: bool = False
     """True if these tokens are trained on. Tokens that were not sampled never are."""
@@ -38,17 +38,17 @@ class Segment:
     """Log-probabilities of sampled tokens, in nats. None: not sampled, or not kept."""
 
     policy_version: int | None = None
-    """Version of the weights that sampled. None: not sampled."""
+    """Version of the sampling weights. None: not sampled."""
 
     reward: float = 0.0
-    """Reward at the last token, or in all if each has one of its own."""
+    """Reward at the last token, or the total if each token has a reward."""
 
     token_rewards: Sequence[float] | None = None
-    """Reward at each token. None: all of it is at the last."""
+    """Reward of each token. None: the reward is at the last token."""
 
     @property
     def rewards(self) -> list[float]:
-        """Reward at each token."""
+        """Reward of each token."""
         if self.token_rewards is not None:
             return list(self.token_rewards)
         return [0.0] * (len(self.token_ids) - 1) + [self.reward]
@@ -59,30 +59,30 @@ class Row:
     """One training sequence. Per-token lists have the length of `token_ids`."""
 
     segments: Sequence[Segment]
-    """The first is the prompt."""
+    """Segments; the first is the prompt."""
 
     trajectory: int = 0
-    """Index of the trajectory that it is of, among those that rows were made of."""
+    """Index of the row's trajectory in the input of `rows_of`."""
 
     is_last_step: bool = True
-    """True if it is the last row of its trajectory."""
+    """True if this is the last row of its trajectory."""
 
     stop_reason: str = "stop"
     """Stop reason of the trajectory."""
 
     @cached_property
     def token_ids(self) -> list[int]:
-        """Prompt and response."""
+        """Tokens of prompt and response."""
         return list(chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first response."""
+        """Number of tokens before the first response."""
         return len(self.segments[0].token_ids)
 
     @cached_property
     def mask(self) -> list[bool]:
-        """Mask of the tokens that are trained on."""
+        """1 for tokens that are trained on, else 0."""
         return self._of_tokens(lambda segment: segment.mask)
 
     @cached_property
@@ -95,25 +95,25 @@ class Row:
 
     @cached_property
     def rewards(self) -> list[float]:
-        """Reward of each turn at its last sampled token, or where it is of each token, and 0 elsewhere."""
+        """Reward of each turn at its last sampled token, or the rewards of its tokens; 0 elsewhere."""
         return list(chain.from_iterable(segment.rewards for segment in self.segments))
 
     @cached_property
     def policy_versions(self) -> list[int | None]:
-        """Version of the weights that sampled each token; None for those that were not sampled."""
+        """Version of the weights that sampled each token; None for tokens that were not sampled."""
         return self._of_tokens(lambda segment: segment.policy_version)
 
     def _of_tokens(self, value: Callable[[Segment], T]) -> list[T]:
-        """A segment's value at each of its tokens."""
+        """Repeat each segment's value for its tokens."""
         return list(chain.from_iterable(repeat(value(segment), len(segment.token_ids)) for segment in self.segments))
 
 
 def rows_of(trajectories: Iterable[Trajectory], config: GeneratorConfig) -> list[Row]:
-    """Training sequences of each trajectory, those of one trajectory next to each other and in the order of its turns.
+    """Training sequences of all trajectories. Rows of one trajectory are adjacent, in the order of its turns.
 
-    A trajectory that failed, or has no turn because its prompt is too long, has none. With `step_wise_trajectories`
-    each turn is a row of its own. `zero_reward_on_non_stop` and `apply_overlong_filtering` look at how the whole
-    trajectory ended, and concern all its rows.
+    A trajectory that failed, or has no turn because its prompt is too long, has no rows. With `step_wise_trajectories`,
+    each turn is a separate row. `zero_reward_on_non_stop` and `apply_overlong_filtering` depend on the end of the whole
+    trajectory and apply to all its rows.
     """
     rows: list[Row] = []
     for index, trajectory in enumerate(trajectories):
@@ -127,7 +127,7 @@ def rows_of(trajectories: Iterable[Trajectory], config: GeneratorConfig) -> list
 
 
 def mask_stale(rows: Iterable[Row], oldest: int) -> list[Row]:
-    """The rows, without training on tokens that weights of a version below `oldest` sampled."""
+    """Return the rows with mask 0 for tokens from weights of a version below `oldest`."""
 
     def shown(segment: Segment) -> Segment:
         stale = segment.policy_version is not None and segment.policy_version < oldest
@@ -160,7 +160,7 @@ def merge_turns(turns: Iterable[Turn], *, merge: bool = True) -> list[list[Segme
 
 
 def _append(row: list[Segment], segment: Segment) -> None:
-    """Add a segment; of one without tokens only the reward is kept, at the last token there is."""
+    """Add a segment. If it has no tokens, only its reward is added, to the last token."""
     if segment.token_ids:
         row.append(segment)
     elif segment.reward:

@@ -1,6 +1,6 @@
-"""Sampling that rollouts ask of a model: the continuation of some tokens.
+"""Interface of sampling for rollouts: the continuation of some tokens.
 
-An engine takes part by having a `sample` method of this shape; nothing here knows of one.
+An engine implements it with a `sample` method of this form; this module knows no engines.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ StopReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Sampled:
-    """One continuation, token by token as it was sampled. Raises ValueError if log-probabilities are not one each."""
+    """One continuation. Raises ValueError if the numbers of tokens and log-probabilities differ."""
 
     token_ids: Sequence[int]
-    """`[tokens]`, with the end-of-sequence token or the stop string that ended it."""
+    """`[tokens]`, including the end-of-sequence token or stop string that ended it."""
 
     logprobs: Sequence[float] | None
-    """`[tokens]`, in nats, of the distribution that the trainer computes too. None: they were not kept."""
+    """`[tokens]`, in nats, of the same distribution that the trainer computes. None: not kept."""
 
     stop_reason: StopReason
     """"stop": at an end-of-sequence token or a stop string. "length": at max_generate_length."""
 
     policy_version: int
-    """Version of the weights that sampled."""
+    """Version of the sampling weights."""
 
     origins: Sequence[Origin] = ()
-    """Weights and engine of each run of tokens, as they were stamped where they were drawn. Empty: nobody did."""
+    """Weights and engine of each run of tokens, as stamped by the engine. Empty: not stamped."""
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
@@ -44,12 +44,12 @@ class Sampler(Protocol):
     """Samples continuations. Rollouts call it concurrently."""
 
     async def sample(self, prompt_token_ids: Sequence[int], params: SamplingParams, session_id: str) -> Sampled:
-        """One continuation of `prompt_token_ids`.
+        """Sample one continuation of `prompt_token_ids`.
 
         Args:
-            prompt_token_ids: The whole input; in most cases it begins with the input and output of the call before.
-            params: How to sample. Its `stop` holds the environment's stop strings too.
-            session_id: The same for all calls of an attempt at a trajectory, so that they can go where their prefix is
-                cached. Seeds may follow from it.
+            prompt_token_ids: The whole input. It usually begins with the input and output of the previous call.
+            params: Sampling parameters. `stop` includes the environment's stop strings.
+            session_id: Equal for all calls of an attempt at a trajectory, so that they can be routed to their
+                cached prefix. Seeds may depend on it.
         """
         ...

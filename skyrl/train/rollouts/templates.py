@@ -1,4 +1,4 @@
-"""Sources of chat templates: the tokenizer, a file, or the folder `templates/` by its name; and where one fails."""
+"""Sources of chat templates (the tokenizer, a file, or a name in the folder `templates/`), and their error messages."""
 
 import traceback
 from pathlib import Path
@@ -11,18 +11,18 @@ from skyrl.utils.spelling import did_you_mean
 
 FOLDER = Path(__file__).parent / "templates"
 LARGEST = 2**20
-"""Bytes of a template file at most."""
+"""Maximum bytes of a template file."""
 
 
 class ChatTemplate(str):
-    """Text of a template that knows where it is from."""
+    """Text of a template, with its origin."""
 
     origin: str
-    """Path of the file, or name of one of ours, for messages."""
+    """Path of the file, or name of a built-in template, for messages."""
 
     @classmethod
     def of(cls, text: str, origin: str) -> "ChatTemplate":
-        """The text of a template that is called `origin`."""
+        """Create a template with this text and `origin`."""
         template = cls(text)
         template.origin = origin
         return template
@@ -32,7 +32,7 @@ def template_error(error: Exception, template: str | None) -> str:
     """Describe an error in a template, with its file and line: "own.jinja, line 3: UndefinedError: ...".
 
     Args:
-        error: That rendering raised.
+        error: Exception during rendering.
         template: Text of the template. None: the tokenizer's own.
     """
     origin = "the tokenizer's template" if template is None else getattr(template, "origin", "the template")
@@ -43,9 +43,9 @@ def template_error(error: Exception, template: str | None) -> str:
 
 
 def load_template(config: ChatTemplateConfig) -> ChatTemplate | None:
-    """The template's text; None if the tokenizer's own is meant.
+    """Load a template's text; None for the tokenizer's own.
 
-    Raises ConfigError for an unknown name, and for a file that is missing, larger than 1 MiB, not text in UTF-8, or
+    Raises ConfigError for an unknown name, and for a file that is missing, larger than 1 MiB, not UTF-8 text, or
     reached by "..".
     """
     if config.name_or_path is None:

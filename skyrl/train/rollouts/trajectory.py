@@ -1,7 +1,7 @@
-"""A trajectory: the calls of the sampler that were made for one prompt, and how it ended.
+"""A trajectory: the calls of the sampler for one prompt, and how it ended.
 
-What the sampler was given and what it gave are kept as tokens, so that nothing has to be reconstructed from text.
-`rows` makes training sequences of them.
+Inputs and outputs of the sampler are kept as tokens, so nothing has to be reconstructed from text. `rows` creates
+training sequences from trajectories.
 """
 
 import math
@@ -21,9 +21,9 @@ class TrajectoryId(NamedTuple):
     """Id of a sample of a prompt."""
 
     instance_id: str
-    """The prompt: what groups are formed by."""
+    """Id of the prompt, by which samples are grouped."""
     repetition_id: int
-    """Sample of the prompt, from 0."""
+    """Index of the sample, from 0."""
 
     def __str__(self) -> str:
         return f"{self.instance_id}_{self.repetition_id}"
@@ -46,16 +46,16 @@ class Turn:
     """The environment's reward of this turn."""
 
     token_rewards: Sequence[float] | None = None
-    """Parts of the reward, of each sampled token. None: all of it is the last one's."""
+    """Reward of each sampled token. None: the reward is at the last token."""
 
     action: str = ""
-    """The sampled text, as the environment saw it."""
+    """The sampled text, as the environment received it."""
 
     observations: Sequence[Message] = ()
     """Answer of the environment."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The environment's numbers of this turn."""
+    """The environment's metrics of this turn."""
 
     sampler_s: float = 0.0
     """Seconds in the sampler."""
@@ -75,35 +75,35 @@ class Failure:
     """Part that failed, or timeout."""
 
     message: str
-    """The error, and what was going on."""
+    """Error message, with the stage."""
 
     error: BaseException | None = field(default=None, repr=False, compare=False)
-    """The error itself, with its traceback."""
+    """The exception with its traceback."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Outcome of one sample of one prompt."""
+    """Result of one sample of one prompt."""
 
     id: TrajectoryId
     turns: Sequence[Turn]
-    """In order. Empty if the prompt was too long."""
+    """Turns in order. Empty if the prompt was too long."""
 
     stop_reason: TrajectoryStopReason
-    """"stop": the last response ended by itself. "length": it did not, or the next input was too long. "max_turns": the
-    environment wanted more turns than there may be. "failed": see `failure`."""
+    """"stop": the last response ended at a stop token or stop string. "length": the last response was cut off, or the
+    next input was too long. "max_turns": the environment wanted more turns than allowed. "failed": see `failure`."""
 
     messages: Sequence[Message] = ()
-    """The prompt, as the environment gave it."""
+    """The prompt, as the environment returned it."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The environment's: means over the turns, and those of the whole episode."""
+    """The environment's metrics: means over the turns, and those of the whole episode."""
 
     failure: Failure | None = None
-    """Reason why it failed at the last attempt. Such a trajectory has no reward and is not trained on."""
+    """Failure of the last attempt. A failed trajectory has no reward and is not trained on."""
 
     attempts: int = 1
-    """Number of times it was begun, each time with a fresh environment."""
+    """Number of attempts, each with a fresh environment."""
 
     seconds: float = 0.0
     """Duration of the last attempt."""
@@ -113,21 +113,21 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """Sum of the rewards of its turns."""
+        """Sum of the rewards of the turns."""
         return sum(turn.reward for turn in self.turns)
 
 
 def checked_rewards(reward: Any, each: Any, tokens: int, whose: str) -> tuple[float, list[float] | None]:
-    """Reward of a response and of each of its tokens, as floats.
+    """Return the rewards of a response and of each of its tokens as floats.
 
     Args:
         reward: Number of any library.
         each: Rewards of the tokens, if there are any.
         tokens: Length of the response.
-        whose: Start of the messages: who gave the rewards.
+        whose: Start of error messages: the source of the rewards.
 
-    Raises ConfigError for what is no number, and for token rewards that do not add up to the reward (up to rounding in
-    float32), and EnvError for what is not finite.
+    Raises ConfigError for values that are not numbers, and for token rewards that do not add up to the reward (up to
+    rounding in float32), and EnvError for values that are not finite.
     """
     total = _finite(reward, f"{whose}: reward")
     if each is None:

@@ -14,15 +14,15 @@ ANEW = "train anew with resume_from=none and a ckpt_path of its own"
 
 
 class DataOrder:
-    """Order of a run's rows, and its state by names that users know.
+    """Order of a run's rows, and its state for checkpoints, keyed by the names of options.
 
-    The state holds a hash of the data, for which all tokens are read: one is made for a run.
+    The state contains a hash of all tokens of the data, so create one `DataOrder` per run.
 
     Args:
-        config: Resolved.
-        train: Data sets that are trained on.
+        config: Resolved configuration.
+        train: Data sets to train on.
 
-    Raises ConfigError for weights that leave a data set no row in an epoch.
+    Raises ConfigError if the weights give a data set no rows in an epoch.
     """
 
     def __init__(self, config: SFTConfig, train: Sequence[Dataset[Any]]):

@@ -181,7 +181,7 @@ class SFTTrainer:
         return await self._method.evaluate(self._evaluation, self._config.batch_size)
 
     async def end_epoch(self) -> None:
-        """Nothing: a reference stays what it is."""
+        """Do nothing: the reference model does not change between epochs."""
 
     async def export(self) -> None:
         """Write the model in Hugging Face format, and its adapter in PEFT's if it has one."""

@@ -7,19 +7,19 @@ OPTIONS = consumed("skyrl.train.strategy.jax_backend")
 
 WHERE_AVAILABLE = where_available("skyrl.train.strategy.jax_backend")
 
-NO_ADAPTER = refused("a reference is never trained, so that it has no adapter; leave it out")
+NO_ADAPTER = refused("the reference is not trained, so it has no adapter; leave it out")
 NO_ENGINES = refused("the policy samples in the trainer's own process, and there are no vLLM engines; leave it out")
-NO_FSDP = refused("this is an option of FSDP, which is torch's; leave it out")
+NO_FSDP = refused("this is an option of FSDP, which only torch has; leave it out")
 NO_MEGATRON = refused("this is an option of Megatron; leave it out")
 NO_SEQUENCE_PARALLELISM = refused("a sequence is never split over devices; leave it at 1")
 NO_SYNC_FOLDER = refused("adapters reach the sampler in memory; leave it out")
 NO_TORCH = refused("this is an option of torch; leave it out")
 ONE_DEVICE = refused("the backend trains and samples on one device; leave it at 1")
-ONE_VALUE = refused("it takes one value, which means nothing here; leave it out")
+ONE_VALUE = refused("this field has only one value, which has no effect here; leave it out")
 
 JAX_SUPPORT: dict[str, Support] = {
     **COMMON_SUPPORT,
-    "trainer.placement": refused("one process uses the device that it finds, for every model; leave it out"),
+    "trainer.placement": refused("one process runs all models on the device that it finds; leave it out"),
     "trainer.placement.colocate_policy_ref": WHERE_AVAILABLE,
     "trainer.sequence_parallel_backend": ONE_VALUE,
     "trainer.jax": OPTIONS,
@@ -60,8 +60,8 @@ JAX_SUPPORT: dict[str, Support] = {
     "trainer.micro_forward_batch_size_per_gpu": OPTIONS,
     "trainer.use_sample_packing": OPTIONS,
     "trainer.disable_fast_tokenizer": refused(
-        "tokenizers are read from tokenizer.json, and one in Python would need files of its own and transformers in "
-        "every process; leave it at False"
+        "tokenizers are read from tokenizer.json; a slow tokenizer would need other files, and transformers in every "
+        "process; leave it at False"
     ),
     # Rollouts.
     "generator.max_input_length": OPTIONS,

@@ -8,19 +8,18 @@ OPTIONS = consumed("skyrl.train.strategy.torch_options")
 RULES = consumed("skyrl.train.strategy.torch_backend")
 WHERE_AVAILABLE = where_available("skyrl.train.strategy.torch_backend")
 
-ONE_FORMAT = refused("base weights have one format, and what is trained is float32: see trainer.bf16; leave it out")
-BUFFERS = refused("buffers stay in the format in which transformers makes them; leave it at fp32")
-BY_LAYER = refused("each layer is a unit of its own; leave it out")
+ONE_FORMAT = refused("base weights have one format (see trainer.bf16), and trained weights are float32; leave it out")
+BUFFERS = refused("buffers keep the format in which transformers creates them; leave it at fp32")
+BY_LAYER = refused("each layer is a separate FSDP unit; leave it out")
 ALWAYS_ASYNC = refused(
-    "engines are servers, which requests join and leave at any time, each with a process of its own for the model; "
-    "leave it out"
+    "engines are servers with continuous batching and a separate process for the model; leave it out"
 )
-OWN_METRICS = refused("each engine serves its metrics at /metrics of its own address; leave it out")
+OWN_METRICS = refused("each engine serves metrics at its own /metrics; leave it out")
 IN_FILES = refused(
     "published weights, adapters and whole models alike, reach engines as files in "
     "trainer.policy.model.lora.lora_sync_path; leave it out"
 )
-NO_ENDPOINT = refused("no OpenAI-compatible API is served; leave it out, and ask engines by their own addresses")
+NO_ENDPOINT = refused("no OpenAI-compatible API is served; leave it out, and send requests to the engines directly")
 STARTED_HERE = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -72,7 +71,7 @@ ON_TORCH = {
     },
     "trainer.gradient_checkpointing": OPTIONS,
     "trainer.gradient_checkpointing_use_reentrant": refused(
-        "what is sharded by FSDP2 and adapted by hooks is computed again in the non-reentrant way; leave it at False"
+        "FSDP2 and adapter hooks need the non-reentrant variant; leave it at False"
     ),
     "trainer.policy.use_torch_compile": OPTIONS,
     "trainer.policy.record_memory": RULES,

@@ -26,20 +26,20 @@ bfloat16 or float16; quantised weights are rejected. **Multimodal models**: the 
 and exported as a text model; images are rejected.
 
 **Loading** reads one tensor at a time. On a CPU, it needs the memory of the loaded model and of its largest tensor.
-On an accelerator, the host needs the memory of one parameter of all layers.
+On an accelerator, the host needs the memory of one parameter, stacked over all layers.
 
 **Adapters** cover all linear layers of attention, feed-forward blocks and experts, and the vocabulary projection,
-tied or not. Routers are not adapted. Each expert has its own matrices of the adapter's rank, so an adapter is larger
-by the number of experts; `max_lora_rank` limits it.
+tied or not. Routers are not adapted. Each expert has its own matrices of the adapter's rank, so the size of an
+adapter grows with the number of experts; `max_lora_rank` limits the rank.
 
 **Residual streams.** With [`mhc_expansion_rate`](server.md#several-residual-streams) above 1, adapters of every
 family have connectors between several residual streams.
 
-**Routing.** A token has the same experts in training and sampling if the gap of its router scores is above {float32:g}
-with a float32 base model, or above {bfloat16:g} with a bfloat16 one (`benchmarks/bench_routing.py` counts the others).
-The gap is the difference between the last chosen expert, or group of experts, and the first one that is not chosen;
-scores are probabilities, or sigmoids with their corrections. The bounds do not cover what follows from a token that
-is routed differently: later layers, and later tokens of its sequence.
+**Routing.** A token has the same experts in training and sampling if the gap of its router scores is above
+{float32:g} with a float32 base model, or above {bfloat16:g} with a bfloat16 one (`benchmarks/bench_routing.py` counts
+the remaining tokens). The gap is the difference between the last chosen expert, or group of experts, and the first
+one that is not chosen; scores are softmax probabilities, or sigmoids with the router's correction bias. The bounds do
+not cover the effects of a token that is routed differently on later layers and on later tokens of its sequence.
 
 **Layers that predict tokens further ahead**, in DeepSeek-V3 and Qwen3.5, are skipped on loading.
 
@@ -47,11 +47,11 @@ is routed differently: later layers, and later tokens of its sequence.
 and dense layers; the exported `adapter_config.json` therefore lists them in `target_parameters`. `skyrl adapter
 convert` also writes [PEFT's fused form](adapters.md#experts).
 
-**Gated DeltaNet layers** (Qwen3.5) keep a fixed-size recurrent state per sequence. A prompt has one state and each
-of its samples one more, at most twice the number of sequences decoded at once. States use up to half of
-`kv_cache_gib`; requests wait for a free state as they do for pages. A state belongs to the last token read, so
-another prompt cannot start from it: samples of one request share its prompt, but requests do not share prefixes, and
-`prompt_cache_hit_tokens` is 0.
+**Gated DeltaNet layers** (Qwen3.5) keep a fixed-size recurrent state per sequence. A prompt needs one state, and each
+of its samples needs another. The number of states is at most twice the number of sequences decoded at once. States
+use up to half of `kv_cache_gib`; requests wait for a free state as they do for pages. A state belongs to the last
+token read, so another prompt cannot start from it: samples of one request share its prompt, but requests do not share
+prefixes, and `prompt_cache_hit_tokens` is 0.
 
 ## Tests
 
@@ -64,7 +64,7 @@ Each family is tested with a small random model of nine layers that transformers
 - gradients of an adapter against PEFT and torch, with and without gradient checkpointing;
 - logits of our adapters in PEFT (`PeftModel.from_pretrained`), and of PEFT's adapters on all linear
   layers here;
-- exports: bit for bit the checkpoint without an adapter, and the adapter's results with one merged;
+- exports: equal to the checkpoint bit for bit without an adapter; with a merged adapter, equal results;
 - the distribution of new adapters, against PEFT;
 - greedy samples against `generate`, with shared prefixes (except for gated DeltaNet) and several adapters together;
 - new adapters with four residual streams against one stream, packed and with the cache
@@ -97,23 +97,23 @@ def _attention(design: Design) -> str:
     mixers = [group.attention for group in design.groups]
     attention = next(mixer for mixer in mixers if not isinstance(mixer, DeltaNet))
     if isinstance(attention, LatentAttention):
-        return "latent, compressed in the cache"
+        return "multi-head latent attention (MLA), compressed cache"
     windows = {kind.window is not None for kind in kinds}
-    said = ["gated DeltaNets, in some layers grouped" if attention is not mixers[0] else "grouped"]
-    said += ["gates"] if attention.gated else []
+    said = ["gated DeltaNet, grouped-query in some layers" if attention is not mixers[0] else "grouped-query"]
+    said += ["output gates"] if attention.gated else []
     said += ["biases"] if attention.bias else []
-    said += ["norms of heads"] if attention.head_norms else []
-    said += ["norms of queries and keys"] if attention.whole_norms else []
-    said += ["windows" if windows == {True} else "windows in some layers"] if True in windows else []
+    said += ["QK norm per head"] if attention.head_norms else []
+    said += ["QK norm over all heads"] if attention.whole_norms else []
+    said += ["sliding window" if windows == {True} else "sliding window in some layers"] if True in windows else []
     return ", ".join(said)
 
 
 def _layers(design: Design) -> str:
     group = design.groups[0]
-    kinds = ["experts" if isinstance(each.feed_forward, Experts) else "dense" for each in design.groups]
+    kinds = ["mixture of experts" if isinstance(each.feed_forward, Experts) else "dense" for each in design.groups]
     said = [", then ".join(kind for kind, _ in groupby(kinds))]
     if group.output_norms:
-        said += ["norms after each part" if group.input_norms else "norms after each part and not before"]
+        said += ["norms before and after each block" if group.input_norms else "norms after each block only"]
     return ", ".join(said)
 
 

@@ -27,17 +27,17 @@ EMBEDDING, PROJECTION = "model.embed_tokens.weight", "lm_head.weight"
 def model_files(
     folder: Path, model_config: "ModelConfig", base: Any, adapter: Adapter, value_head: str
 ) -> dict[str, Content]:
-    """Files of the model that `adapter` makes of the base model, by name, as `transformers` loads them.
+    """Files of a complete model in the format of `transformers`, by name: the base model with `adapter` merged.
 
-    Weights have the types that they have in `base`; LoRA is merged, W + scaling (A B), in float32. An adapted
-    vocabulary projection is not tied to the embedding any more. Tensors are made one by one, as they are written.
-    Raises RequestError for an adapter with connectors that do something.
+    Weights keep their data types of `base`; LoRA is merged in float32 as W + scaling (A B). If the vocabulary
+    projection is adapted, it is no longer tied to the embedding. Tensors are created one at a time, as they are
+    written. Raises RequestError if the adapter has connectors with a nonzero `phi` or `bias`.
 
     Args:
         folder: The base model's files.
-        model_config: Of the base model.
+        model_config: Configuration of the base model.
         base: Parameters of the split NNX model.
-        adapter: What was trained.
+        adapter: The trained adapter.
         value_head: Name of a critic's tensor, `<value_head>.weight` `[1, hidden]`.
     """
     own, table = adapter.own_base, parameters(design_of(model_config))

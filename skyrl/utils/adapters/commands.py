@@ -104,7 +104,7 @@ def import_(argv: Sequence[str]) -> int:
 
 
 def export(argv: Sequence[str]) -> int:
-    """write the adapter of a checkpoint on a server, as PEFT reads it"""
+    """download the adapter of a checkpoint from a server, in PEFT format"""
     parser = _new_parser("export", "Fetch the adapter of a server's checkpoint and write it as PEFT reads it.")
     parser.add_argument("path", metavar="PATH", help="checkpoint, such as tinker://MODEL/sampler_weights/NAME")
     parser.add_argument(

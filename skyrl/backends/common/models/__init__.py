@@ -1,3 +1,3 @@
-"""Models of any backend on the host: what they are (`kind`), which operations there are (`operations`), their files
-(`store`, `checkpoint_folder`, `training_files`).
+"""Models of any backend, seen from the host: their kinds (`kind`), operations (`operations`) and files (`store`,
+`checkpoint_folder`, `training_files`).
 """

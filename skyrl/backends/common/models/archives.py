@@ -1,10 +1,10 @@
-"""Checkpoints as folders on disk, in buckets, and as one tar.
+"""Checkpoints as folders on disk, as folders in buckets, and as tar files.
 
-A tar is written where a path has the suffix of one, and read wherever a path names a file; a URL is of a folder in a
-bucket. Both are copied to the disk for a moment to be read.
+A checkpoint is written as a tar file if its path has the suffix of one, and read as a tar file if its path is a file. A
+URL names a folder in a bucket. Tar files and bucket folders are copied to a temporary folder to be read.
 
-A tar holds the files of the folder that would be there otherwise, manifest included. Sampler checkpoints of other
-servers, of adapter_model.safetensors and adapter_config.json alone, are read too.
+A tar file has the files of the corresponding folder, manifest included. Sampler checkpoints of other servers, with only
+adapter_model.safetensors and adapter_config.json, can be read, too.
 """
 
 import shutil
@@ -44,19 +44,20 @@ from skyrl.utils.files.tar_folder import Limits, is_tar, pack_folder, read_membe
 TRAINING = (MANIFEST, TRAINING_STATE, TRAINING_TENSORS)
 """Files of a training checkpoint."""
 SAMPLED = (*TRAINING, PEFT_TENSORS, PEFT_CONFIG, README, IN_MEMORY, WEIGHTS, CONFIG, *BESIDE)
-"""Files, and patterns of them, that may be in what is sampled: an adapter, a whole model or a training checkpoint."""
+"""Names and patterns of the files of a checkpoint to sample from: an adapter, a whole model or a training checkpoint.
+"""
 HEADER = 2**20
-"""Bytes of a header at most."""
+"""Maximum bytes of a header."""
 BESIDE_NUMBERS = 2**26
-"""Bytes of a checkpoint beside its numbers at most: headers, and a tokenizer's files."""
+"""Maximum bytes of a checkpoint in addition to its tensors: headers, and a tokenizer's files."""
 
 
 def write_checkpoint(path: str, files: Mapping[str, Content]) -> Written:
-    """Put these files at `path`, as a tar if it has the suffix of one, else as a folder.
+    """Write these files to `path`, as a tar file if it has the suffix of one, else as a folder.
 
     Raises:
-        RequestError: It is the URL of a tar.
-        StorageError: The disk or the bucket refuses a write. What was at `path` is unchanged.
+        RequestError: The path is the URL of a tar file.
+        StorageError: A write to the disk or the bucket failed. The previous content of `path` is unchanged.
     """
     if not is_tar(path):
         return write_stored(path, files)
@@ -69,15 +70,15 @@ def write_checkpoint(path: str, files: Mapping[str, Content]) -> Written:
 
 @dataclass(frozen=True)
 class Archives:
-    """Reader of checkpoints in folders and tars."""
+    """Reader of checkpoints in folders and tar files."""
 
     scratch: Path
-    """Folder in which tars are unpacked for a moment."""
+    """Folder in which tar files are unpacked temporarily."""
     max_bytes: int
-    """Bytes of the numbers in the largest checkpoint of any model here."""
+    """Maximum bytes of the tensors in a checkpoint of any model served here."""
 
     def stored_kind(self, path: str, digest: str | None) -> Kind:
-        """`checkpoint_folder.stored_kind` of a folder, on disk or in a bucket, or tar."""
+        """Return `checkpoint_folder.stored_kind` of a tar file, or of a folder on disk or in a bucket."""
         if is_url(path):
             return self._remote_kind(path, digest)
         if not (archive := local_path(path)).is_file():
@@ -98,15 +99,15 @@ class Archives:
 
     @contextmanager
     def as_folder(self, path: str, is_sampled: bool = False) -> Iterator[str]:
-        """A folder with a checkpoint's files: itself, or for a moment what is in a tar or bucket.
+        """Context with a folder that has a checkpoint's files: the folder itself, or a temporary copy.
 
         Args:
-            path: Folder, tar, or URL of a folder.
-            is_sampled: False for a training checkpoint, else whatever can be sampled.
+            path: Folder, tar file, or URL of a folder.
+            is_sampled: False for a training checkpoint, True for any checkpoint to sample from.
 
         Raises:
-            RequestError: The tar holds anything else.
-            StorageError: The tar cannot be read.
+            RequestError: The tar file holds anything else.
+            StorageError: The tar file cannot be read.
         """
         if is_url(path):
             with on_disk(path, self.scratch) as copy, _told_of(copy, path):
@@ -130,7 +131,7 @@ class Archives:
 
 @contextmanager
 def _told_of(copy: str, path: str) -> Iterator[None]:
-    """Errors about a copy, which is gone when they are read, as ones about what it is of."""
+    """Rewrite errors about a temporary copy as errors about its original."""
     try:
         yield
     except (RequestError, StorageError) as error:
@@ -141,7 +142,7 @@ def _told_of(copy: str, path: str) -> Iterator[None]:
 
 @contextmanager
 def _beside(parent: Path) -> Iterator[Path]:
-    """A name for a folder in `parent` that is gone afterwards."""
+    """Context with a temporary name in `parent`; its folder is removed afterwards."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         around = Path(tempfile.mkdtemp(prefix=".", suffix=TEMPORARY, dir=parent))

@@ -1,7 +1,7 @@
-"""Folders of checkpoints and snapshots: names of their files, and the header that says which model they hold.
+"""Folders of checkpoints and snapshots: names of their files, and the header that describes the model.
 
-Both kinds are self-describing and committed by a hash manifest (`skyrl.utils.files.atomic_folders`). What a training
-checkpoint holds beside its header is in `training_files`.
+Both kinds are self-describing and committed by a hash manifest (`skyrl.utils.files.atomic_folders`). `training_files`
+describes the other files of a training checkpoint.
 """
 
 import json
@@ -36,27 +36,28 @@ merged = PeftModel.from_pretrained(base, "adapter").merge_and_unload()
 Adapters that are trained with `train_unembed=False` leave the projection as it is.
 """
 IN_MEMORY = "in_memory.json"
-"""File of a folder that stands for weights which only the process that published them has, in memory."""
+"""Marker file of a folder whose weights are only in the memory of the process that published them."""
 FORMAT, FORMAT_OF_PARTS = 2, 3
-"""Formats of training checkpoints: in one file, and in files of several processes. The tensors of format 1 are those of
+"""Formats of training checkpoints: one file, or files of several processes. The tensors of format 1 are those of format
 2 on torch, and stacked and padded on JAX."""
 READABLE = (1, FORMAT, FORMAT_OF_PARTS)
 
 
 def peft_files(tensors: Content, config: Mapping[str, Any], on_tied: bool) -> dict[str, Content]:
-    """Files of an adapter in PEFT's format.
+    """Files of an adapter in PEFT format.
 
     Args:
-        tensors: The safetensors file.
-        config: What adapter_config.json says.
-        on_tied: Whether it changes a vocabulary projection that is tied to the embedding. A README says so.
+        tensors: Content of the safetensors file.
+        config: Content of adapter_config.json.
+        on_tied: True if the adapter changes a vocabulary projection that is tied to the embedding. A README then
+            says so.
     """
     files: dict[str, Content] = {PEFT_TENSORS: tensors, PEFT_CONFIG: json.dumps(config, indent=1).encode()}
     return files | ({README: ON_TIED.encode()} if on_tied else {})
 
 
 def pack_header(kind: Kind, base_model: str, step: int, sequences: int | None, form: int = FORMAT) -> bytes:
-    """Contents of `TRAINING_STATE` for a model after so many optimizer steps, and gradients of sequences since."""
+    """Content of `TRAINING_STATE` for a model after this many optimizer steps, with gradients of `sequences` since."""
     header = {
         "format": form,
         "base_model": base_model,
@@ -69,7 +70,7 @@ def pack_header(kind: Kind, base_model: str, step: int, sequences: int | None, f
 
 
 def header_of(files: Mapping[str, bytes], path: str) -> dict[str, Any]:
-    """The header among a folder's files. Raises as `stored_kind`."""
+    """Return the header among a folder's files. Raises as `stored_kind`."""
     if IN_MEMORY in files:
         raise RequestError(
             f"path={path}: its weights were published with persist=False and are, at most, in the memory of the "
@@ -84,18 +85,18 @@ def header_of(files: Mapping[str, bytes], path: str) -> dict[str, Any]:
 
 
 def kind_of(header: Mapping[str, Any]) -> Kind:
-    """Kind of model that a header is about."""
+    """Return the kind of model that a header describes."""
     given = header["lora_config"]
     config = LoraConfig if given.keys() <= LoraConfig.model_fields.keys() else AdapterConfig
     return Kind(config(**given), header.get("value_head", False))
 
 
 def stored_kind(path: str, digest: str | None = None) -> Kind:
-    """Kind of model in a training checkpoint or snapshot, of which nothing else is read.
+    """Return the kind of model in a training checkpoint or snapshot. Reads only the header.
 
     Raises:
-        StorageError: Missing or damaged files.
-        RequestError: It is no training checkpoint.
+        StorageError: Files are missing or damaged.
+        RequestError: The folder is not a training checkpoint.
     """
     try:
         with open_folder(path) as files:
@@ -107,6 +108,6 @@ def stored_kind(path: str, digest: str | None = None) -> Kind:
 
 
 def check_served_rank(rank: int, max_rank: int, path: str) -> None:
-    """Raise `RequestError` for an adapter that is too large to be sampled."""
+    """Raise `RequestError` for an adapter that is too large for sampling."""
     if rank > max_rank:
         raise RequestError(f"path={path}: rank {rank} is above max_lora_rank={max_rank}; start the server with more")

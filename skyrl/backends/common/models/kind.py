@@ -1,4 +1,4 @@
-"""Kinds of models: what one is, apart from its numbers."""
+"""Kind of a model: its description without its numbers."""
 
 import zlib
 from collections.abc import Collection
@@ -9,15 +9,15 @@ from skyrl.errors import RequestError
 from skyrl.types import AdapterConfig, LoraConfig, ModuleGroup
 
 VALUE_HEAD = "value_head"
-"""Name of a critic's head among what is trained."""
+"""Name of a critic's value head among the trained tensors."""
 HEAD_STREAM = zlib.crc32(VALUE_HEAD.encode())
-"""Tells the draws of a value head from others of the same seed."""
+"""Distinguishes the random draws of a value head from others with the same seed."""
 SELECTING = ("target_modules", "exclude_modules")
-"""Selectors of modules that `AdapterConfig` alone has."""
+"""Options for the selection of modules that only `AdapterConfig` has."""
 
 
 class Kind(NamedTuple):
-    """Description of a model, apart from its numbers."""
+    """Description of a model without its numbers."""
 
     lora_config: LoraConfig
     value_head: bool = False
@@ -29,9 +29,9 @@ class Kind(NamedTuple):
 
 
 def check_same_kind(path: str, kind: Kind, model: ModelInfo) -> None:
-    """Loading in place keeps what the model is and its rank, and once it has taken a step its trained modules.
+    """Raise `RequestError` if the checkpoint `path` is of another kind than the model that it would replace.
 
-    Raises `RequestError` where the checkpoint `path` is of another kind.
+    The kind and rank of a model never change. Its trained modules cannot change after its first step.
     """
     stored, loaded = kind.lora_config, model.lora_config
     if kind.value_head != model.value_head:
@@ -50,7 +50,7 @@ def check_same_kind(path: str, kind: Kind, model: ModelInfo) -> None:
 
 
 def check_selects(config: LoraConfig, modules: Collection[tuple[str, ModuleGroup]], architecture: str) -> None:
-    """Raise `RequestError` if none of the model's modules (name, group) is left, or one that dropout is not for."""
+    """Raise `RequestError` if the options leave no module (name, group), or one without dropout support."""
     if not isinstance(config, AdapterConfig):
         return
     projection = [name for name, group in modules if group == "unembed" and config.selects(name, group)]

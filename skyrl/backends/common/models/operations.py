@@ -1,7 +1,7 @@
-"""Operations on models: those of any backend whose models are adapters of a base model, or copies of it.
+"""Operations on models, for all backends whose models are adapters or copies of a base model.
 
-A backend gives what computes (`run_pass`, `run_step`) and what models consist of (`fresh_state`, `ModelFormat`). Which
-models there are, where they are, who waits for room, what is refused and what is written is the same for all.
+A backend provides the computation (`run_pass`, `run_step`) and the content of models (`fresh_state`, `ModelFormat`).
+The set of models, their location, queues for room, checks and files are the same for all backends.
 """
 
 import contextlib
@@ -55,21 +55,24 @@ from skyrl.utils.failpoints import crash_point
 State = TypeVar("State", bound=OffloadState)
 Version = TypeVar("Version")
 StepScalars = AdamScalars | DimuonScalars
-"""Hyper-parameters of a step, of either optimizer."""
+"""Hyper-parameters of a step of either optimizer."""
 Gradients = Any
-"""Gradient sums of a backend's pass; only the backend looks into it."""
+"""Gradient sums of a backend's pass, opaque to this module."""
 
 
 class ModelBackend(Executor, Generic[State, Version]):
-    """Operations on top of what a backend computes. Its `__init__` sets what follows, and `sampler`."""
+    """Implements operations with a backend's computation.
+
+    A subclass's `__init__` sets these attributes and `sampler`.
+    """
 
     _models: ModelOffload[State]
     _versions: VersionPool[Version]
     _storage: Storage[State, Version]
     max_lora_rank: int
-    """Largest rank that is served."""
+    """Maximum supported rank."""
     max_lora_adapters: int
-    """Slots of versions that are sampled at once, the base model's included."""
+    """Number of version slots for sampling, including the base model's."""
     gradient_reduction: GradientReduction
     """Reduction of the gradient sums by optimizer steps."""
 
@@ -77,35 +80,36 @@ class ModelBackend(Executor, Generic[State, Version]):
 
     @abstractmethod
     def nbytes_of(self, kind: Kind) -> int:
-        """Memory of a model before there is one, as `OffloadState.nbytes`."""
+        """Memory of a model that does not exist yet, as `OffloadState.nbytes`."""
 
     def stored_bytes(self, kind: Kind) -> int:
-        """Bytes of the numbers in a checkpoint of such a model, at most. Raises `RequestError` if there can be none."""
+        """Maximum bytes of the tensors in a checkpoint of such a model. Raises `RequestError` if there can be none."""
         return self.nbytes_of(kind)
 
     @abstractmethod
     def fresh_state(self, kind: Kind, seed: int) -> State:
-        """A model that has taken no step. Raises `RequestError` for what cannot be made."""
+        """Create a model before its first step. Raises `RequestError` for an unsupported kind."""
 
     @abstractmethod
     def run_pass(
         self, operation: ForwardBackward, state: State
     ) -> Generator[Any, Any, tuple[ForwardBackwardOutput, Gradients | None]]:
-        """Result of a checked pass, and its gradients if it has any. Yields quanta."""
+        """Compute a checked pass: its result, and its gradients if it has any. Yields quanta."""
 
     @abstractmethod
     def add_gradients(self, state: State, gradients: Gradients) -> None:
-        """Add those of a pass to the model's sums."""
+        """Add the gradients of a pass to the model's sums."""
 
     @abstractmethod
     def run_step(self, scalars: StepScalars, state: State) -> Generator[Any, Any, tuple[float, Callable[[], None]]]:
-        """Compute an optimizer step: gradient norm before clipping, and a call that makes `state` the model after it.
+        """Compute an optimizer step: the gradient norm before clipping, and a function that applies the step to
+        `state`.
 
-        Until that call the model is as it was. Yields quanta, if it does not compute at once.
+        The model is unchanged until that function is called. Yields quanta, if it does not compute at once.
         """
 
     def step_metrics(self, scalars: StepScalars, state: State) -> dict[str, float]:
-        """Metrics of an optimizer step, of gradient sums before it, beside those of every backend."""
+        """Additional metrics of an optimizer step, computed from the gradient sums before the step."""
         return {}
 
     # -- what the executor asks for -----------------------------------------------------------------------------------
@@ -149,16 +153,16 @@ class ModelBackend(Executor, Generic[State, Version]):
     # -- documented, beside the contract -----------------------------------------------------------------------------
 
     def load_sampler_checkpoint(self, model_id: str, checkpoint_id: str, checkpoint_path: str) -> None:
-        """Make the sampler or training checkpoint in a folder or tar samplable as `checkpoint_id` of `model_id`."""
+        """Publish the sampler or training checkpoint in a folder or tar file as `checkpoint_id` of `model_id`."""
         version = version_of(model_id, checkpoint_id)
         weights = self._storage.read_version(checkpoint_path)
         self._versions.publish(version, weights)
         self._versions.mark_stored(version, weights, checkpoint_path)
 
     def load_sampler_weights(self, prepared_batch: PreparedSampleBatch) -> list[int]:
-        """Put the versions that a batch names into slots. Returns each row's slot; 0 is the base model.
+        """Put the versions of a batch into slots. Returns each row's slot; 0 is the base model.
 
-        Slots are a cache: running samples keep theirs, others may be given to another version later.
+        Slots are a cache: running samples keep their slots, and other slots may be reused for another version later.
         """
         slots: list[int] = []
         claims: list[Claim] = []
@@ -197,7 +201,7 @@ class ModelBackend(Executor, Generic[State, Version]):
         }
 
     def archives(self, scratch: str | None) -> Archives:
-        """Reader of checkpoints of any model that is served here, which unpacks tars in the folder `scratch`."""
+        """Create a reader of checkpoints of all supported models, which unpacks tar files in the folder `scratch`."""
         largest = 0
         for rank in (0, self.max_lora_rank):
             with contextlib.suppress(RequestError):  # no such models here
@@ -238,7 +242,7 @@ class ModelBackend(Executor, Generic[State, Version]):
         return ModelOutput(model_id)
 
     def _room_for(self, kind: Kind) -> contextlib.AbstractContextManager[Awaiting[None]]:
-        """Room on the device for one more model, once what this returns has waited for it."""
+        """Context with room on the device for another model. Its value is a generator that waits for the room."""
         self.check_kind(kind)
         nbytes = self.nbytes_of(kind)
         self._models.check_room(nbytes)
@@ -265,7 +269,10 @@ class ModelBackend(Executor, Generic[State, Version]):
             return output
 
     def _checked(self, operation: ForwardBackward, state: State) -> ForwardBackward:
-        """A pass of the protocol was checked before it came here; data of an objective are the trainer's."""
+        """Check the data of an objective, which come from a trainer.
+
+        Passes of the Tinker protocol were checked before.
+        """
         if operation.reference and not operation.forward_only:
             raise RequestError("reference=True and forward_only=False: the base model is not trained; set forward_only")
         if isinstance(operation.loss_fn, str | TracedObjective):
@@ -305,7 +312,10 @@ class ModelBackend(Executor, Generic[State, Version]):
             return OptimStepOutput(metrics | ({FORMULA: 1.0} if operation.dimuon_params is not None else {}))
 
     def _scalars(self, operation: OptimStep, state: State) -> StepScalars:
-        """Hyper-parameters of the model's next step. `mean` divides by the sequences since the last one."""
+        """Hyper-parameters of the model's next step.
+
+        The reduction `mean` divides by the sequences since the last step.
+        """
         divisor = 1
         if self.gradient_reduction == "mean":
             if state.sequences is None:
@@ -321,7 +331,7 @@ class ModelBackend(Executor, Generic[State, Version]):
 
     @contextlib.contextmanager
     def _at_work(self, model_id: str) -> Iterator[Awaiting[State]]:
-        """A model that is loaded stays on the device, to which the generator brings it."""
+        """Context that keeps a loaded model on the device. Its value is a generator that brings the model there."""
         self._check_loaded(model_id)
         with self._models.used(model_id) as brought:
             yield brought
@@ -343,7 +353,7 @@ class ModelBackend(Executor, Generic[State, Version]):
         return ModelOutput(model_id)
 
     def check_kind(self, kind: Kind) -> None:
-        """Raise `RequestError` for a kind of model that is not served here. In any thread."""
+        """Raise `RequestError` for an unsupported kind of model. May be called from any thread."""
         if kind.lora_config.rank > self.max_lora_rank:
             raise RequestError(
                 f"lora_config.rank={kind.lora_config.rank} is above this server's max_lora_rank={self.max_lora_rank}; "

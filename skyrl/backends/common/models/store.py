@@ -1,8 +1,7 @@
-"""Models as files: what is saved, published and exported of them, and what is loaded again.
+"""Storage of models: saves, published versions and exports, and loads.
 
-All files are written and read by the backend's writer, those of a model in order, while other models have their turns.
-What is written is of the moment at which the operation had its turn: arrays are never changed, so keeping them is
-enough.
+The backend's writer writes and reads all files, in order for each model, while other models continue. A write stores
+the model as of the turn of its operation. Arrays are immutable, so keeping references to them is sufficient.
 """
 
 import copy
@@ -32,11 +31,11 @@ T = TypeVar("T")
 State = TypeVar("State", bound=OffloadState)
 Version = TypeVar("Version")
 SAVED = 3
-"""Arrays of a checkpoint as large as the weights: these and two moments."""
+"""Size of a checkpoint's tensors relative to the weights: weights and two moments."""
 
 
 class ModelFormat(ABC, Generic[State, Version]):
-    """Files of a backend's models. Called in any thread, with states and versions whose arrays never change."""
+    """File formats of a backend's models. Called in any thread, with states and versions whose arrays never change."""
 
     @abstractmethod
     def weights_bytes(self, state: State) -> int:
@@ -44,53 +43,55 @@ class ModelFormat(ABC, Generic[State, Version]):
 
     @abstractmethod
     def version_bytes(self, version: Version) -> int:
-        """Memory of what is sampled."""
+        """Memory of a model's published version."""
 
     @abstractmethod
     def pack_training(self, state: State) -> Mapping[str, Content]:
-        """Files of a training checkpoint or snapshot: all that the model is, gradient sums if there are any."""
+        """Files of a training checkpoint or snapshot: the complete model, including gradient sums if it has any."""
 
     def pack_parts(self, state: State, folder: Path) -> tuple[Mapping[str, Content], Parts] | None:
-        """The same, of a model whose numbers several processes write to a folder at once; None: one writes all."""
+        """Files written by several processes to one folder, for a distributed model; None: one process writes all
+        files.
+        """
         return None
 
     @abstractmethod
     def load_training(
         self, path: str, check: Callable[[Kind], None], *, load_optimizer: bool = True, digest: str | None = None
     ) -> State:
-        """The inverse.
+        """Load a model from a training checkpoint or snapshot.
 
         Args:
             path: Folder.
-            check: Raises `RequestError` for a kind of model that is not wanted.
+            check: Raises `RequestError` for an unwanted kind of model.
             load_optimizer: False starts with zero moments at step 0.
-            digest: What its manifest must hash to, where that is known.
+            digest: Expected hash of the manifest, if known.
 
         Raises:
-            StorageError: Missing or damaged files.
-            RequestError: The checkpoint belongs to another base model, or is none.
+            StorageError: Files are missing or damaged.
+            RequestError: The folder is not a checkpoint, or belongs to another base model.
         """
 
     @abstractmethod
     def version_of(self, state: State) -> Version:
-        """Weights to sample a model with, as it is now."""
+        """Current weights of a model for sampling."""
 
     @abstractmethod
     def pack_version(self, version: Version, lora_config: LoraConfig) -> Mapping[str, Content]:
-        """Files of a sampler checkpoint: PEFT's layout, or Hugging Face's of a model that is trained as a whole."""
+        """Files of a sampler checkpoint: PEFT format, or Hugging Face format for a fully trained model."""
 
     @abstractmethod
     def load_version(self, path: str) -> Version:
-        """Weights of a sampler checkpoint, or those of a training checkpoint, to sample from.
+        """Load weights for sampling from a sampler checkpoint or a training checkpoint.
 
         Raises:
-            StorageError: Missing or damaged files.
+            StorageError: Files are missing or damaged.
             RequestError: The adapter does not fit the served base model or `max_lora_rank`.
         """
 
     @abstractmethod
     def pack_model(self, state: State) -> Mapping[str, Content]:
-        """Files of base model and what was learned, merged, in Hugging Face format."""
+        """Files of the base model with the trained weights merged, in Hugging Face format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +102,16 @@ class Storage(Generic[State, Version]):
     writer: Writer
     versions: VersionPool[Version]
     check: Callable[[Kind], None]
-    """Raises `RequestError` for what is not served here."""
+    """Raises `RequestError` for unsupported kinds of models."""
     archives: Archives
-    """Reader of checkpoints, in folders and tars."""
+    """Reader of checkpoints in folders and tar files."""
     unwritten_bytes: int
-    """Memory that may be taken by what is not on disk yet. While it is, none of these models writes more."""
+    """Memory limit for data that are not on disk yet. Above it, these models start no further writes."""
 
     # -- operations, in turns with others -----------------------------------------------------------------------------
 
     def write(self, operation: SaveCheckpoint | SaveSnapshot | ExportModel | Publish, state: State) -> Work:
-        """Write what the operation asks for, of the model as it is now."""
+        """Write the files of an operation, with the model as it is now."""
         if isinstance(operation, Publish):
             return (yield from self._publish(operation, state))
         state = copy.copy(state)
@@ -129,13 +130,14 @@ class Storage(Generic[State, Version]):
         return (yield from _in_turn(writing, large))
 
     def is_crowded(self, model_id: str) -> bool:
-        """True if unwritten saves and versions take all their memory, some of it for this model."""
+        """True if unwritten saves and versions have reached their memory limit, and some of them are of this model."""
         return self.writer.unwritten_bytes >= self.unwritten_bytes and self.writer.has_unwritten(model_id)
 
     def room_to_write(self, model_id: str) -> Awaiting[None]:
-        """Wait until more has been written, if it has to be. Raises `StorageError` if versions cannot be.
+        """Wait until the memory for unwritten data is below its limit. Raises `StorageError` if versions cannot be
+        written.
 
-        A model of which nothing is to be written does not wait for the writes of others.
+        A model without unwritten data does not wait for writes of others.
         """
         tried = False
         while True:
@@ -179,14 +181,14 @@ class Storage(Generic[State, Version]):
         return self._in_background(operation.path, partial(self.archives.stored_kind, operation.path, operation.digest))
 
     def read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: ModelInfo | None) -> Awaiting[State]:
-        """Read what the operation loads, a checkpoint in place of the model `loaded` if there is one.
+        """Read the checkpoint of an operation, to replace the model `loaded` if there is one.
 
-        Raises as `ModelFormat.load_training`, and `RequestError` if it cannot be in that model's place.
+        Raises as `ModelFormat.load_training`, and `RequestError` if the checkpoint cannot replace that model.
         """
         return self._in_background(operation.path, partial(self._read, operation, loaded))
 
     def _in_background(self, path: str, read: Callable[[], T]) -> Awaiting[T]:
-        """Result of `read`, called in a thread after the writes to the folder that are under way."""
+        """Return the result of `read`, called in a thread after earlier writes to the folder."""
         reading = self.writer.read(path, read)
         while not reading.done():
             yield reading
@@ -195,14 +197,14 @@ class Storage(Generic[State, Version]):
     # -- files, in any thread -----------------------------------------------------------------------------------------
 
     def write_state(self, path: str, state: State) -> SaveOutput:
-        """All that the model is, to a folder, on disk or in a bucket, or a tar. Raises `StorageError`."""
+        """Write the complete model to a tar file, or to a folder on disk or in a bucket. Raises `StorageError`."""
         together = None if is_tar(path) or is_url(path) else self.format.pack_parts(state, local_path(path))
         if together is not None:
             return SaveOutput(path, *write_folder(path, *together))
         return SaveOutput(path, *write_checkpoint(path, dict(self.format.pack_training(state))))
 
     def read_state(self, path: str) -> State:
-        """The inverse. Raises as `ModelFormat.load_training`."""
+        """Read a model that `write_state` has written. Raises as `ModelFormat.load_training`."""
         return self.format.load_training(path, self.check)
 
     def _read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: ModelInfo | None) -> State:
@@ -220,12 +222,12 @@ class Storage(Generic[State, Version]):
             return self.format.load_training(folder, check, load_optimizer=operation.load_optimizer, digest=digest)
 
     def read_version(self, path: str) -> Version:
-        """A version that is stored in a folder or tar: a sampler's or a training checkpoint."""
+        """Read a version from a sampler or training checkpoint in a folder or tar file."""
         with self.archives.as_folder(path, is_sampled=True) as folder:
             return self.format.load_version(folder)
 
     def _write_version(self, operation: Publish, path: str, version: Version, lora_config: LoraConfig) -> SaveOutput:
-        """A version's files, so that it may leave memory. One that is to persist exists only from then on."""
+        """Write a version's files, after which it may leave memory. A persistent version exists only from then on."""
         saved = SaveOutput(path, *write_checkpoint(path, dict(self.format.pack_version(version, lora_config))))
         if operation.persist:
             self.versions.publish(operation.version, version)
@@ -237,12 +239,12 @@ class Storage(Generic[State, Version]):
 
 
 def is_whole(state: OffloadState) -> bool:
-    """Return True if a model is trained as a whole, so that what is stored of it is large."""
+    """Return True if a model is fully trained, so its files are large."""
     return state.info.lora_config.rank == 0
 
 
 def _in_turn(writing: Future[Any], large: bool) -> Awaiting[Future[Any]]:
-    """A write in the background. A model that is trained as a whole waits for it: each holds a copy in memory."""
+    """Wait for a background write of a fully trained model, because each pending write keeps a copy in memory."""
     while large and not writing.done():
         yield writing
     return writing

@@ -1,14 +1,15 @@
-"""Training checkpoints and snapshots: the same files from every backend, so that a model goes on on another one.
+"""Training checkpoints and snapshots in a format that is equal for all backends, so a model can move between them.
 
-`training_state.safetensors` holds float32 tensors named `BUFFER/NAME`. Buffers are the weights, AdamW's two moments
-and, in a snapshot, gradient sums. Names are Hugging Face's: `<module>.lora_A` `[in, rank]` and `<module>.lora_B`
-`[rank, out]` of each adapted module, the parameters of a model trained as a whole, `value_head` `[hidden]` of a critic.
-Ranks are not padded, and layers and experts have tensors of their own. Connectors of several residual streams, which
-the JAX backend alone has, are `<connector>.phi` and so on; without them a model has none. `training_state.json` is the
+`training_state.safetensors` has float32 tensors named `BUFFER/NAME`. Buffers are the weights, AdamW's two moments and,
+in a snapshot, gradient sums. Names are Hugging Face's: `<module>.lora_A` `[in, rank]` and `<module>.lora_B` `[rank,
+out]` of each adapted module, the parameters of a fully trained model, and `value_head` `[hidden]` of a critic. Ranks
+are not padded; each layer and each expert has separate tensors. Connectors of several residual streams, which only the
+JAX backend has, are `<connector>.phi` and so on; a model without them has no such tensors. `training_state.json` is the
 header.
 
-Processes that share a model's weights write at once, each its part of each buffer, in a file of its own (`part_name`):
-rows of the first dimension. Files of a buffer in their order, each tensor joined along it, are the whole again.
+Processes that share a model's weights write concurrently. Each writes its part of each buffer to a separate file
+(`part_name`): some rows of the first dimension. The parts of a tensor, concatenated in the order of the files, are the
+whole tensor.
 """
 
 import re
@@ -46,24 +47,24 @@ class TrainingFiles:
     path: str
     kind: Kind
     base_model: str
-    """Name of the model that it was trained on."""
+    """Name of the base model."""
     step: int
-    """Optimizer steps taken; 0 without the optimizer's state."""
+    """Number of optimizer steps; 0 without the optimizer's state."""
     sequences: int | None
-    """Sequences whose gradients are in the sums; None: written by a version that did not count them."""
+    """Number of sequences in the gradient sums; None: written by a version that did not count them."""
     buffers: Mapping[BufferName, Arrays]
-    """By name: the weights, moments if they were asked for, gradient sums if there are any. Empty for an adapter that
-    was uploaded."""
+    """Buffers by name: the weights, moments if requested, gradient sums if there are any. Empty for an uploaded
+    adapter."""
     files: Mapping[str, bytes]
-    """Files of the folder, but for the tensors: those of an uploaded adapter."""
+    """Files of the folder without the training tensors, such as those of an uploaded adapter."""
 
     @property
     def is_uploaded(self) -> bool:
-        """True for an adapter in PEFT's layout, which has no optimizer state."""
+        """True for an adapter in PEFT format, which has no optimizer state."""
         return PEFT_TENSORS in self.files
 
     def check_fits(self, found: Arrays, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise `RequestError` unless these tensors are those of a model of the served base model."""
+        """Raise `RequestError` unless these tensors fit a model of the served base model."""
         shapes = {name: x.shape for name, x in found.items()}
         if shapes == wanted:
             return
@@ -78,7 +79,7 @@ class TrainingFiles:
 
 
 def part_name(buffer: BufferName, place: int, count: int) -> str:
-    """File of the part of a buffer that one of so many processes has, counted from 0."""
+    """Name of the file with one process's part of a buffer; processes are counted from 0."""
     return f"training_state-{buffer}-{place + 1:05}-of-{count:05}.safetensors"
 
 
@@ -88,13 +89,13 @@ PART = re.compile(r"training_state-\w+-\d{5}-of-\d{5}\.safetensors")
 def pack_training(
     kind: Kind, base_model: str, step: int, sequences: int | None, buffers: Mapping[BufferName, Mapping[str, Tensor]]
 ) -> dict[str, Content]:
-    """Files of a training checkpoint or snapshot. Tensors are made one by one, as they are written.
+    """Files of a training checkpoint or snapshot. Tensors are created one at a time, as they are written.
 
     Args:
-        kind: Of the model.
+        kind: Kind of the model.
         base_model: Name of its base model.
-        step: Optimizer steps taken.
-        sequences: Sequences whose gradients are in the sums.
+        step: Number of optimizer steps.
+        sequences: Number of sequences in the gradient sums.
         buffers: Tensors by buffer and name.
     """
     tensors = {f"{buffer}/{name}": x for buffer, named in buffers.items() for name, x in named.items()}
@@ -107,14 +108,14 @@ def pack_training(
 def read_training(
     path: str, check: Callable[[Kind], None], *, load_optimizer: bool = True, digest: str | None = None
 ) -> TrainingFiles:
-    """The inverse of `pack_training`. Arguments and errors are those of `ModelFormat.load_training`."""
+    """Read the files of `pack_training`. Arguments and errors are those of `ModelFormat.load_training`."""
     return training_files(read_folder(path, digest), path, check, load_optimizer=load_optimizer)
 
 
 def training_files(
     files: dict[str, bytes], path: str, check: Callable[[Kind], None], *, load_optimizer: bool
 ) -> TrainingFiles:
-    """`read_training` of files that have been read, from which it takes the tensors."""
+    """Return the contents of files that have been read. Removes the tensors from `files`."""
     header = header_of(files, path)
     kind = kind_of(header)
     check(kind)
@@ -134,7 +135,7 @@ def training_files(
 
 
 def _take_tensors(files: dict[str, bytes]) -> dict[str, np.ndarray]:
-    """All tensors by name, whose files are taken away, those of several processes joined."""
+    """Return all tensors by name and remove their files; parts of several processes are concatenated."""
     if TRAINING_TENSORS in files:
         return load(files.pop(TRAINING_TENSORS))
     parts: dict[str, list[np.ndarray]] = {}

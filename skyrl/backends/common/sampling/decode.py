@@ -1,7 +1,7 @@
-"""Running sequences: which rows they have in the next decode call, and what becomes of what it draws.
+"""Decoding of running sequences: rows for the next decode call, and handling of the drawn tokens.
 
-A sequence has no row of its own. Each call packs the sequences of a group of adapters into the smallest number of rows
-that its runner takes, so those that have ended cost nothing.
+A sequence has no fixed row. Each call packs the sequences of a group of adapters into the smallest number of rows that
+the runner supports, so finished sequences cost nothing.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from skyrl.backends.common.sampling.sequences import Sequence
 
 
 def by_program(sequences: list[Sequence]) -> list[list[Sequence]]:
-    """Sequences of one group by the program that decodes them, so that nobody's depends on others' options."""
+    """Group sequences by decode program, so that a sequence's program does not depend on other sequences."""
     by_kind: dict[tuple[bool, bool], list[Sequence]] = {}
     for sequence in sequences:
         by_kind.setdefault(_kind(sequence), []).append(sequence)
@@ -29,14 +29,14 @@ def by_program(sequences: list[Sequence]) -> list[list[Sequence]]:
 
 
 def _kind(sequence: Sequence) -> tuple[bool, bool]:
-    """Flags: options that the device has to know of, and penalties among them."""
+    """Program of a sequence, as flags: options that the device needs, and penalties among them."""
     return sequence.job.has_row_options, sequence.job.request.options.penalises
 
 
 def decode(runner: ModelRunner[Any], group: Group, blocks: int, sequences: list[Sequence], steps: int) -> Any:
-    """Start generating up to `steps` tokens for sequences of one group.
+    """Start a call that generates up to `steps` tokens for sequences of one group and one program (`by_program`).
 
-    They are of one program (`by_program`). Returns what may not be there yet, for `push`.
+    Returns a handle for `push`; the result may not be ready yet.
     """
     counts = count(1) if runner.row_counts is None else runner.row_counts
     rows = Rows.idle(next(rows for rows in counts if rows >= len(sequences)), blocks, *_kind(sequences[0]))
@@ -46,7 +46,7 @@ def decode(runner: ModelRunner[Any], group: Group, blocks: int, sequences: list[
 
 
 def push(runner: ModelRunner[Any], sequences: list[Sequence], decoded: Any, steps: int) -> list[Sequence]:
-    """Append what was drawn. Returns the sequences that ended."""
+    """Append the drawn tokens to their sequences. Returns the sequences that ended."""
     top = any(sequence.job.request.topk_sample_logprobs for sequence in sequences)
     drawn = runner.drawn(decoded, top)
     ended = []
@@ -61,7 +61,7 @@ def push(runner: ModelRunner[Any], sequences: list[Sequence], decoded: Any, step
 
 
 def steps_to_go(sequences: list[Sequence], most: int = BURST) -> int:
-    """Steps of the next call: until the first of the sequences has to end, but not very few for its sake."""
+    """Number of steps for the next call: up to the first end of a sequence, but not too few to be efficient."""
     left = [sequence.left for sequence in sequences]
     return min(most, max(*left), max(min(left), BURST // 2)) if len(left) > 1 else min(most, left[0])
 

@@ -1,7 +1,7 @@
-"""Computation of a sampler: prompts read into pages, tokens drawn, tokens scored.
+"""Model runner: computes prefill, decode steps and scores for a sampler.
 
-Admission, pages, prefixes, stops and turns are the sampler's; a runner does what it is told, for any versions, which
-are handles that the sampler passes on and never looks into.
+The sampler decides on admission, pages, prefixes, stops and order. A runner executes calls for any version; versions
+are handles that the sampler passes on unchanged.
 """
 
 from abc import ABC, abstractmethod
@@ -15,43 +15,47 @@ from skyrl.backends.common.page_table import PAGE_SIZE, SCRATCH
 
 Version = TypeVar("Version")
 States = Any
-"""Hidden states of up to `SCORED_AT_ONCE` tokens of a prompt."""
+"""Hidden states of up to `SCORED_AT_ONCE` prompt tokens."""
 Logits = Any
-"""Logits of those."""
+"""Logits for a block of `States`."""
 
 CHUNKS = (32, 64, 256)
-"""Tokens of a prompt read at once."""
+"""Prefill chunk sizes in tokens."""
 
 BURST = 8
-"""Tokens that a decode call generates at most."""
+"""Maximum number of tokens per row in one decode call."""
 
 STOP_IDS = 8
-"""Stop tokens that end a row inside a decode call; the host looks for all."""
+"""Maximum stop tokens per row that end it inside a decode call; the host checks all stop tokens."""
 
 SCORED_AT_ONCE = 32
-"""Prompt tokens whose logits over the whole vocabulary exist at the same time. Divides every chunk."""
+"""Prompt tokens whose logits over the whole vocabulary are in memory at once. Divides every chunk size."""
 
 TOP_WIDTHS = (8, 64)
-"""Most likely tokens that are found at once: the lattice of every top-k option."""
+"""Supported numbers of most likely tokens per call, for all top-k options."""
 
 TARGET_WIDTHS = (1, 8, 64, 512)
-"""Named tokens per row that are scored at once; the tokens that follow are one each, and more take several calls."""
+"""Supported numbers of given tokens per row to score in one call. Scores of the next token use 1; more tokens take
+several calls."""
 
 DRAWS_AT_ONCE = 8
-"""Alternatives per prompt token that are drawn by one call."""
+"""Alternatives per prompt token drawn by one call."""
 
 LARGEST_INT32 = 2**31 - 1
 HOTTEST = 1e30
-"""Temperatures above are the same uniform distribution, and do not fit into float32."""
+"""Maximum temperature. Above it, the distribution is uniform in practice, and the value does not fit into float32."""
 
 
 def chunks_within(tokens: int) -> tuple[int, ...]:
-    """Those of `CHUNKS` that a call of so many tokens at most may have; 0: all."""
+    """Return the sizes in `CHUNKS` that fit into a call of this many tokens; 0: all."""
     return tuple(size for size in CHUNKS if size <= tokens) if tokens else CHUNKS
 
 
 def check_call_tokens(tokens: int, rows: int) -> None:
-    """Raise `ValueError` if calls of so many tokens (0: any) cannot read a prompt, or not a token of so many rows."""
+    """Raise `ValueError` if calls of this many tokens (0: any) are too small.
+
+    A call must have room for the smallest chunk, and for one token per row.
+    """
     if 0 < tokens < CHUNKS[0]:
         raise ValueError(f"sample_max_num_batched_tokens={tokens} is below {CHUNKS[0]}; use more, or 0")
     if 0 < tokens < rows:
@@ -65,77 +69,77 @@ class Penalties(NamedTuple):
     """Earlier tokens of rows, and the penalties for repeating them. A pytree."""
 
     before: Any
-    """int32 `[rows, tokens]`: tokens of the prompt, then generated ones, then -1."""
+    """int32 `[rows, tokens]`: prompt tokens, then generated tokens, then -1."""
     prompt: Any
-    """int32: tokens of the prompt."""
+    """int32: number of prompt tokens."""
     repetition: Any
-    """float32, as the two that follow; see `SamplingOptions`."""
+    """float32, as the next two fields; see `SamplingOptions`."""
     presence: Any
     frequency: Any
 
     @classmethod
     def none(cls, rows: int, tokens: int) -> "Penalties":
-        """Penalties that change nothing, with room for so many tokens."""
+        """Penalties without effect, with room for this many tokens."""
         zeros = partial(np.zeros, rows, np.float32)
         before = np.full((rows, tokens), -1, np.int32)
         return cls(before, np.zeros(rows, np.int32), np.ones(rows, np.float32), zeros(), zeros())
 
 
 class RowOptions(NamedTuple):
-    """Part of `SamplingOptions` that the device needs for each row. A pytree."""
+    """Per-row part of `SamplingOptions` that the device needs. A pytree."""
 
     min_p: Any
     """float32."""
     min_tokens: Any
-    """int32: tokens until which none of the row's `stops` is drawn."""
+    """int32: number of tokens before which none of the row's `stops` is drawn."""
     penalties: Penalties | None = None
-    """None if no row has any, which may be a program of its own."""
+    """None if no row has penalties; this case may have a separate program."""
 
     @classmethod
     def none(cls, rows: int, penalties: Penalties | None = None) -> "RowOptions":
-        """Options that change nothing but what penalties do."""
+        """Options without effect, except for the given penalties."""
         return cls(np.zeros(rows, np.float32), np.zeros(rows, np.int32), penalties)
 
 
 class Rows(NamedTuple):
-    """Inputs of the rows of one decode call, one entry each. A pytree."""
+    """Inputs of one decode call, one entry per row. A pytree."""
 
     tokens: Any
-    """int32: the token to read first."""
+    """int32: first input token."""
     positions: Any
-    """int32: its position."""
+    """int32: position of that token."""
     table: Any
     """int32 `[rows, blocks]`: pages, see `KVCache`."""
     slots: Any
-    """int32: slot of the bank, -1: the base model."""
+    """int32: slot in the adapter bank; -1: the base model."""
     states: Any
-    """int32: slot of the row's state, where the model has such."""
+    """int32: slot of the recurrent state, if the model has states."""
     seeds: Any
     """uint32 `[rows, 2]`, see `seed_words`."""
     sample_index: Any
-    """int32."""
+    """int32: index of the sample in its request."""
     steps: Any
-    """int32: tokens generated before."""
+    """int32: number of tokens generated before."""
     limits: Any
-    """int32: tokens to generate at most; 0 in idle rows."""
+    """int32: maximum number of tokens to generate; 0 in idle rows."""
     stops: Any
     """int32 `[rows, STOP_IDS]`: tokens that end the row; -1: none."""
     temperature: Any
     """float32."""
     scale: Any
-    """float32: the temperature at which log-probabilities are told."""
+    """float32: temperature of the returned log-probabilities."""
     top_k: Any
-    """int32, 0: off."""
+    """int32; 0: off."""
     top_p: Any
     """float32."""
     top: Any
-    """bool: whether the most likely tokens are asked for."""
+    """bool: True if the most likely tokens are requested."""
     options: RowOptions | None
-    """None if no row has any, which may be a program of its own."""
+    """None if no row has options; this case may have a separate program."""
 
     @classmethod
     def idle(cls, rows: int, blocks: int, options: bool = False, penalties: bool = False) -> "Rows":
-        """Rows that do nothing, with or without options, which may have penalties."""
+        """Idle rows, with or without options, optionally with penalties."""
         zeros = partial(np.zeros, rows)
         some = Penalties.none(rows, blocks * PAGE_SIZE) if penalties else None
         return cls(
@@ -159,7 +163,7 @@ class Rows(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Output of one decode call, `[BURST, rows]`; steps that it did not make are zeros."""
+    """Output of one decode call, `[BURST, rows]`. Steps that were not run are zeros."""
 
     tokens: Any
     """int32."""
@@ -168,11 +172,11 @@ class Drawn(NamedTuple):
     top_ids: Any
     """int32 `[BURST, rows, TOP_WIDTHS[-1]]`."""
     top_logprobs: Any
-    """float32, as `top_ids`."""
+    """float32, in the shape of `top_ids`."""
 
 
 def top_width(k: int, vocab_size: int) -> int:
-    """Number of most likely tokens to find where `k` are asked for, which are no more than the widest; 0 for none."""
+    """Smallest supported width for `k` most likely tokens, where `k` is at most the largest width; 0 for `k` = 0."""
     return min(next(width for width in (0, *TOP_WIDTHS) if width >= k), vocab_size)
 
 
@@ -180,75 +184,76 @@ class Group(NamedTuple):
     """Versions whose rows are decoded in one call."""
 
     places: dict[int, int]
-    """Slot of the version pool: number by which `Rows.slots` has it."""
+    """Index in the adapter bank (the value of `Rows.slots`) of each slot of the version pool."""
     handle: Any = None
-    """The runner's own."""
+    """Value for the runner's own use."""
 
 
 class PromptChunk(NamedTuple):
-    """Tokens of a prompt that are read at once."""
+    """Prompt tokens of one prefill call."""
 
     table: Sequence[int]
     """Pages of the sequence, in order."""
     tokens: np.ndarray
-    """int32 `[n]`, no more than the largest of a runner's `chunks`."""
+    """int32 `[n]`, at most the largest of the runner's `chunks`."""
     start: int
-    """Position of the first."""
+    """Position of the first token."""
     state: int
-    """Slot of the state after the tokens before, where the model has such. At 0 it may be anything."""
+    """Slot of the recurrent state after the earlier tokens, if the model has states. Its content is ignored if `start`
+    is 0."""
 
 
 class ModelRunner(ABC, Generic[Version]):
-    """Computation of a sampler on one base model. Called by one thread."""
+    """Computation for a sampler on one base model. Called by one thread."""
 
     vocab_size: int
-    """Tokens there are."""
+    """Size of the vocabulary."""
     token_bytes: int
-    """Keys and values of one token in all layers."""
+    """Bytes of the keys and values of one token in all layers."""
     state_bytes: int = 0
-    """State of one sequence in all layers whose memory of earlier tokens is of fixed size."""
+    """Bytes of the recurrent state of one sequence, in all layers that have one."""
     row_counts: tuple[int, ...] | None = None
-    """Numbers of rows that a decode call may have, ascending; those that are left over are idle. None: any."""
+    """Supported numbers of rows of a decode call, ascending; unused rows are idle. None: any number."""
     chunks: tuple[int, ...] = CHUNKS
-    """Tokens of a prompt that a call may read, ascending; of the last that fits some are left over."""
+    """Supported chunk sizes in tokens, ascending; a chunk may be partly filled."""
     reads_together: bool = False
-    """True if a call may read pieces of several prompts, as many tokens as the largest of `chunks` together."""
+    """True if one call can prefill several prompts, with at most as many tokens in total as the largest of `chunks`."""
     chunks_while_idle: int = 1
-    """Chunks of prompts that a burst reads if no sequence is decoded that would wait for it."""
+    """Prefill chunks per burst when no sequence is decoded, so none would be delayed."""
 
     @abstractmethod
     def open(self, pages: int, blocks: int, states: int) -> None:
-        """Say what the cache has: pages, those of a sequence at most, and slots of states, if the model has such.
+        """Set the size of the cache: pages, maximum pages per sequence, and state slots, if the model has states.
 
-        They may be made when they are needed.
+        The runner may allocate the memory later.
         """
 
     @property
     @abstractmethod
     def lost(self) -> bool:
-        """True if what is in the pages is lost, as a call that changes them did not finish."""
+        """True if the cache content is lost because a call that changes it did not finish."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all pages and states: what is in them is lost, and nobody holds any."""
+        """Forget the content of all pages and states; nobody uses them."""
 
     @abstractmethod
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages (source, target). Returns when it is done, so that a failure is that of who copies."""
+        """Copy pages (source, target). Returns when the copy is done, so an error is raised here."""
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy states (source, target), as `copy_pages`. There are none to copy where the model has no states."""
+        """Copy states (source, target), like `copy_pages`. Without effect if the model has no states."""
         assert not pairs, pairs
 
     @abstractmethod
     def read(self, version: Version | None, pieces: Sequence[PromptChunk]) -> list[list[States]]:
-        """Read tokens of prompts into pages, and into their states.
+        """Prefill: read prompt tokens into pages, and into the states of their sequences.
 
         Args:
             version: Weights; None is the base model.
-            pieces: Of prompts; one, unless the runner reads several together.
+            pieces: Chunks of prompts; one, unless `reads_together`.
 
-        Returns the hidden states of each piece, `SCORED_AT_ONCE` tokens in each block, for `project`.
+        Returns the hidden states of each chunk, in blocks of `SCORED_AT_ONCE` tokens, for `project`.
         """
 
     @abstractmethod
@@ -257,44 +262,46 @@ class ModelRunner(ABC, Generic[Version]):
 
     @abstractmethod
     def pick(self, logits: Logits, ids: np.ndarray) -> np.ndarray:
-        """Log-probabilities float32 of the tokens `ids` int32 `[SCORED_AT_ONCE, width]`, one of `TARGET_WIDTHS`."""
+        """Log-probabilities, float32, of `ids`, int32 `[SCORED_AT_ONCE, width]` with one of `TARGET_WIDTHS`."""
 
     @abstractmethod
     def best(self, logits: Logits, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The `k` most likely tokens int32 `[rows, k]`, the first of equals first, and their log-probabilities."""
+        """The `k` most likely tokens, int32 `[rows, k]`, and their log-probabilities. Ties go to the smaller id."""
 
     @abstractmethod
     def alternatives(
         self, logits: Logits, seed: np.ndarray, position: int, first: int, temperature: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draws int32 `[rows, DRAWS_AT_ONCE]` with replacement, and their log-probabilities at temperature 1.
+        """Draw int32 `[rows, DRAWS_AT_ONCE]` tokens with replacement; also returns their log-probabilities at
+        temperature 1.
 
         Args:
-            logits: Of a block.
+            logits: Logits of a block.
             seed: uint32 `[2]`, as `seed_words`.
-            position: Of the block's first row. A draw's number is that of (seed, LARGEST_INT32 - draw, position).
-            first: Number of the first draw of each row.
-            temperature: 0 takes the most likely token every time.
+            position: Position of the block's first row. The random number of a draw is that of (seed, LARGEST_INT32
+                - draw, position).
+            first: Index of the first draw of each row.
+            temperature: With 0, each draw is the most likely token.
         """
 
     @abstractmethod
     def groups(self, slots: Sequence[int]) -> list[Group]:
-        """Versions in these slots of the pool, by the calls that decode them; each slot is in one."""
+        """Group the versions in these slots of the pool by the calls that decode them. Each slot is in one group."""
 
     @abstractmethod
     def decode(self, group: Group, rows: Rows, steps: int) -> Any:
-        """Start generating up to `steps` tokens in each row, no more than `BURST`, until all have ended.
+        """Start a call that generates up to `steps` tokens (at most `BURST`) in each row, until all rows have ended.
 
-        Returns what `drawn` takes. A row ends with its limit or with one of its stops, after which nothing counts.
+        Returns the argument for `drawn`. A row ends at its limit or at one of its stops; later tokens are invalid.
         """
 
     @abstractmethod
     def drawn(self, decoded: Any, top: bool) -> Drawn:
-        """Output of `decode` on the host; the most likely tokens only if they are asked for."""
+        """Copy the output of `decode` to the host; the most likely tokens only if they are requested."""
 
     def forget_versions(self) -> None:
-        """Forget copies of versions: a call that may have changed them did not finish."""
+        """Discard copies of versions, because a call that may have changed them did not finish."""
 
     def warm_up(self) -> Iterator[Any]:
-        """Make ready what requests will need, piece by piece, before there are any."""
+        """Prepare for requests in advance, such as by compilation, one step at a time."""
         return iter(())

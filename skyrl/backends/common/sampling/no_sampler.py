@@ -1,4 +1,4 @@
-"""The sampler of a backend whose base model is trained only: every request is refused."""
+"""The sampler of a backend whose base model can be trained but not sampled: it rejects every request."""
 
 from collections.abc import Callable, Mapping
 
@@ -23,7 +23,7 @@ class NoSampler:
 
     @property
     def statistics(self) -> Statistics:
-        """None."""
+        """No statistics."""
         return {}
 
     def weigh(self, weights: Mapping[str, float]) -> None:

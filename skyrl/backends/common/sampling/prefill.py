@@ -1,7 +1,8 @@
-"""A prompt that is being read into pages, a chunk at a time, as far as no other has been read that begins like it.
+"""Chunked prefill of a prompt into cache pages, with reuse of pages of other prompts that have the same prefix.
 
-All tokens but the last are read here; a decode step reads that one, so the first new token needs no program of its
-own. Pages become part of the tree of prefixes as they fill, so that others find them while this one is still read.
+Prefill reads all tokens except the last one, which the first decode step reads. The first new token therefore needs no
+separate program. Full pages enter the prefix tree immediately, so other prompts can use them while this prompt is still
+being read.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,17 +17,17 @@ from skyrl.backends.common.sampling.sequences import Job
 from skyrl.errors import BackendLost
 
 WORTH_WAITING = 16
-"""Tokens that another prompt has to be about to read for one to wait for it."""
+"""Minimum number of shared tokens that make a prompt wait for another prompt to read them."""
 
 
 class Prompt:
-    """The prompt of a job that has its slot.
+    """The prompt of a job that has its version slot.
 
     Args:
-        job: What it belongs to.
-        owner: Prompts of the same owner share what they have in common.
-        pages: Of the cache. Those for the prompt are reserved: `pages_of` them.
-        runner: What reads them.
+        job: Job of the prompt.
+        owner: Prompts of the same owner share prefixes.
+        pages: Pages of the cache, with `pages_of` the job reserved for this prompt.
+        runner: Runner that reads the prompt.
     """
 
     def __init__(self, job: Job, owner: Hashable, pages: Pages, runner: ModelRunner[Any]):
@@ -34,14 +35,14 @@ class Prompt:
         self.owner = owner
         self.samples_started = 0
         self.state = SCRATCH
-        """Slot of its state, which is that after the tokens that are read."""
+        """Slot of the recurrent state after the tokens that were read."""
         self._pages = pages
         self._runner = runner
         self.tokens = np.asarray(job.request.prompt[:-1], np.int32)
         self.path: list[Node] = []
-        """The part of the tree that is read, pinned: pages of the prompt, in order."""
+        """Pages of the prompt in the prefix tree, in order, pinned."""
         self._own: list[int] = []
-        """Pages after those, which are not full yet or not part of the tree."""
+        """Pages after `path` that are not full yet or not in the tree."""
         self._reserved = pages_of(job, self._pages.size)
         self._read = 0
         self._scores = job.scores = PromptScores(job.request, job.seed, runner)
@@ -49,25 +50,25 @@ class Prompt:
 
     @property
     def is_read(self) -> bool:
-        """True if all tokens but the prompt's last are in the cache."""
+        """True if all tokens except the prompt's last are in the cache."""
         return self._read >= len(self.tokens)
 
     @property
     def table(self) -> list[int]:
-        """Its pages so far."""
+        """Pages of the prompt so far."""
         return [node.page for node in self.path] + self._own
 
     def waits_for(self, earlier: "Prompt", common: int) -> bool:
-        """True if an earlier prompt that shares so many tokens is about to prefill much of what this one needs next."""
+        """Return True if an earlier prompt with this common prefix is about to read tokens needed next."""
         if earlier.is_read:
             return False
         shared = min(common, self._reusable)
         size = self._pages.size
-        there = min(-(-shared // size) * size, len(earlier.tokens))  # others find a page when it is full
+        there = min(-(-shared // size) * size, len(earlier.tokens))  # only full pages are shared
         return shared - self._read >= WORTH_WAITING and earlier._read < there
 
     def find_read(self) -> None:
-        """Take over what others have read of the tokens that are next."""
+        """Take over pages that other prompts have read."""
         size, before = self._pages.size, self._read
         node = self.path[-1] if self.path else self._pages.root(self.owner)
         while not self._own and self._read < self._reusable:
@@ -84,12 +85,12 @@ class Prompt:
         self.job.cache_hits += self._read - before
 
     def _copy_longest(self, node: Node, wanted: np.ndarray) -> None:
-        """Begin the next page as a copy of one that begins alike."""
+        """Copy the cached page with the longest common prefix as the start of the next page."""
         found = self._pages.longest(node, wanted)
         if found is None or not self._pages.can_pin(found[0]):
             return
         source, count = found
-        self._pages.pin(source)  # so that taking a page does not take this one
+        self._pages.pin(source)  # so that it is not evicted when a page is taken
         try:
             self._own.append(self._take())
             self._runner.copy_pages([(source.page, self._own[-1])])
@@ -100,14 +101,14 @@ class Prompt:
 
     @property
     def next_size(self) -> int:
-        """Positions that it takes to compute to read the next tokens."""
+        """Positions to compute for the next chunk."""
         left, chunks = len(self.tokens) - self._read, self._runner.chunks
         if self._runner.reads_together:
             return min(left, chunks[-1])
         return next((size for size in chunks if size >= left), chunks[-1])
 
     def next_piece(self) -> PromptChunk:
-        """The next tokens, with pages for them."""
+        """Return the next chunk, with pages for it."""
         start = self._read
         tokens = self.tokens[start : start + self.next_size]
         while len(self.table) * self._pages.size < start + len(tokens):
@@ -115,14 +116,14 @@ class Prompt:
         return PromptChunk(self.table, tokens, start, self.state)
 
     def end_piece(self, version: Any, piece: PromptChunk, hidden: list[States]) -> None:
-        """Score a piece that a version's weights have read, and keep its pages."""
+        """Score a chunk that was read with the weights of a version, and keep its pages."""
         count = len(piece.tokens)
         self._scores.read(version, hidden, piece.start, count)
         self._read += count
         self._keep_full()
 
     def _keep_full(self) -> None:
-        """Hand full pages over to the tree, and the last one when all is read."""
+        """Add full pages to the prefix tree; the last page too when the prompt is read."""
         size = self._pages.size
         while self._own:
             first = len(self.path) * size
@@ -133,7 +134,7 @@ class Prompt:
             self.path.append(self._pages.insert(parent, tokens, self._own.pop(0)))
 
     def release(self) -> None:
-        """Give up everything."""
+        """Release all pages."""
         for node in reversed(self.path):
             self._pages.unpin(node)
         for page in self._own:
@@ -153,9 +154,9 @@ class Prompt:
 def read_next(
     runner: ModelRunner[Any], version: Any, prompts: Sequence[Prompt], in_parts: bool
 ) -> tuple[int, dict[Prompt, Exception]]:
-    """Read a piece of each prompt with a version's weights, or all that is left of them.
+    """Read the next chunk of each prompt with the weights of a version; without `in_parts`, all chunks.
 
-    Returns the positions that this took to compute, and the prompts that failed.
+    Returns the number of positions computed, and the prompts that failed.
     """
     failed: dict[Prompt, Exception] = {}
     for prompt in prompts:
@@ -173,15 +174,16 @@ def read_next(
 
 
 def _read_pieces(runner: ModelRunner[Any], version: Any, prompts: Sequence[Prompt]) -> dict[Prompt, Exception]:
-    """Read the next piece of each prompt in one call. Returns those that failed.
+    """Read the next chunk of each prompt in one call. Returns the prompts that failed.
 
-    If a call for several fails, they are read one by one, so that none fails for another. Raises `BackendLost`.
+    If a call for several prompts fails, each is read separately, so that a prompt fails only by its own error. Raises
+    `BackendLost`.
     """
     failed: dict[Prompt, Exception] = {}
     try:
         pieces = [prompt.next_piece() for prompt in prompts]
         states = runner.read(version, pieces)
-    except BackendLost:  # which no prompt is to blame for
+    except BackendLost:  # not caused by a prompt
         raise
     except Exception as error:
         if len(prompts) == 1:
@@ -200,11 +202,11 @@ def _read_pieces(runner: ModelRunner[Any], version: Any, prompts: Sequence[Promp
 
 
 def pages_of(job: Job, size: int) -> int:
-    """Pages that reading a job's prompt takes."""
+    """Pages that the prefill of a job's prompt needs."""
     return -(-(len(job.request.prompt) - 1) // size)
 
 
 def pages_per_sample(job: Job, size: int) -> int:
-    """Pages of its own that each sample of a job takes: from the page with the prompt's last token to its own last."""
+    """Pages that each sample of a job needs in addition, from the page with the prompt's last token on."""
     read = len(job.request.prompt) - 1
     return -(-(read + job.max_tokens) // size) - read // size

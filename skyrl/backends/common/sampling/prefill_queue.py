@@ -1,7 +1,7 @@
-"""Prompts that are being read: whose turn it is, and who waits for what another is about to read.
+"""Queue of prompts in prefill: round-robin order, and prompts that wait for a shared prefix.
 
-A prompt waits for one that came before it if they begin alike. Which one shares most with it, and how much, is found
-once, when it arrives: among the prompts of its owner in the order of their tokens, those next to it share most.
+A prompt waits while an earlier prompt is about to read a prefix that both share. The earlier prompt with the longest
+common prefix is determined once, on arrival: in the sorted list of the owner's prompts, it is a neighbor.
 """
 
 from bisect import bisect
@@ -18,9 +18,9 @@ class PrefillQueue:
     def __init__(self) -> None:
         self._turns: deque[Prompt] = deque()
         self._sorted: dict[Hashable, list[tuple[bytes, Prompt]]] = {}
-        """By owner, in the order of their tokens."""
+        """Prompts of each owner, sorted by their tokens."""
         self._ahead: dict[Prompt, tuple[Prompt, int] | None] = {}
-        """Longest common prefix of each prompt with an earlier one: that prompt, and the number of tokens."""
+        """For each prompt, the earlier prompt with the longest common prefix, and the number of common tokens."""
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -29,8 +29,8 @@ class PrefillQueue:
         return iter(self._turns)
 
     def append(self, prompt: Prompt) -> None:
-        """Add a prompt; its turn is the last."""
-        key = prompt.tokens.tobytes()  # any order does in which those that begin alike are neighbours
+        """Add a prompt at the end."""
+        key = prompt.tokens.tobytes()  # any order works that puts common prefixes together
         alike = self._sorted.setdefault(prompt.owner, [])
         place = bisect(alike, key, key=lambda other: other[0])
         neighbours = [other for _, other in alike[max(0, place - 1) : place + 1]]
@@ -47,15 +47,15 @@ class PrefillQueue:
             self._sorted[prompt.owner] = alike
 
     def end_turn(self, prompt: Prompt) -> None:
-        """Its next turn is the last."""
+        """Move a prompt to the end after its turn."""
         self._turns.remove(prompt)
         self._turns.append(prompt)
 
     def next(self, tokens: int) -> list[Prompt]:
-        """The first prompt in turn that does not wait for another, and those that are read together with it.
+        """Return the first prompt that does not wait for another, and the prompts to read together with it.
 
         Args:
-            tokens: Of all of them at most, which are of one version then; 0: one prompt alone.
+            tokens: Maximum tokens in total for several prompts, which have the same version; 0: a single prompt.
         """
         found: list[Prompt] = []
         for prompt in self._turns:

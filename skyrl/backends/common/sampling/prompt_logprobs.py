@@ -1,7 +1,8 @@
-"""Scores of a prompt that a request asks for: log-probabilities of tokens, the likeliest ones, drawn alternatives.
+"""Prompt scores of a request: log-probabilities of given tokens, the most likely tokens, and drawn alternatives.
 
-Row i is about prompt token i + 1, whose distribution comes from the hidden state of token i. Logits over the vocabulary
-exist for one block of rows at a time, and are computed once for all options, and not at all where no option asks.
+Row i describes prompt token i + 1, whose distribution is computed from the hidden state of token i. Logits over the
+vocabulary exist for one block of rows at a time. They are computed once for all options, and only for rows that an
+option needs.
 """
 
 from typing import Any
@@ -22,16 +23,17 @@ from skyrl.backends.operations import Sample
 from skyrl.types import TokenMatrix, TokenTable
 
 NO_LOGPROB = -99999.0
-"""Stands for the alternatives of a prompt token that is not scored, such as the first, which has no distribution."""
+"""Placeholder for the alternatives of a prompt token without a score, such as the first token, which has no
+distribution."""
 
 
 class PromptScores:
-    """The scores of one request, filled chunk by chunk. The public attributes are those of `SampleOutput`.
+    """Scores of one request, filled chunk by chunk. The public attributes are those of `SampleOutput`.
 
     Args:
-        request: What is asked for.
-        seed: As `seed_words`.
-        runner: Of its sampler.
+        request: Request with the options.
+        seed: Seed as returned by `seed_words`.
+        runner: Runner of the sampler.
     """
 
     def __init__(self, request: Sample, seed: tuple[int, int], runner: ModelRunner[Any]):
@@ -41,7 +43,7 @@ class PromptScores:
         self._runner = runner
         self._top_width = top_width(k, runner.vocab_size)
         self._first = max(0, rows - (request.prompt_logprobs_last_n or rows))
-        """First row of `prompt_logprobs` and `topk_prompt_logprobs` that is scored."""
+        """First scored row of `prompt_logprobs` and `topk_prompt_logprobs`."""
         self.prompt_logprobs = np.full(rows + 1, np.nan, np.float32) if request.prompt_logprobs else None
         self.topk_prompt_logprobs = _table(rows + 1, k, NO_LOGPROB) if k else None
         self.prompt_alt_tokens = _table(rows, draws, 0.0) if draws else None
@@ -54,7 +56,7 @@ class PromptScores:
 
     @property
     def first_row(self) -> int:
-        """The first row that is asked for: states of tokens before it are not needed."""
+        """First row that any option needs; hidden states of earlier tokens are not needed."""
         first = len(self._request.prompt)
         if self.prompt_logprobs is not None or self.topk_prompt_logprobs is not None:
             first = self._first
@@ -63,7 +65,7 @@ class PromptScores:
         return 0 if self.prompt_alt_tokens is not None else first
 
     def read(self, version: Any, hidden: list[States], start: int, count: int) -> None:
-        """Score `count` rows from row `start` on, whose states are in `hidden`, `SCORED_AT_ONCE` in each block."""
+        """Score `count` rows from row `start` on, with hidden states in `hidden`, in blocks of `SCORED_AT_ONCE`."""
         for states, offset in zip(hidden, range(0, count, SCORED_AT_ONCE), strict=False):
             block = slice(start + offset, start + min(count, offset + SCORED_AT_ONCE))
             suffix = (self.prompt_logprobs is not None or self.topk_prompt_logprobs is not None) and (
@@ -101,7 +103,7 @@ class PromptScores:
 
 
 class _Targets:
-    """The cells of a request's `target_prompt_logprobs` that name a token, by row."""
+    """Cells of a request's `target_prompt_logprobs` that contain a token, by row."""
 
     def __init__(self, targets: TokenMatrix):
         self._ids = targets.values
@@ -119,7 +121,7 @@ class _Targets:
         return first < last
 
     def score(self, runner: ModelRunner[Any], logits: Logits, block: slice) -> None:
-        """Fill in the block's cells, as many per row at a time as the widest program takes."""
+        """Fill in the cells of a block, in groups of at most the largest supported width per row."""
         first, last = self._span(block)
         cells, rows = self._wanted[first:last], self._rows[first:last] - block.start
         columns = np.arange(len(rows)) - np.searchsorted(rows, rows)

@@ -1,8 +1,8 @@
-"""The uniform number that a token is drawn by: a function of (seed, sample index, step) alone, the same in any library.
+"""Uniform random number for each token: a function of (seed, sample index, step), equal in all array libraries.
 
 Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
-https://doi.org/10.1145/2063384.2063405), keyed and folded as `jax.random` does: programs of JAX compute it themselves
-(`skyrl.tx.sampling.uniforms`), others take it from here.
+https://doi.org/10.1145/2063384.2063405), keyed and folded as in `jax.random`. JAX programs compute it themselves
+(`skyrl.tx.sampling.uniforms`); other backends use this module.
 """
 
 import numpy as np
@@ -15,13 +15,13 @@ Words = tuple[np.ndarray, np.ndarray]
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """High and low 32 bits of an int64 seed in two's complement, for `uniforms`."""
+    """Return the high and low 32 bits of an int64 seed in two's complement, for `uniforms`."""
     bits = seed & 0xFFFF_FFFF_FFFF_FFFF
     return bits >> 32, bits & 0xFFFF_FFFF
 
 
 def uniforms(seeds: np.ndarray, sample_index: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """One number in [0, 1), a multiple of 2**-24, per row, float32 `[rows]`.
+    """Return one number in [0, 1) per row, float32 `[rows]`, a multiple of 2**-24.
 
     Args:
         seeds: uint32 `[rows, 2]`, as `seed_words`.
@@ -39,7 +39,7 @@ def uniforms(seeds: np.ndarray, sample_index: np.ndarray, step: np.ndarray) -> n
 def threefry(
     key: tuple[np.ndarray, np.ndarray], counter: tuple[np.ndarray, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The block cipher of a key and a counter."""
+    """Apply the block cipher to a key and a counter."""
     keys = key[0], key[1], key[0] ^ key[1] ^ PARITY
     x, y = counter[0] + keys[0], counter[1] + keys[1]
     for number in range(5):

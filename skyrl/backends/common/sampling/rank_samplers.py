@@ -1,7 +1,8 @@
-"""Samplers of all ranks that have the whole base model: each request is sampled by one of them.
+"""Data-parallel sampling: each rank with the whole base model has a sampler, and each request goes to one of them.
 
-A rank's sampler has a cache and a queue of its own. Their bursts run at once, a thread each, of which one computes at a
-time and lets the others go on while it waits for its rank (`Turn`), so that what samplers share needs no other lock.
+Each rank's sampler has its own cache and queue. The samplers' bursts run in parallel threads, but only one thread
+computes at a time: a thread passes its turn on while it waits for its rank (`Turn`). Shared state of the samplers
+therefore needs no other lock.
 """
 
 import threading
@@ -21,7 +22,7 @@ Version = TypeVar("Version")
 
 
 class Turn:
-    """Turn of one of several threads that run at once but for when they wait."""
+    """Mutual exclusion for threads that give up their turn while they wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +35,7 @@ class Turn:
 
     @contextmanager
     def passed_on(self) -> Iterator[None]:
-        """Let others run. Within the turn."""
+        """Let other threads run during this context. Requires the turn."""
         self._lock.release()
         try:
             yield
@@ -46,8 +47,8 @@ class RankSamplers(Generic[Version]):
     """`SamplerLoop` of several samplers.
 
     Args:
-        samplers: One for each rank.
-        turn: Given to the runners of all of them.
+        samplers: One sampler for each rank.
+        turn: The turn that all their runners use.
     """
 
     elsewhere: tuple[str, ...] = ()
@@ -56,9 +57,9 @@ class RankSamplers(Generic[Version]):
         self._samplers, self._turn = samplers, turn
         self._pool = ThreadPoolExecutor(len(samplers), thread_name_prefix="sampler")
         self._places: dict[str, tuple[int, int]] = {}
-        """Sampler of each request that is under way, and its sequences."""
+        """Sampler and number of sequences of each request in progress."""
         self._load: Counter[int] = Counter()
-        """Sequences of each sampler."""
+        """Number of sequences of each sampler."""
 
     @property
     def busy(self) -> bool:
@@ -81,7 +82,7 @@ class RankSamplers(Generic[Version]):
             sampler.weigh(weights)
 
     def add(self, request: Sample) -> None:
-        """Queue a request at the sampler that may have the beginning of its prompt, unless that has more to do."""
+        """Queue a request at the sampler that may have its prefix in the cache, unless that sampler has more load."""
         place, count = self._place_for(request), request.num_samples
         self._samplers[place].add(request)
         self._places[request.request_id] = place, count
@@ -99,7 +100,7 @@ class RankSamplers(Generic[Version]):
             self._forget(request_id)
 
     def burst(self) -> list[Completion]:
-        """Bursts of all that have something to do, at the same time. Raises what one raises when all have ended."""
+        """Run the bursts of all busy samplers in parallel. Raises a sampler's error after all bursts have ended."""
         bursts = [self._pool.submit(self._burst, sampler) for sampler in self._samplers if sampler.busy]
         wait(bursts)
         completions = [completion for burst in bursts for completion in burst.result()]
@@ -116,5 +117,5 @@ class RankSamplers(Generic[Version]):
         self._load[place] -= count
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._pool.shutdown()

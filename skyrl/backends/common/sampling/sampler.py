@@ -1,9 +1,9 @@
-"""Continuous sampling: requests join and leave a running decode batch whenever they are ready.
+"""Continuous batching: requests join and leave a running decode batch at any time.
 
-A request claims its version, waits in a `WaitingQueue`, gets a slot, is read by chunks into pages (`Prompt`), and then
-starts one sequence per sample, which shares the prompt's full pages. Each burst reads about one chunk of the prompts,
-which take turns, and then decodes a few steps, so neither long prompts nor long continuations nor many samples hold
-others up. Everything here runs on the caller's thread.
+A request claims its version, waits in a `WaitingQueue`, gets a slot, is prefilled in chunks (`Prompt`), and then starts
+one sequence per sample; the sequences share the prompt's full pages. Each burst prefills about one chunk, round-robin
+between prompts, and then runs a few decode steps. Long prompts, long continuations and many samples therefore do not
+block other requests. Everything in this module runs on the caller's thread.
 """
 
 import dataclasses
@@ -37,27 +37,27 @@ log = logging.getLogger(__name__)
 Version = TypeVar("Version")
 
 STEPS_WHILE_READING = 2
-"""Decode steps of a burst while there are prompts to be read."""
+"""Decode steps of a burst while prompts are in prefill."""
 
 
 SAMPLING_OPTIONS = frozenset(field.name for field in dataclasses.fields(SamplingOptions))
-"""Names of the `SamplingOptions` that are served: all."""
+"""Names of the supported `SamplingOptions`: all."""
 
 
 class Sampler(Generic[Version]):
     """`SamplerLoop` for one base model and its published versions.
 
     Args:
-        runner: What computes. Its cache is opened here.
-        versions: The published versions, shared with whoever publishes.
-        tokenizer: For EOS and stop strings.
-        max_context_length: Most tokens of prompt and continuation together.
-        cache_bytes: Memory for keys, values and states at most.
-        max_rows: Sequences decoded at once.
-        base: Content id of the base model, for stamps.
-        deterministic: Nothing is shared, so that what is read does not depend on what else runs.
-        prefix_caching: Whether requests share what they begin with. The samples of one always do.
-        chunked_prefill: Whether running sequences go on between the chunks of a long prompt.
+        runner: Runner for the computation. The sampler opens its cache.
+        versions: Pool of published versions, shared with their publisher.
+        tokenizer: Tokenizer for EOS and stop strings.
+        max_context_length: Maximum tokens of prompt and continuation together.
+        cache_bytes: Maximum memory for keys, values and states.
+        max_rows: Maximum sequences decoded at once.
+        base: Content id of the base model, for the stamps of samples.
+        deterministic: Requests share no cache pages, so prefill does not depend on other requests.
+        prefix_caching: Share prefixes between requests. Samples of one request always share their prompt.
+        chunked_prefill: Continue running sequences between the chunks of a long prompt.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class Sampler(Generic[Version]):
         self._versions = versions
         self._tokenizer = tokenizer
         self._base = base
-        # A state is that after the last token that was read: no other prompt can begin from it.
+        # A recurrent state belongs to the last token read, so no other prompt can start from it.
         self._shares = prefix_caching and not deterministic and not runner.state_bytes
         self._reads_in_parts = chunked_prefill
         self._max_rows = max_rows
         self._blocks = -(-max_context_length // PAGE_SIZE)
-        useful = 2 * max_rows * self._blocks + 1  # as much again as all rows take, for prefixes
+        useful = 2 * max_rows * self._blocks + 1  # pages for all rows, and as many again for prefixes
         self._states = StateSlots(runner.state_bytes, max_rows, cache_bytes)
         room = (cache_bytes - self._states.nbytes) // (runner.token_bytes * PAGE_SIZE)
         self._page_count = max(2, min(useful, room))
@@ -91,26 +91,26 @@ class Sampler(Generic[Version]):
         runner.open(self._page_count, self._blocks, self._states.count)
         self._waiting = WaitingQueue(self.pages_total)
         self._weights: dict[str, float] = {}
-        """Weights of tenants; all others weigh 1."""
+        """Weights of tenants; the default weight is 1."""
         self._prefill = PrefillQueue()
         self._read: deque[Prompt] = deque()
-        """Prompts with samples that have not started, in the order of their turns."""
+        """Prefilled prompts with samples that have not started, in the order of their turns."""
         self._running: list[Sequence] = []
         self._looked: int | None = None
-        """`changes` of the versions when the last burst began, if it could not do anything."""
+        """Value of `changes` of the versions at the last burst, if that burst had nothing to do."""
         self.tokens_generated = 0
-        """Tokens of all samples so far."""
+        """Total number of generated tokens."""
         self._decode_calls = self._decoded = self._prompt_tokens = self._cache_hits = 0
-        """Calls that decode so far, and their sequences; tokens of prompts that are read, and of these cache hits."""
+        """Totals: decode calls, their sequences, prompt tokens, and prompt tokens found in the cache."""
 
     def warm_up(self) -> Iterator[Any]:
-        """Make ready what requests will need, a piece at a time. For use while nothing runs.
+        """Prepare for requests in advance, one step at a time. Use only while nothing runs.
 
-        Ends early where something cannot be made ready.
+        Ends early if a step fails.
         """
         try:
             yield from self._runner.warm_up()
-        except Exception as error:  # whoever needs that is told
+        except Exception as error:  # the requests that need it will fail
             log.warning("sampling cannot be made ready", exc_info=error)
             self._fail([], error)
 
@@ -124,12 +124,12 @@ class Sampler(Generic[Version]):
 
     @property
     def _has_begun(self) -> bool:
-        """True if any request has begun and is not finished."""
+        """True if a request has started and not finished."""
         return bool(self._prefill or self._read or self._running)
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Requests that the next burst may work on: those that have begun, and those that it may let begin."""
+        """Requests that the next burst may work on: started requests, and those that it may start."""
         at_work = self._at_work
         jobs = self._begun()
         able = (job for job in self._waiting.order() if self._has_place(job, at_work))
@@ -140,7 +140,7 @@ class Sampler(Generic[Version]):
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """Nothing is sampled by other processes."""
+        """Empty: no other processes sample for this sampler."""
         return ()
 
     @property
@@ -161,29 +161,29 @@ class Sampler(Generic[Version]):
 
     @property
     def all_started(self) -> bool:
-        """True if every sample of every request has begun to be generated."""
+        """True if every sample of every request has started."""
         return not (self._waiting or self._prefill or self._read)
 
     @property
     def pages_free(self) -> int:
-        """Pages that nobody uses or has reserved, beside the scratch page."""
+        """Pages that are neither used nor reserved, without the scratch page."""
         return self._pages.available
 
     @property
     def pages_total(self) -> int:
-        """Pages beside the scratch page."""
+        """Pages of the cache, without the scratch page."""
         return self._page_count - 1
 
     def _has_room(self, job: Job) -> bool:
-        """Return True if there is what a request needs to begin."""
+        """Return True if there are enough pages and state slots to start a request."""
         return pages_to_begin(job) <= self.pages_free and self._states.to_begin(job) <= self._states.available
 
     def _reserve(self, pages: int, states: int) -> bool:
-        """Set aside pages and slots of states, both or none."""
+        """Reserve pages and state slots, both or none."""
         return states <= self._states.available and self._pages.reserve(pages) and self._states.reserve(states)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Set the weights of tenants. Before anything is added."""
+        """Set the weights of tenants. Call before `add`."""
         self._weights = dict(weights)
         self._waiting.weigh(weights)
 
@@ -206,7 +206,7 @@ class Sampler(Generic[Version]):
         self._looked = None
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request wherever it is. Unknown ids are ignored."""
+        """Drop a request in any state. Unknown ids are ignored."""
         job = self._waiting.get(request_id)
         if job is None:
             job = next((job for job in self._begun() if job.request.request_id == request_id), None)
@@ -215,7 +215,7 @@ class Sampler(Generic[Version]):
             self._looked = None
 
     def burst(self) -> list[Completion]:
-        """Read about one chunk of prompts, then decode a few steps; finished requests and failed ones."""
+        """Prefill about one chunk, then run a few decode steps. Returns finished and failed requests."""
         changes, worked = self._versions.changes, self._has_begun
         completions = self._read_prompts()
         completions += self._start_samples()
@@ -228,34 +228,34 @@ class Sampler(Generic[Version]):
 
     @property
     def _at_work(self) -> set[str]:
-        """Tenants of requests that have begun."""
+        """Tenants of started requests."""
         return {job.request.tenant for job in self._begun()}
 
     def _is_full(self, at_work: set[str]) -> bool:
-        """Return True if none of those that wait has a place."""
+        """Return True if the concurrency limit allows none of the waiting requests."""
         return self._places <= 0 and (self._unstarted >= self._max_rows or self._waiting.tenants <= at_work)
 
     def _has_place(self, job: Job, at_work: set[str]) -> bool:
         """Return True if the concurrency limit allows another request.
 
-        A tenant's first may even if requests of many samples hold all places.
+        A tenant's first request is allowed even if requests with many samples have reached the limit.
         """
         return self._places > 0 or (self._unstarted < self._max_rows and job.request.tenant not in at_work)
 
     @property
     def _unstarted(self) -> int:
-        """Requests that have begun, none of whose samples has started."""
+        """Started requests none of whose samples has started."""
         return len(self._prefill) + sum(not prompt.samples_started for prompt in self._read)
 
     @property
     def _places(self) -> int:
-        """Requests that may begin beside those whose samples have not all started."""
+        """Number of requests that may start beside those with unstarted samples."""
         return self._max_rows - len(self._prefill) - len(self._read)
 
     def _admit(self) -> list[Completion]:
-        """Start waiting requests in the order of `WaitingQueue` while pages and slots last. Returns those that failed.
+        """Start waiting requests in the order of `WaitingQueue` while pages and slots last. Returns failed requests.
 
-        Those whose version is being read are passed without limit.
+        Requests whose version is being read from disk are skipped, without limit.
         """
         failed: list[Completion] = []
         at_work = self._at_work
@@ -273,7 +273,7 @@ class Sampler(Generic[Version]):
         return failed
 
     def _begin(self, job: Job) -> None:
-        """Let a waiting request begin, unless it lacks room or its version. Raises what is wrong with it."""
+        """Start a waiting request, unless its version or room for it is missing. Raises the request's error."""
         job.lacks_room = False
         assert job.claim is not None
         if not self._versions.at_hand(job.claim):
@@ -286,14 +286,14 @@ class Sampler(Generic[Version]):
         job.origins = (Origin(0, self._versions.published(job.slot), self._base),)
         prompt = Prompt(job, self._owner(job), self._pages, self._runner)
         self._prefill.append(prompt)
-        reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))  # when nothing can fail any more
+        reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))  # after everything that can fail
         assert reserved, job
         prompt.state = self._states.of_prompt()
         job.passed_by = 0
         self._waiting.begin(job)
 
     def _read_prompts(self) -> list[Completion]:
-        """Read the prompts that there are by turns, one chunk's worth of tokens, or all of the first one."""
+        """Prefill prompts round-robin, about one chunk in total; without chunked prefill, the whole first prompt."""
         completions = self._admit()
         chunk = self._runner.chunks[-1]
         left = chunk if self._running else chunk * self._runner.chunks_while_idle
@@ -310,7 +310,7 @@ class Sampler(Generic[Version]):
         return completions
 
     def _end_turn(self, prompt: Prompt) -> None:
-        """Let a prompt wait for its next turn, or for its samples to start once it is read."""
+        """Queue a prompt for its next turn, or for the start of its samples once it is read."""
         if not prompt.is_read:
             self._prefill.end_turn(prompt)
             return
@@ -321,9 +321,10 @@ class Sampler(Generic[Version]):
         self._read.append(prompt)
 
     def _start_samples(self) -> list[Completion]:
-        """Start samples of the prompts that are read, while there are rows, pages and states.
+        """Start samples of prefilled prompts while there are rows, pages and states.
 
-        Each is of the tenant that has the fewest rows for its weight, one of each of its prompts by turns.
+        Each next sample belongs to the tenant with the fewest rows relative to its weight, round-robin between its
+        prompts.
         """
         pages = self._pages
         rows = Counter(sequence.job.request.tenant for sequence in self._running)
@@ -331,7 +332,7 @@ class Sampler(Generic[Version]):
         forks: list[tuple[int, int]] = []
         started: list[Job] = []
         ended: list[Prompt] = []
-        lacking: set[Prompt] = set()  # those that lack room keep their places
+        lacking: set[Prompt] = set()  # prompts without room keep their positions
         while len(self._running) < self._max_rows:
             able = (prompt for prompt in self._read if prompt not in lacking)
             prompt = min(able, key=lambda prompt: self._rows_by_weight(prompt, rows), default=None)
@@ -339,7 +340,7 @@ class Sampler(Generic[Version]):
                 break
             job, number, count = prompt.job, prompt.samples_started, pages_per_sample(prompt.job, PAGE_SIZE)
             job.lacks_room = number > 0 and not self._reserve(count, self._states.to_go_on(job, number))
-            if job.lacks_room:  # not for its first sample: that was reserved with the prompt
+            if job.lacks_room:  # not the first sample, whose pages were reserved with the prompt
                 lacking.add(prompt)
                 continue
             job.passed_by = 0
@@ -366,7 +367,7 @@ class Sampler(Generic[Version]):
                 self._runner.copy_states(forks)
         except BackendLost:
             raise
-        except Exception as error:  # after the releases: the cache may be lost, and all who held pages of it forgotten
+        except Exception as error:  # after the releases, because the cache and all jobs with pages may be lost
             return self._fail(started, error)
         return []
 
@@ -377,7 +378,7 @@ class Sampler(Generic[Version]):
     # -- running sequences --------------------------------------------------------------------------------------------
 
     def _decode(self) -> list[Completion]:
-        """Some tokens for every running sequence."""
+        """Generate some tokens for every running sequence."""
         most = STEPS_WHILE_READING if self._prefill or self._read else BURST
         completions: list[Completion] = []
         calls = []
@@ -411,14 +412,14 @@ class Sampler(Generic[Version]):
         return completions
 
     def _tokens_by_tenant(self) -> Counter[str]:
-        """Tokens of the sequences that run."""
+        """Number of tokens of running sequences, by tenant."""
         tokens: Counter[str] = Counter()
         for sequence in self._running:
             tokens[sequence.job.request.tenant] += len(sequence.tokens)
         return tokens
 
     def _keep(self, sequence: Sequence) -> None:
-        """Hand the pages of a sequence that has ended over to the tree of prefixes: the next prompt may hold them."""
+        """Add the pages of a finished sequence to the prefix tree, because the next prompt may contain it."""
         pages, request = self._pages, sequence.job.request
         stored = np.concatenate([request.prompt, np.asarray(sequence.tokens, np.int32)])[: sequence.position]
         node = sequence.shared[-1] if sequence.shared else pages.root(self._owner(sequence.job))
@@ -435,14 +436,14 @@ class Sampler(Generic[Version]):
         self._states.give_back(sequence.state)
 
     def _owner(self, job: Job) -> Hashable:
-        """Group that shares prefixes: a tenant's requests of one version, or nobody."""
+        """Scope of prefix sharing: a tenant's requests of one version. Without sharing, each request is a scope."""
         assert job.slot is not None
         return job.request.tenant, self._versions.content(job.slot), 0 if self._shares else job.number
 
-    # -- ends ---------------------------------------------------------------------------------------------------------
+    # -- completion ---------------------------------------------------------------------------------------------------
 
     def _fail(self, jobs: Iterable[Job], error: Exception) -> list[Completion]:
-        """Fail these jobs, and all that have begun if the cache was lost in a program that did not finish."""
+        """Fail these jobs, and all started jobs if a program that did not finish has lost the cache."""
         lost = self._runner.lost
         failed = self._begun() if lost else []
         completions = [self._complete(job, failure(job.request, error)) for job in dict.fromkeys([*jobs, *failed])]
@@ -457,12 +458,12 @@ class Sampler(Generic[Version]):
         return Completion(job.request.request_id, result)
 
     def _begun(self) -> list[Job]:
-        """All that have begun and are not finished."""
+        """Jobs that have started and not finished."""
         prompts = [prompt.job for prompt in (*self._prefill, *self._read)]
         return list(dict.fromkeys([*(sequence.job for sequence in self._running), *prompts]))
 
     def _forget(self, job: Job) -> None:
-        """Free everything a job holds."""
+        """Free everything that a job holds."""
         pages = self._pages
         if job in self._waiting:
             self._waiting.remove(job)

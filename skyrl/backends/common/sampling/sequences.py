@@ -1,4 +1,4 @@
-"""A sample request and its sequences on the host: what was asked, what has come, when it is over."""
+"""State of a sample request and its sequences on the host: options, generated tokens, stop conditions."""
 
 import itertools
 from collections.abc import Iterable
@@ -26,9 +26,9 @@ class StopRule:
     def of(
         cls, stop: str | list[str] | list[int] | None, eos_ids: frozenset[int], more_ids: Iterable[int] = ()
     ) -> "StopRule":
-        """`stop` as in `SamplingParams`: beside what it lists, EOS stops, unless it is an empty list.
+        """Create a rule from `stop` as in `SamplingParams`. EOS also stops a sequence, unless `stop` is an empty list.
 
-        `more_ids` stop in any case.
+        `more_ids` are additional stop tokens in any case.
         """
         listed = [stop] if isinstance(stop, str) else stop or []
         ids = frozenset(item for item in listed if isinstance(item, int)).union(more_ids)
@@ -45,27 +45,27 @@ class Job:
     seed: tuple[int, int]
     """Seed in the form of `seed_words`."""
     number: int = field(default_factory=itertools.count().__next__)
-    """In the order of arrival; no two are alike."""
+    """Unique number in order of arrival."""
     claim: Claim | None = None
-    """Claim of its version, from arrival to the end."""
+    """Claim on its version, from arrival to the end."""
     slot: int | None = None
     """Slot of its version, pinned from admission to the end."""
     origins: tuple[Origin, ...] = ()
-    """Weights in that slot, as the samples are stamped."""
+    """Weights in that slot, as stamped on the samples."""
     lacks_room: bool = False
-    """True if there was no room when it was to begin, or to start its next sample."""
+    """True if there was no room to start the request, or its next sample."""
     passed_by: int = 0
-    """Pages of requests behind it that began meanwhile."""
+    """Pages of later requests that have started meanwhile."""
     cache_hits: int = 0
-    """Tokens of its prompt that did not have to be computed."""
+    """Prompt tokens that were found in the cache."""
     finished: dict[int, GeneratedSequence] = field(default_factory=dict)
-    """By sample index."""
+    """Finished sequences by sample index."""
     scores: PromptScores | None = None
-    """Scores of its prompt, from the time it is read."""
+    """Scores of the prompt, from the start of prefill on."""
 
     @classmethod
     def of(cls, request: Sample, eos_ids: frozenset[int]) -> "Job":
-        """A job that has not begun."""
+        """Create a job for a request."""
         params = request.params
         assert params.max_tokens is not None and params.seed is not None, params
         stops = StopRule.of(params.stop, eos_ids, request.options.stop_token_ids)
@@ -73,12 +73,12 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Length of each sequence at its longest, prompt included."""
+        """Maximum length of each sequence, prompt included."""
         return len(self.request.prompt) + self.max_tokens
 
     @property
     def has_row_options(self) -> bool:
-        """True if its options change what is drawn, so that it is decoded by the programs that take options."""
+        """True if an option changes the distribution, so the request needs the decode program with options."""
         options = self.request.options
         return options.min_p > 0 or options.min_tokens > 0 or options.penalises
 
@@ -88,7 +88,7 @@ class Job:
         return len(self.finished) == self.request.num_samples
 
     def output(self) -> SampleOutput:
-        """The result of a job that is done."""
+        """Result of a finished job."""
         sequences = [self.finished[index] for index in range(self.request.num_samples)]
         scores = self.scores
         assert scores is not None
@@ -106,12 +106,12 @@ class Sequence:
     """One sample of a job while it is generated.
 
     Args:
-        job: What it belongs to.
-        index: Its number in the job.
-        tokenizer: For stop strings.
-        shared: Nodes of the tree of prefixes whose pages it reads, pinned.
-        pages: Pages of its own, which follow.
-        state: Slot of its state, where the model has such.
+        job: Job of the sequence.
+        index: Index of the sample in the job.
+        tokenizer: Tokenizer for stop strings.
+        shared: Pinned nodes of the prefix tree whose pages the sequence reads.
+        pages: The sequence's own pages, after the shared ones.
+        state: Slot of its recurrent state, if the model has states.
     """
 
     def __init__(
@@ -126,28 +126,28 @@ class Sequence:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[TokenTable] = []
-        """The most likely tokens at each place, `[k]`, where they are asked for."""
+        """Most likely tokens at each position, `[k]`, if requested."""
         self._strings = StopStrings(tokenizer, job.stops.strings) if job.stops.strings else None
 
     @property
     def next_input(self) -> int:
-        """The token that the next step reads: the last one there is."""
+        """Input token of the next step: the last token so far."""
         return self.tokens[-1] if self.tokens else int(self.job.request.prompt[-1])
 
     @property
     def position(self) -> int:
-        """Position of `next_input`. All tokens before it are in the cache."""
+        """Position of `next_input`. All earlier tokens are in the cache."""
         return len(self.job.request.prompt) - 1 + len(self.tokens)
 
     @property
     def left(self) -> int:
-        """Tokens it may still have."""
+        """Number of tokens that may still be generated."""
         return self.job.max_tokens - len(self.tokens)
 
     def push(self, token: int, logprob: float, top: TokenTable | None = None) -> bool:
-        """Append a token and, where that is asked for, the most likely ones in its place.
+        """Append a token and, if requested, the most likely tokens at its position.
 
-        True if it was the last; the sequence then is in the job's `finished`.
+        Returns True if it was the last token; the sequence is then in the job's `finished`.
         """
         self.tokens.append(token)
         self.logprobs.append(logprob)

@@ -1,10 +1,10 @@
-"""Requests that wait to be sampled: who is next, and who may pass whom.
+"""Queue of requests that wait to be sampled: order of admission, and rules for overtaking.
 
-They begin in the order of `FairQueue`, fairly between tenants. One that lacks room (pages of the cache, or a slot for
-its version) is passed by those behind it that find some, until these have taken as many pages in all as the cache has.
-From then on nobody passes it, so what ends makes room for it: a large request waits for what runs and for one cache's
-worth of smaller ones, never for ever. A request that has begun and lacks pages for its next sample is passed within the
-same limit.
+Requests start in the order of `FairQueue`, fairly between tenants. A request that lacks room (cache pages, or a slot
+for its version) is overtaken by later requests that have room, until these have taken as many pages in total as the
+cache has. From then on nobody overtakes it, and pages that become free are kept for it. A large request therefore waits
+for the running requests and for smaller ones with at most one cache of pages, and never starves. The same limit applies
+to a started request without pages for its next sample.
 """
 
 import math
@@ -16,13 +16,13 @@ from skyrl.backends.common.sampling.sequences import Job
 from skyrl.backends.executor.fair_queue import FairQueue
 
 LOOK_PAST = 64
-"""Requests without room that are passed at most; those whose version is being read do not count."""
+"""Maximum number of requests without room to overtake; requests whose version is being read do not count."""
 LOOK_AT = 512
-"""Requests that are looked at, at most, unless there are more tenants: a long line costs no more than a short one."""
+"""Maximum number of requests to examine, unless there are more tenants. Limits the cost of long queues."""
 
 
 class WaitingQueue:
-    """Jobs that have not begun.
+    """Jobs that have not started.
 
     Args:
         room: Pages of the cache.
@@ -33,7 +33,7 @@ class WaitingQueue:
         self._jobs: FairQueue[Job] = FairQueue()
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Set the weights of tenants. Before anything waits."""
+        """Set the weights of tenants. Call before `append`."""
         self._jobs.weigh(weights)
 
     def __len__(self) -> int:
@@ -46,12 +46,12 @@ class WaitingQueue:
         return job.request.request_id in self._jobs
 
     def get(self, request_id: str) -> Job | None:
-        """The job of a request, if it has not begun."""
+        """Job of a request; None if it is not waiting."""
         return self._jobs.get(request_id)
 
     @property
     def tenants(self) -> Set[str]:
-        """Tenants that wait."""
+        """Tenants with waiting requests."""
         return self._jobs.tenants
 
     def append(self, job: Job) -> None:
@@ -61,22 +61,24 @@ class WaitingQueue:
         self._jobs.remove(job.request.request_id)
 
     def begin(self, job: Job) -> None:
-        """A job has begun: its tenant is charged for its prompt."""
+        """Remove a job that starts, and charge its tenant for the prompt."""
         self._jobs.begin(job.request.request_id)
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Tokens were generated for a tenant or, if fewer than 0, did not have to be read."""
+        """Charge a tenant for generated tokens. A negative number credits prompt tokens found in the cache."""
         self._jobs.charge(tenant, tokens)
 
     def order(self) -> Iterator[Job]:
-        """Requests that are looked at, in the order in which they begin if each finds room."""
+        """Iterate over the requests to examine, in the order in which they start if each finds room."""
         return self._jobs.order(LOOK_AT)
 
     def may_begin(self, begun: Sequence[Job] = ()) -> Iterator[Job]:
-        """The jobs that may begin if there is room, in order. Who lets one begin calls `begin` before going on.
+        """Iterate over jobs that may start if there is room, in order.
+
+        A caller that starts a job calls `begin` before it asks for the next job.
 
         Args:
-            begun: Jobs that have left the line; those that lack room count as ahead of all that wait.
+            begun: Started jobs. Those that lack room count as ahead of all waiting jobs.
         """
         ahead = [job for job in begun if job.lacks_room]
         left = min((self._room - job.passed_by for job in ahead), default=math.inf)
@@ -88,7 +90,7 @@ class WaitingQueue:
             if pages <= left:
                 yield job
                 if job not in self:
-                    if job.slot is not None:  # it has begun
+                    if job.slot is not None:  # the job has started
                         for other in ahead:
                             other.passed_by += pages
                         left -= pages
@@ -100,10 +102,10 @@ class WaitingQueue:
 
 
 def pages_to_begin(job: Job) -> int:
-    """Pages that a prompt and its first sample take."""
+    """Pages for a prompt and its first sample."""
     return pages_of(job, PAGE_SIZE) + pages_per_sample(job, PAGE_SIZE)
 
 
 def pages_in_all(job: Job) -> int:
-    """Pages that a prompt and all its samples take."""
+    """Pages for a prompt and all its samples."""
     return pages_of(job, PAGE_SIZE) + job.request.num_samples * pages_per_sample(job, PAGE_SIZE)

@@ -173,7 +173,10 @@ class Passes:
 
 
 def _kind(work: TileWork) -> tuple[int, ...] | None:
-    """Length, targets per token and rank: tiles that agree in these may share a call. None: it has one of its own."""
+    """Length, targets per token and rank.
+
+    Tiles with equal values may share a call. None: the tile needs a separate call.
+    """
     adapter = work.adapter
     if work.objective is not None or adapter.own_base is not None or adapter.value_head is not None:
         return None

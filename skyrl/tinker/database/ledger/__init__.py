@@ -1,8 +1,8 @@
-"""The ledger: what was used and by whom, and who did what with checkpoints.
+"""The ledger: usage, and audit events of checkpoints.
 
-charges           what a request used, added to its session's, run's and hour's row in the transaction that answers it
-sample_charges    when those of samples are stored, which have no other transaction
-charged_samples   what each sample was charged until its answer is handed out; taken back if that is lost
-audit             events: a row each
-billing           the answers of the billing and audit routes
+charges           usage of a request, added to the row of its session, run and hour with its answer
+sample_charges    storage of the charges of samples, whose answers are not stored
+charged_samples   charge of each sample until its answer is handed out; refunded if the answer is lost
+audit             audit events, one row each
+billing           answers of the billing and audit routes
 """

@@ -1,4 +1,4 @@
-"""Events of the audit log. Each is written in the transaction of what it tells of."""
+"""Audit events. Each is written in the transaction of the change that it describes."""
 
 from typing import Any, Literal
 
@@ -17,24 +17,24 @@ AuditEvent = Literal[
     "project_session_set",
 ]
 SERVER = "server"
-"""Actor of automatic actions: the collection of what has expired or exceeds a limit."""
+"""Actor of automatic actions: removal of objects that have expired or exceed a limit."""
 
 
 def note(session: Session, event: AuditEvent, tenant: str, by: str, **details: Any) -> None:
-    """Somebody has done something.
+    """Add an audit event.
 
     Args:
         session: Transaction to write in.
-        event: What it was.
-        tenant: Owner of what it was done to, who may read of it.
-        by: Name of who has done it.
-        details: Whatever else there is to tell, as JSON.
+        event: Kind of the event.
+        tenant: Owner of the object, who can read the event.
+        by: Name of the actor.
+        details: Further details, as JSON.
     """
     session.add(AuditRow(tenant=tenant, event=event, details={"by": by, **details}))
 
 
 def note_checkpoint(session: Session, event: AuditEvent, row: CheckpointRow, by: str, **details: Any) -> None:
-    """Somebody has done something to a checkpoint, which is told with what storing it cost."""
+    """Add an audit event of a checkpoint, with its size."""
     model = session.get(ModelRow, row.model_id)
     owner = None if model is None else session.get(SessionRow, model.session_id)
     note(

@@ -1,6 +1,6 @@
-"""Answers of the routes that read the ledger. Everything here reads only (jobs for `Database.read`).
+"""Answers of the routes that read the ledger. All functions only read (jobs for `Database.read`).
 
-Nothing has a price here: quantities alone are told. A gigabyte is 10^9 bytes.
+The server has no prices, only quantities. A gigabyte is 10^9 bytes.
 """
 
 from collections import Counter, defaultdict
@@ -20,21 +20,21 @@ from skyrl.tinker.wire import management_schemas as rest
 GIGABYTE = 10**9
 LONGEST = timedelta(days=14)
 TRAIN_FLOPS, FORWARD_FLOPS = 6, 2
-"""Floating-point operations of a token for each of the model's active parameters: of a pass that adds gradients, and
-of any other and of sampling (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Attention is left out, and so is what
-adapters add and what they save: the gradients of the base model's weights."""
+"""Floating-point operations per token and active parameter: of passes with gradients, and of other passes and sampling
+(Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Attention is not counted, nor are adapters and the gradients of the
+base model's weights, which they save."""
 AuditType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
 class Window(NamedTuple):
-    """From the begin of an hour to that of another, in unix seconds."""
+    """A window from the start of one hour to the start of another, in Unix seconds."""
 
     begin: int
     end: int
 
     @classmethod
     def of(cls, starting_on: datetime, ending_before: datetime) -> "Window":
-        """Raises `RequestError` for one that is not served."""
+        """Create a window. Raises `RequestError` for an unsupported one."""
         for name, value in (("starting_on", starting_on), ("ending_before", ending_before)):
             if value.timestamp() % HOUR_S:
                 raise RequestError(f"{name}={value.isoformat()} is not the begin of a UTC hour; use one")
@@ -61,8 +61,11 @@ def usage(session: Session, caller: Caller, window: Window, now: float) -> rest.
 
 
 def _events(row: UsageRow, caller: Caller) -> Iterator[rest.UsageEvent]:
-    """One for each kind of tokens. Seconds are told once: those of passes and steps with trained tokens, where there
-    are any, those of samples with sampled ones."""
+    """Events of a row, one per kind of tokens.
+
+    Seconds are part of only one event: those of passes and steps are reported with trained tokens, if there are any,
+    and those of samples with sampled tokens.
+    """
     trained, forward = (
         rest.TrainingUsage(forward_only=only, token_count=count)
         for only, count in ((False, row.trained_tokens), (True, row.forward_tokens))
@@ -104,7 +107,7 @@ def _of_hour(hour: int, caller: Caller, base_model: str, project_id: str | None,
 
 
 def _made(session: Session, caller: Caller, window: Window) -> Iterator[rest.UsageEvent]:
-    """Named checkpoints that were made, by hour and run."""
+    """Number of created checkpoints by hour and run."""
     rows = _audited(session, caller, "checkpoint_create", AuditRow.created_at < window.end, window.begin)
     made = Counter((int(row.created_at) // HOUR_S * HOUR_S, *_place(row.details)) for row in rows)
     for (hour, model_id, session_id, project_id, base_model), count in made.items():
@@ -116,7 +119,7 @@ def _made(session: Session, caller: Caller, window: Window) -> Iterator[rest.Usa
 
 
 def _stored(session: Session, caller: Caller, window: Window, now: float) -> Iterator[rest.UsageEvent]:
-    """Named checkpoints that are on disk, and those that were: for how long within each hour."""
+    """Checkpoints that are or were on disk, with the stored time within each hour."""
     total: defaultdict[tuple[int, str, str | None, str], float] = defaultdict(float)
 
     def count(model_id: str, project_id: str | None, base_model: str, size: int, since: float, until: float) -> None:
@@ -153,7 +156,7 @@ def _place(details: dict[str, Any]) -> tuple[str, str | None, str | None, str]:
 
 
 def stored_now(session: Session, caller: Caller, project_id: str | None, now: float) -> rest.StoredNowResponse:
-    """Named checkpoints of the caller's, by project."""
+    """The caller's named checkpoints, by project."""
     query = _with_session(select(CheckpointRow, SessionRow.project_id).where(_owned(CheckpointRow.tenant, caller)))
     sizes: defaultdict[str | None, list[int]] = defaultdict(list)
     for row, project in session.exec(query):
@@ -177,7 +180,7 @@ def stored_now(session: Session, caller: Caller, project_id: str | None, now: fl
 
 
 def audit_log(session: Session, caller: Caller, kind: AuditType, day: date | None) -> rest.AuditResponse:
-    """Return the audit events of a day, midnight to midnight UTC, that concern what the caller owns."""
+    """Return the audit events of a day, midnight to midnight UTC, for objects of the caller."""
     begin = datetime.combine(day or datetime.now(UTC).date(), time(), UTC)
     seen = [
         _owned(AuditRow.tenant, caller),
@@ -203,6 +206,6 @@ def _owned(tenant: Any, caller: Caller) -> ColumnElement[bool]:
 
 
 def _with_session(query: Any) -> Any:
-    """Checkpoints with what is known of the session of their run, which may have been collected."""
+    """Checkpoints with data of their run's session, which may have been removed."""
     run = ModelRow.model_id == CheckpointRow.model_id
     return query.outerjoin(ModelRow, run).outerjoin(SessionRow, SessionRow.session_id == ModelRow.session_id)

@@ -1,9 +1,8 @@
-"""Jobs of the database that charge for the samples which clients have, once each.
+"""Database jobs that charge each sample with an answer exactly once.
 
-A sample is charged before it is answered, and until its answer is handed out it is known what it was charged. Where the
-answer is gone before that, since the API process was killed or had no room for it any more, its client is told so, and
-the charge is taken back: what the client sends next is charged as any other sample. One that comes again with the same
-request id is charged what it was answered last.
+A sample is charged before it is answered, and its charge is stored until its answer is handed out. If the answer is
+lost before that, because the API process was killed or evicted it, the client is told so and the charge is refunded. A
+resubmitted sample is then charged like any other. If it has the same request id, the last answer counts.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,9 +16,9 @@ from skyrl.tinker.database.tables import ChargedSampleRow, UsageRow
 from skyrl.tinker.identity.callers import Caller
 
 KEPT_S = HOUR_S
-"""Seconds for which the charge of an answer that nobody asks for is known, and up to an hour more."""
+"""Seconds for which the charge of an unretrieved answer is stored, and up to an hour more."""
 AT_A_TIME = 500
-"""Rows that a statement names."""
+"""Maximum rows in a statement."""
 
 AMOUNTS = ("prefill_tokens", "cached_tokens", "sampled_tokens", "samples", "sampling_s")
 _COLUMNS = ("request_id", "session_id", "model_id", "hour", *AMOUNTS)
@@ -35,7 +34,7 @@ _KNOWN = text("SELECT request_id FROM charged_samples WHERE request_id IN :reque
 
 
 def add(session: Session, samples: Mapping[str, Charge]) -> None:
-    """Charge samples, by request id, in the present hour. To do it again changes nothing."""
+    """Charge samples, by request id, in the current hour. Idempotent."""
     hour = charges.this_hour()
     for row in _rows(session, list(samples)):
         _take_back(session, row)
@@ -49,7 +48,7 @@ def add(session: Session, samples: Mapping[str, Charge]) -> None:
 
 
 def refund(session: Session, request_id: str, caller: Caller) -> None:
-    """Take back what a sample of the caller's was charged, if its answer was not handed out."""
+    """Refund the charge of a caller's sample, if its answer was not handed out."""
     row = session.get(ChargedSampleRow, request_id)
     used = None if row is None else session.get(UsageRow, (row.session_id, row.model_id, row.hour))
     if row is not None and used is not None and caller.may_touch(used.tenant):
@@ -58,13 +57,13 @@ def refund(session: Session, request_id: str, caller: Caller) -> None:
 
 
 def handed_out(session: Session, request_ids: Collection[str]) -> None:
-    """Samples have been answered, so that their charges stay."""
+    """Record that samples were answered, so their charges are final."""
     if request_ids:
         session.connection().execute(_DELETE, [{"request_id": name} for name in request_ids])
 
 
 def forget(session: Session) -> None:
-    """Charges of answers that nobody has asked for in `KEPT_S` stay."""
+    """Make charges final whose answers were not retrieved within `KEPT_S`."""
     session.execute(delete(ChargedSampleRow).where(col(ChargedSampleRow.hour) < charges.this_hour() - KEPT_S))
 
 

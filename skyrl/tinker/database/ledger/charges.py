@@ -1,7 +1,7 @@
 """Charges: tokens and seconds that requests used, added up by session, run and hour.
 
-A training request is charged in the transaction that stores its answer, so that whoever dies, it is charged if and
-only if it was done, and once. The functions here are jobs of the database's one writer.
+A training request is charged in the transaction that stores its answer. Even with crashes, it is charged exactly once
+if it was done, and never otherwise. The functions are jobs of the database's single writer.
 """
 
 import time
@@ -21,7 +21,10 @@ HOUR_S = 3600
 
 @dataclass(frozen=True)
 class Charge:
-    """Use of one request, or of several of a session and a run. Fields are those of `UsageRow`."""
+    """Usage of one request, or the sum of several requests of the same session and run.
+
+    Fields are those of `UsageRow`.
+    """
 
     session_id: str
     model_id: str
@@ -43,7 +46,7 @@ class Charge:
 
 
 def of_training(operation: Operation, tenant: str, info: BackendInfo, device_s: float) -> Charge | None:
-    """The charge for a training request that was done; None if it computes nothing that is charged."""
+    """Return the charge for a finished training request; None if it has no charged computation."""
     if not isinstance(operation, ForwardBackward | OptimStep):
         return None
     tokens = operation.tokens if isinstance(operation, ForwardBackward) else 0
@@ -63,7 +66,7 @@ def of_training(operation: Operation, tenant: str, info: BackendInfo, device_s: 
 def of_sample(
     sample: Sample, result: SampleOutput, session_id: str, tenant: str, info: BackendInfo, device_s: float
 ) -> Charge:
-    """The charge for a sample that is to be answered to a session."""
+    """Return the charge for a sample that will be answered to a session."""
     cached = result.prompt_cache_hit_tokens
     return Charge(
         session_id=session_id,
@@ -87,20 +90,20 @@ _ADD = text(
     "ON CONFLICT (session_id, model_id, hour) "
     f"DO UPDATE SET {', '.join(f'{name} = usage.{name} + excluded.{name}' for name in AMOUNTS)}"
 )
-"""SQLite and PostgreSQL read it alike. The cast gives the parameter one type in both of its places."""
+"""Statement for both SQLite and PostgreSQL. The cast gives the parameter the same type in both places."""
 
 
 def add(session: Session, charges: Sequence[Charge]) -> None:
-    """Charge the present hour."""
+    """Add charges to the current hour."""
     hour = this_hour()
     session.connection().execute(_ADD, [{"hour": hour, **vars(charge)} for charge in charges])
 
 
 def this_hour() -> int:
-    """Its begin, in unix seconds."""
+    """Start of the current hour, in Unix seconds."""
     return int(time.time()) // HOUR_S * HOUR_S
 
 
 def move(session: Session, session_id: str, project_id: str) -> None:
-    """A session, with all that it has used, belongs to another project."""
+    """Move a session, with all its usage, to another project."""
     session.execute(update(UsageRow).where(col(UsageRow.session_id) == session_id).values(project_id=project_id))

@@ -1,8 +1,8 @@
-"""Charges of samples, which are stored before the samples are answered: who has an answer was charged for it.
+"""Charges of samples, stored before the samples are answered, so every answered sample was charged.
 
-Those that come while the database stores others are stored together, so a sample waits for two commits at most. If the
-database cannot store them at once, samples are answered all the same, and it is tried until it can: only where this
-server ends before that, too, are they lost.
+Charges that arrive during a database write are stored together by the next write, so a sample waits for at most two
+commits. If the database cannot store them immediately, samples are answered nevertheless, and the write is retried.
+Charges are lost only if this server exits before a retry succeeds.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from skyrl.tinker.identity.callers import Caller
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0
-"""Seconds that a sample waits at most for its charge to be stored."""
+"""Maximum seconds that a sample waits for its charge to be stored."""
 
 
 class _Batch:
@@ -32,13 +32,13 @@ class _Batch:
 
     def __init__(self) -> None:
         self.charges: dict[str, Charge] = {}
-        """By request id."""
+        """Charges by request id."""
         self.tried = asyncio.Event()
-        """Set once they have been stored, or could not be at the first try."""
+        """Set after the first attempt to store them."""
 
 
 class SampleCharges:
-    """Stores what samples used. All methods are called on the event loop."""
+    """Stores charges of samples. All methods are called on the event loop."""
 
     def __init__(self, database: Database):
         self._database = database
@@ -47,10 +47,10 @@ class SampleCharges:
         self._storing: asyncio.Task[None] | None = None
         self._since = time.monotonic()
         self._handed_out: set[str] = set()
-        """Samples of which the database has not been told that they were answered."""
+        """Answered samples that are not recorded in the database yet."""
 
     async def store(self, request_id: str, charge: Charge) -> None:
-        """Return once a sample's charge is stored, or cannot be for now."""
+        """Store a sample's charge. Returns after the first attempt."""
         batch = self._next
         batch.charges[request_id] = charge
         self._handed_out.discard(request_id)
@@ -60,18 +60,18 @@ class SampleCharges:
             await asyncio.wait_for(batch.tried.wait(), PATIENCE_S)
 
     def handed_out(self, request_id: str) -> None:
-        """A sample's answer goes to its client. The database is told with the next charges."""
+        """Record that a sample's answer is sent to its client. The database is updated with the next charges."""
         self._handed_out.add(request_id)
 
     async def refund(self, request_id: str, caller: Caller) -> None:
-        """Take back the charge for a sample whose answer is gone, before its client is told so."""
+        """Refund the charge of a sample whose answer was lost, before its client is told."""
         if request_id in self._handed_out:
             return
         if await self._database.read(lambda session: session.get(ChargedSampleRow, request_id)) is not None:
             await self._database.write(partial(charged_samples.refund, request_id=request_id, caller=caller))
 
     async def drain(self) -> None:
-        """Wait until all that has come is stored, or cannot be."""
+        """Wait until all charges are stored, or cannot be."""
         self._writer.stop()
         if self._storing is not None:
             await self._storing

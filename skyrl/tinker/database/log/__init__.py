@@ -1,5 +1,5 @@
-"""The write-ahead log: `log_writer` puts requests into it.
+"""The write-ahead log. `log_writer` appends requests to it.
 
-request_log    what was asked of each model, and what came of it
-replay_log     what a model is revived from
+request_log    requests of each model, and their outcomes
+replay_log     the part of the log that revives a model
 """

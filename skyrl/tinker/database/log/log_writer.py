@@ -1,8 +1,8 @@
-"""Puts training requests into the log, large ones compressed, and finds out whether they are there.
+"""Appends training requests to the log, compresses large ones, and resolves writes with an unknown outcome.
 
-A database may store a transaction and its answer be lost, as when a PostgreSQL server is replaced. Then the request is
-in the log and has to be done, or all that comes after it would wait. So a write without an answer is asked for again,
-until there is one: a request that is found in the log was put there by an earlier try.
+A database may commit a transaction and lose the answer, as when a PostgreSQL server is replaced. The request is then in
+the log and must be done, or later requests of its model would wait for ever. A write without an answer is therefore
+retried until there is one. A retry that finds the request in the log treats it as written.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from skyrl.tinker.results import Failure
 from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES, DecodePool
 
 PASSES = ("forward_backward", "forward")
-"""Kinds of requests that are read whether they are compressed or not."""
+"""Kinds of requests whose bodies can be read whether or not they are compressed."""
 LEVEL = -1
-"""Level of zstd: takes less time than the disk does for what it saves."""
+"""Compression level of zstd, at which compression takes less time than it saves on the disk."""
 
 
 class LogWriter:
@@ -36,9 +36,9 @@ class LogWriter:
         self._decode_pool = decode_pool
 
     async def append(self, entry: Entry, refusal: Failure | None, on_log: Callable[[Session], None]) -> Logged:
-        """Call `request_log.append`, and return once the database has answered. Raises `Stopped`.
+        """Run `request_log.append`, and return when the database has answered. Raises `Stopped`.
 
-        Any other error means that the request is not in the log.
+        After any other error, the request is not in the log.
         """
         if entry.kind in PASSES and not entry.content_encoding:
             entry = await self._decode_pool.run(entry.tenant, len(entry.body), partial(compressed, entry))
@@ -49,12 +49,12 @@ class LogWriter:
             return await self._writer.write(job, what)
 
     def stop(self) -> None:
-        """Try nothing again any more."""
+        """Stop all retries."""
         self._writer.stop()
 
 
 def compressed(entry: Entry) -> Entry:
-    """The entry with its body compressed, if that is large."""
+    """Return the entry with its body compressed, if it is large."""
     if len(entry.body) <= LARGE_BYTES:
         return entry
     return replace(entry, body=zstandard.ZstdCompressor(level=LEVEL).compress(entry.body), content_encoding="zstd")
@@ -62,13 +62,13 @@ def compressed(entry: Entry) -> Entry:
 
 @dataclass
 class _Append:
-    """A job of the database: to log a request, unless an earlier try of it has."""
+    """Database job that logs a request, unless an earlier attempt has logged it."""
 
     entry: Entry
     refusal: Failure | None
     on_log: Callable[[Session], None]
     tried: bool = False
-    """By us, or by the writer, which does alone again what it could not do in a group."""
+    """True after an attempt, either by this class or by the writer, which retries jobs of a failed group alone."""
 
     def __call__(self, session: Session) -> Logged:
         if self.tried:

@@ -1,8 +1,7 @@
-"""State that the database keeps of a model so that it can be revived, and when that may go.
+"""The data that revive a model: its newest snapshot, later requests, and unwritten versions.
 
-A model is its newest snapshot and the requests after it, whose bodies are kept until a later snapshot covers them.
-Versions without a name that are not on disk yet are part of it: doing their requests again publishes them again. The
-functions are jobs of the database.
+Bodies of requests are kept until a later snapshot covers them. Unnamed versions that are not on disk yet are published
+again by a replay of their requests. The functions are jobs of the database.
 """
 
 from collections.abc import Sequence
@@ -19,13 +18,13 @@ from skyrl.tinker.wire.parsing import Body
 from skyrl.types import SaveOutput
 
 AT_A_TIME = 1000
-"""Requests that are named in one query: databases bound how many names that may be."""
+"""Maximum request ids per query, because databases limit the number of parameters."""
 _HAS_BODY = literal_column(WITH_BODY)
 
 
 @dataclass(frozen=True)
 class LoggedRequest:
-    """A row of the log without what takes space: body and result."""
+    """A row of the log without its large columns, body and result."""
 
     request_id: str
     kind: str
@@ -40,24 +39,24 @@ class LoggedRequest:
 
     @property
     def is_done(self) -> bool:
-        """True if the engine has done it, whatever its sender was told."""
+        """True if the engine has completed the request, even if its answer failed."""
         return self.status == "done" or self.gradients == DONE
 
 
 @dataclass(frozen=True)
 class History:
-    """A model and what has been asked of it since its newest snapshot."""
+    """A model and its requests since its newest snapshot."""
 
     model: ModelRow
     session: SessionRow
     requests: list[LoggedRequest]
-    """Pending ones, and all after the snapshot; in the model's order, those without a place in it last."""
+    """Pending requests, and all after the snapshot, by seq_id; requests without a seq_id come last."""
     unwritten: dict[str, str]
-    """Folder of each version that was published and may not be on disk."""
+    """Folder of each published version that may not be on disk."""
 
 
 def history(session: Session, model_id: str) -> History | None:
-    """All that reviving a model may take. None: there is no such model (any more)."""
+    """Return all data for the revival of a model. None: the model does not exist (any more)."""
     model = session.get(ModelRow, model_id)
     owner = session.get(SessionRow, model.session_id) if model is not None else None
     if model is None or owner is None:
@@ -77,7 +76,7 @@ def history(session: Session, model_id: str) -> History | None:
 
 
 def bodies(session: Session, request_ids: Sequence[str]) -> dict[str, Body]:
-    """Bodies that were sent, by request."""
+    """Bodies of requests, by request id."""
     columns = (RequestRow.request_id, RequestRow.body, RequestRow.content_type, RequestRow.content_encoding)
     found: dict[str, Body] = {}
     for start in range(0, len(request_ids), AT_A_TIME):
@@ -88,7 +87,7 @@ def bodies(session: Session, request_ids: Sequence[str]) -> dict[str, Body]:
 
 
 def record_snapshot(session: Session, snapshot: Snapshotted) -> str | None:
-    """From now on the model is this snapshot and what comes after it. Returns the folder that nothing needs now."""
+    """Record a snapshot, which replaces earlier requests in a revival. Returns the folder of the older snapshot."""
     model = session.get(ModelRow, snapshot.model_id)
     if model is None or (model.snapshot_seq_id is not None and model.snapshot_seq_id > snapshot.seq_id):
         return snapshot.path
@@ -102,7 +101,7 @@ def record_snapshot(session: Session, snapshot: Snapshotted) -> str | None:
 
 
 def record_version(session: Session, version: str, saved: SaveOutput) -> str | None:
-    """A version is on disk. Returns a folder that nothing needs now, if there is one."""
+    """Record that a version is on disk. Returns a folder that is no longer needed, if there is one."""
     row = session.get(VersionRow, version)
     if row is None:
         return None
@@ -113,16 +112,16 @@ def record_version(session: Session, version: str, saved: SaveOutput) -> str | N
 
 
 def unwritten_versions(session: Session) -> dict[str, str]:
-    """Model of each version that was published and may not be on disk."""
+    """Model of each published version that may not be on disk."""
     query = select(col(VersionRow.version), col(VersionRow.model_id)).where(col(VersionRow.digest).is_(None))
     return dict(session.execute(query).all())
 
 
 def release(session: Session, model_id: str) -> str | None:
-    """Forget what a model would be revived from, if it was unloaded and all that it published is on disk.
+    """Forget the data for the revival of a model that was unloaded and whose published versions are all on disk.
 
     Returns:
-        The folder of its snapshot, which nothing needs any more.
+        The folder of its snapshot, which is no longer needed.
     """
     waits = select(col(RequestRow.request_id)).where(
         col(RequestRow.model_id) == model_id, col(RequestRow.status) == "pending"
@@ -138,7 +137,7 @@ def release(session: Session, model_id: str) -> str | None:
 
 
 def folders_to_load(session: Session) -> set[str]:
-    """Folders of checkpoints that a revival may have to load again: no snapshot covers the request yet."""
+    """Folders of checkpoints that a revival may load again, because no snapshot covers the load yet."""
     uncovered = or_(col(ModelRow.snapshot_seq_id).is_(None), col(RequestRow.seq_id) > col(ModelRow.snapshot_seq_id))
     query = (
         select(col(RequestRow.decided))

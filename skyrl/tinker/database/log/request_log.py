@@ -1,8 +1,7 @@
-"""The write-ahead log in the database: what was asked of each model, and what came of it.
+"""The write-ahead log in the database: requests of each model, and their outcomes.
 
-The functions here are jobs of the database's one writer, which runs them one after the other; so what they read is
-still true when they write, and two equal requests cannot both be new. What a revival reads of the log is in
-`replay_log.py`.
+The functions are jobs of the database's single writer, which runs them sequentially. Data that a job reads therefore
+stay valid until it writes, and two equal requests cannot both be new. `replay_log.py` reads the log for revivals.
 """
 
 import time
@@ -25,7 +24,7 @@ LOST_ADVICE = (
     "fresh one, or restart the server once its files are back; saved checkpoints and samplers still work"
 )
 UNLOAD = "unload_model"
-"""The kind of request that has no place in its model's order; so the second of a model is the first, sent again."""
+"""The only kind of request without a seq_id. A second one for the same model counts as a duplicate of the first."""
 EXPIRED = (
     "can not be brought back any more: its session had been silent for longer than --session-retention-sec; load its "
     "last checkpoint (create_training_client_from_state_with_optimizer), or make a fresh training client; saved "
@@ -64,30 +63,30 @@ class Entry:
     content_type: str
     content_encoding: str
     needs_model: bool
-    """True if the model must be there; its creation does not need it."""
+    """True if the model must exist already; False for its creation."""
     is_pass: bool = False
-    """True if it was to add gradients, so that a refusal leaves them incomplete."""
+    """True if the request would add gradients, so a refusal leaves the sums incomplete."""
     decided: Decisions = field(default_factory=Decisions)
 
 
 @dataclass(frozen=True)
 class Logged:
-    """Record of an entry in the log."""
+    """Result of logging an entry."""
 
     request_id: str
-    """The entry's own, or that of the equal request that came before it."""
+    """Id of the entry, or of the earlier duplicate."""
     refusal: Failure | None = None
-    """Reason why it cannot be worked on. It is in the log as failed."""
+    """Error of a refused request, which is logged as failed."""
 
 
 def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Callable[[Session], None]) -> Logged:
-    """Log a request, unless its model has one of its kind with its seq_id already.
+    """Log a request, unless its model already has one of the same kind and seq_id.
 
     Args:
         session: Transaction to write in.
         entry: The request.
-        refusal: Why it is refused already, if it is.
-        on_log: More to write when the request is new and not refused.
+        refusal: Failure of a request that was already refused.
+        on_log: Further writes for a request that is new and not refused.
     """
     session.flush()
     connection = session.connection()
@@ -136,7 +135,7 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
 
 
 def cancel(session: Session, request_id: str, decided: Decisions) -> None:
-    """Note what was decided about a pending request since it was logged: that it is to fail."""
+    """Record that a pending request has to fail."""
     session.flush()
     pending = _FINISH.where(_REQUESTS.c.status == "pending")
     session.connection().execute(pending, {"request": request_id, "decided": decided})
@@ -155,11 +154,11 @@ def finish(
 
     Args:
         session: Transaction to write in.
-        request_id: Of the request.
-        outcome: How it ended.
-        gradients: What its failure left of the gradient sums; `DONE` where only the answer failed.
-        keep_body: Whether reviving the model without a newer snapshot takes doing it again.
-        decided: What was decided about it, if not what the log says: it was done although it was cancelled.
+        request_id: Id of the request.
+        outcome: Answer or failure.
+        gradients: Effect of a failure on the gradient sums; `DONE` if only the answer failed.
+        keep_body: True if a revival without a newer snapshot has to repeat the request.
+        decided: The decisions, if they differ from the log: the request was done although it was cancelled.
     """
     session.flush()
     connection, now = session.connection(), time.time()
@@ -179,7 +178,7 @@ def finish(
 
 
 def result_row(request_id: str, body: bytes, media_type: str, finished_at: float) -> ResultRow:
-    """A result, to be stored."""
+    """Row of a result."""
     return ResultRow(**_result_values(request_id, body, media_type, finished_at))
 
 
@@ -195,12 +194,12 @@ def _result_values(request_id: str, body: bytes, media_type: str, finished_at: f
 
 @dataclass(frozen=True)
 class Forgotten:
-    """The request was done, but its result is not kept any more."""
+    """The request was done, but its result was removed."""
 
 
 @dataclass(frozen=True)
 class Unread:
-    """The request has a result, which is large: `result_of` reads it."""
+    """The request has a large result, which `result_of` reads."""
 
     size: int
 
@@ -212,7 +211,7 @@ def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | Forgot
 
 
 def small_outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | Forgotten | Unread]:
-    """(tenant, outcome) as `outcome_of`, with `Unread` in place of a result of more than `LARGE_BYTES`."""
+    """(tenant, outcome) as `outcome_of`, with `Unread` instead of a result of more than `LARGE_BYTES`."""
     size = _RESULTS.c.size_bytes
     asked = (_REQUESTS.c.tenant, size, case((size <= LARGE_BYTES, _RESULTS.c.body)), _RESULTS.c.media_type)
     told = (_REQUESTS.c.error, _REQUESTS.c.category, _REQUESTS.c.status)
@@ -232,7 +231,7 @@ def small_outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | 
 
 
 def result_of(session: Session, request_id: str) -> Answer | None:
-    """The result of a request, while it is kept."""
+    """Result of a request; None if it was removed."""
     query = select(_RESULTS.c.body, _RESULTS.c.media_type).where(_RESULTS.c.request_id == request_id)
     row = session.execute(query).first()
     return None if row is None else Answer(*row)
@@ -247,7 +246,7 @@ def unknown_request(request_id: str) -> UnknownName:
 
 @dataclass(frozen=True)
 class PendingRow:
-    """A request that an earlier server took in and nobody has answered."""
+    """A request without an outcome that an earlier server accepted."""
 
     request_id: str
     kind: str
@@ -259,7 +258,7 @@ class PendingRow:
 
 
 def pending(session: Session) -> list[PendingRow]:
-    """All requests without an outcome, in the order in which they came."""
+    """All requests without an outcome, in order of arrival."""
     names = ("request_id", "kind", "tenant", "model_id", "seq_id", "decided")
     columns = [getattr(RequestRow, name) for name in names]
     query = select(*columns, func.length(RequestRow.body)).where(_IS_PENDING)
@@ -268,14 +267,14 @@ def pending(session: Session) -> list[PendingRow]:
 
 
 def lose_model(session: Session, model_id: str) -> None:
-    """A model cannot be revived: what it is made of is gone or damaged."""
+    """Mark a model as lost: it cannot be revived because its files or log are missing or damaged."""
     model = session.get(ModelRow, model_id)
     if model is not None and model.status in ("creating", "live"):
         model.status = "lost"
 
 
 def try_lost_models_again(session: Session) -> None:
-    """A server starts, maybe because the files that were missing are back."""
+    """Mark lost models as live at the start of a server, because their files may have been restored."""
     session.execute(update(ModelRow).where(col(ModelRow.status) == "lost").values(status="live"))
 
 
@@ -291,7 +290,7 @@ def _taken(entry: Entry, kind: str) -> Failure:
 
 
 def _expired(session: Session, model_id: str) -> Failure:
-    """Failure because a model has expired, with what can be loaded instead."""
+    """Failure of requests to an expired model, with the checkpoints that can be loaded instead."""
     saved = select(CheckpointRow).where(col(CheckpointRow.model_id) == model_id, col(CheckpointRow.kind) == "weights")
     last = session.execute(saved.order_by(col(CheckpointRow.id).desc()).limit(1)).scalar()
     which = f"its last checkpoint is tinker://{model_id}/weights/{last.name}" if last else "it has no checkpoint"
@@ -299,7 +298,7 @@ def _expired(session: Session, model_id: str) -> Failure:
 
 
 def refused_by_status(status: str | None, model_id: str) -> Failure | None:
-    """Reason why a model of this status takes no requests, if it takes none. None: there is no such model."""
+    """Return the failure of requests to a model with this status, or None. A status of None means an unknown model."""
     if status in ("creating", "live"):
         return None
     if status == "unloaded":

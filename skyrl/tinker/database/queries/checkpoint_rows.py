@@ -1,10 +1,10 @@
-"""Named checkpoints as rows: their names, folders and expiry.
+"""Rows of named checkpoints: names, folders and expiry.
 
-A folder carries the seq_id of its save beside the name, so saving under a used name never touches the files that may be
-read meanwhile: the row moves to the new folder, and the old one goes when nothing refers to it.
+A folder name contains the seq_id of its save, so a save under a used name never touches files that may be read at the
+time. The row moves to the new folder, and the old folder is removed when nothing refers to it.
 
-A name and what it names live until the checkpoint is deleted or expires: who has a sampler of an overwritten checkpoint
-goes on sampling it, but a deleted one ends, and its samplers fail by name.
+A named checkpoint exists until it is deleted or expires. Samplers of an overwritten checkpoint continue to work.
+Samplers of a deleted checkpoint end, and requests by its name fail.
 """
 
 import time
@@ -25,22 +25,22 @@ from skyrl.types import SaveOutput
 
 
 class UnreferencedFiles(NamedTuple):
-    """Files that nobody names any more, and the version that they hold, if it is one."""
+    """Files without a name, and their version, if they are one."""
 
     version: str | None
     folder: str
     to_trash: bool = False
-    """True if they wait there for a while before they are removed."""
+    """True if the files are kept in the trash for a while before they are removed."""
 
 
 def find_checkpoint(session: Session, path: TinkerPath) -> CheckpointRow | None:
-    """The checkpoint at a path, unless it has expired."""
+    """Return the checkpoint at a path, unless it has expired."""
     row = find_checkpoint_or_expired(session, path)
     return None if row is None or has_expired(row) else row
 
 
 def find_checkpoint_or_expired(session: Session, path: TinkerPath) -> CheckpointRow | None:
-    """The checkpoint at a path. One that has expired is unknown to clients, but its files may still be there."""
+    """Return the checkpoint at a path, even if it has expired. Its files may still exist."""
     kind = path.kind or "sampler_weights"
     query = select(CheckpointRow).where(
         CheckpointRow.model_id == path.model, CheckpointRow.kind == kind, CheckpointRow.name == path.name
@@ -63,12 +63,12 @@ SAVES = (
     "copy_weights",
     "external_weights_upload_finish",
 )
-"""Kinds of requests that make named checkpoints."""
+"""Kinds of requests that create named checkpoints."""
 
 
 @dataclass(frozen=True)
 class SavedAs:
-    """Attributes that a save is to be known by. Raises `RequestError` for a bad name."""
+    """Name and attributes of a save. Raises `RequestError` for an invalid name."""
 
     model: ModelRow
     kind: CheckpointKind
@@ -95,15 +95,15 @@ class SavedAs:
 
 
 async def refuse_taken_name(database: Database, saved: SavedAs) -> None:
-    """Raise `RequestError` if there is a checkpoint of this name already, which the save may not replace."""
+    """Raise `RequestError` if a checkpoint of this name exists and the save may not replace it."""
     if not saved.overwrite:
         _refuse(saved, await database.read(lambda session: find_checkpoint(session, saved.path)))
 
 
 def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> UnreferencedFiles | None:
-    """Give a finished save its name. Returns the files that had it before, if no sampler uses them.
+    """Store the row of a finished save. Returns the previous files of its name, if no sampler uses them.
 
-    Raises `RequestError` if the name was taken while it was being saved.
+    Raises `RequestError` if the name was taken during the save.
     """
     older = find_checkpoint_or_expired(session, saved.path)
     obsolete = None
@@ -139,12 +139,12 @@ def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> Un
 
 
 def expiry(ttl_seconds: int | None) -> float | None:
-    """Time at which something expires that lives this long from now on."""
+    """Time at which an object with this time to live expires, from now."""
     return None if ttl_seconds is None else time.time() + ttl_seconds
 
 
 def own_checkpoint(session: Session, path: TinkerPath, caller: Caller) -> CheckpointRow:
-    """The checkpoint at a path, to be changed. Raises `UnknownName` for those of others, public ones too."""
+    """Return the checkpoint at a path, for a change. Raises `UnknownName` for those of others, also public ones."""
     row = find_checkpoint(session, path)
     if row is None or not caller.may_touch(row.tenant):
         raise unknown_checkpoint("path", path)
@@ -152,7 +152,7 @@ def own_checkpoint(session: Session, path: TinkerPath, caller: Caller) -> Checkp
 
 
 def was_saved(session: Session, path: TinkerPath, caller: Caller) -> bool:
-    """Return True if the log has a save of the caller that made a checkpoint at a path, which may have gone since."""
+    """Return True if the log has a save by the caller at this path; the checkpoint may have been deleted since."""
     query = select(col(RequestRow.tenant), col(RequestRow.decided)).where(
         RequestRow.model_id == path.model, RequestRow.status == "done", col(RequestRow.kind).in_(SAVES)
     )
@@ -168,20 +168,20 @@ def _is_for(folder: Path, path: TinkerPath) -> bool:
 
 @dataclass(frozen=True)
 class DeletedCheckpoint:
-    """A checkpoint that is there no more."""
+    """A checkpoint that was deleted."""
 
     files: UnreferencedFiles
     samplers: list[str]
-    """Ids of those that sampled it."""
+    """Ids of its samplers."""
 
 
 def delete_checkpoint(session: Session, row: CheckpointRow, by: str) -> DeletedCheckpoint:
-    """Delete a checkpoint's row and end its samplers. Its files are the caller's to remove, after the commit.
+    """Delete a checkpoint's row and end its samplers. The caller removes the files after the commit.
 
     Args:
         session: Transaction to write in.
         row: The checkpoint.
-        by: Name of who wants that.
+        by: Name of the caller.
     """
     note_checkpoint(session, "checkpoint_delete", row, by)
     samplers = session.exec(select(SamplerRow).where(SamplerRow.version == row.version)).all()

@@ -1,4 +1,4 @@
-"""Finding checkpoints. A page ends at a checkpoint, so those made or deleted meanwhile do not shift the next one."""
+"""Search for checkpoints. Pages are delimited by checkpoints, so concurrent changes do not shift the next page."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -15,7 +15,7 @@ from skyrl.tinker.wire.search_schemas import CheckpointSearchCursor, CheckpointS
 
 
 def search(session: Session, caller: Caller, request: CheckpointSearchRequest) -> CheckpointSearchResponse:
-    """A page of the checkpoints that match. A job for `Database.read`."""
+    """A page of matching checkpoints. A job for `Database.read`."""
     found = list(islice(_matching(session, caller, request), request.limit + 1))
     page = found[: request.limit]
     cursor = None
@@ -27,7 +27,7 @@ def search(session: Session, caller: Caller, request: CheckpointSearchRequest) -
 
 
 def _matching(session: Session, caller: Caller, request: CheckpointSearchRequest) -> Iterator[CheckpointRow]:
-    """Newest first."""
+    """Matching checkpoints, newest first."""
     owners = request.owner.owner_urns
     if owners is not None and caller.urn not in owners:
         return
@@ -57,6 +57,6 @@ def _matching(session: Session, caller: Caller, request: CheckpointSearchRequest
 
 
 def _uuid(row: CheckpointRow) -> UUID:
-    """The row's number as a UUID; in the order of their numbers."""
+    """The row's number as a UUID that sorts like the number."""
     assert row.id is not None, "it is stored"
     return UUID(int=row.id)

@@ -1,6 +1,6 @@
-"""Listings of runs, checkpoints and sessions, newest first, as far as a caller may see them.
+"""Listings of runs, checkpoints and sessions, newest first, limited to those that the caller may see.
 
-Everything here reads only (jobs for `Database.read`).
+All functions only read (jobs for `Database.read`).
 """
 
 import time
@@ -18,7 +18,7 @@ from skyrl.tinker.wire import management_schemas as rest
 from skyrl.types import LoraConfig
 
 Scope = Literal["owned", "accessible"]
-"""The caller's own, or also what others have made public."""
+"""Scope of a list: the caller's own objects, or also public objects of others."""
 
 
 def checkpoints(session: Session, caller: Caller, limit: int, offset: int) -> rest.CheckpointsListResponse:
@@ -31,7 +31,7 @@ def checkpoints(session: Session, caller: Caller, limit: int, offset: int) -> re
 
 
 def checkpoints_of_run(session: Session, caller: Caller, run_id: str) -> rest.CheckpointsListResponse:
-    """All checkpoints of a run; of another's, the public ones. Raises `UnknownName`."""
+    """All checkpoints of a run; only the public ones of another tenant's run. Raises `UnknownName`."""
     _run(session, caller, "accessible", run_id)
     rows = session.exec(
         select(CheckpointRow).where(readable(caller), CheckpointRow.model_id == run_id).order_by(*newest_first())
@@ -40,7 +40,7 @@ def checkpoints_of_run(session: Session, caller: Caller, run_id: str) -> rest.Ch
 
 
 def checkpoint(row: CheckpointRow) -> rest.Checkpoint:
-    """A checkpoint as the API shows it."""
+    """A checkpoint in the form of the API."""
     checkpoint_id = f"{row.kind}/{row.name}"
     return rest.Checkpoint(
         checkpoint_id=checkpoint_id,
@@ -84,7 +84,7 @@ def sessions(session: Session, caller: Caller, limit: int, offset: int) -> rest.
 
 
 def session_contents(session: Session, row: SessionRow) -> rest.GetSessionResponse:
-    """The runs and samplers of a session, in the order in which they were made."""
+    """The runs and samplers of a session, in order of creation."""
     runs = select(ModelRow.model_id).where(ModelRow.session_id == row.session_id, ModelRow.status != "failed")
     samplers = select(SamplerRow.sampler_id).where(SamplerRow.session_id == row.session_id)
     return rest.GetSessionResponse(
@@ -127,7 +127,7 @@ def _training_run(model: ModelRow, caller: Caller, newest: dict[tuple[str, str],
 def _newest_checkpoints(
     session: Session, caller: Caller, model_ids: Sequence[str]
 ) -> dict[tuple[str, str], rest.Checkpoint]:
-    """By model and kind."""
+    """Newest checkpoint of each kind, by model."""
     newest = (
         select(func.max(CheckpointRow.id))
         .where(readable(caller), col(CheckpointRow.model_id).in_(model_ids))
@@ -138,7 +138,7 @@ def _newest_checkpoints(
 
 
 def _owner(tenant: str, caller: Caller) -> str:
-    """Owner of something of this tenant. A tenant's id is a hash of its key, so other callers are not told."""
+    """Name of an object's owner. A tenant's id is a hash of its key, so other callers do not see it."""
     return caller.urn if caller.may_touch(tenant) else "skyrl:user:another"
 
 
@@ -147,17 +147,17 @@ def _owned(tenant: Any, caller: Caller) -> ColumnElement[bool]:
 
 
 def unexpired() -> ColumnElement[bool]:
-    """Condition for checkpoints that still have their names."""
+    """Condition for checkpoints that have not expired."""
     return or_(col(CheckpointRow.expires_at).is_(None), col(CheckpointRow.expires_at) > time.time())
 
 
 def own_checkpoints(caller: Caller) -> ColumnElement[bool]:
-    """Condition for checkpoints that are the caller's."""
+    """Condition for the caller's checkpoints."""
     return and_(_owned(CheckpointRow.tenant, caller), unexpired())
 
 
 def readable(caller: Caller) -> ColumnElement[bool]:
-    """Condition for checkpoints that are the caller's, or public."""
+    """Condition for the caller's checkpoints and public ones."""
     return and_(unexpired(), or_(_owned(CheckpointRow.tenant, caller), col(CheckpointRow.public)))
 
 
@@ -169,5 +169,5 @@ def _visible_run(caller: Caller, scope: Scope) -> ColumnElement[bool]:
 
 
 def newest_first() -> tuple[Any, Any]:
-    """The order of checkpoints in lists."""
+    """Order of checkpoints in lists."""
     return col(CheckpointRow.created_at).desc(), col(CheckpointRow.id).desc()

@@ -1,7 +1,7 @@
-"""Sessions, models, samplers, custom losses and checkpoints by id.
+"""Lookup of sessions, models, samplers, custom losses and checkpoints by id.
 
-Rows that were asked for lately are kept in memory; they are read, never written. Who changes one in the database calls
-`forget` after the commit. Ids of other tenants are unknown ids, but public checkpoints are known to everybody.
+Recently used rows are cached in memory, read-only. Code that changes a row in the database calls `forget` after the
+commit. Ids of other tenants count as unknown, except for public checkpoints.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ KEPT_ROWS = 20_000
 
 
 class Directory:
-    """Looks things up for a caller. Every method raises `UnknownName` for ids that the caller cannot see."""
+    """Looks up rows for a caller. Every method raises `UnknownName` for ids that the caller cannot see."""
 
     def __init__(self, database: Database):
         self._database = database
@@ -38,14 +38,14 @@ class Directory:
         return await self._find(SamplerRow, "sampling_session_id", sampler_id, caller, hint)
 
     async def custom_loss(self, field: str, loss_id: str, caller: Caller) -> CustomLossRow:
-        """A traced loss. It may be large, and so is not kept in memory here."""
+        """A traced loss. It is not cached, because it may be large."""
         row = await self._database.read(lambda session: session.get(CustomLossRow, loss_id))
         if row is None or not caller.may_touch(row.tenant):
             raise _unknown(field, loss_id, "make one with create_custom_loss")
         return row
 
     async def checkpoint(self, field: str, path: TinkerPath, *callers: Caller) -> CheckpointRow:
-        """The checkpoint at a path, if one of the callers may read it.
+        """Return the checkpoint at a path, if one of the callers may read it.
 
         A path without a kind names a sampler checkpoint.
         """
@@ -55,7 +55,7 @@ class Directory:
         return row
 
     def forget(self, *ids: str) -> None:
-        """Read these rows again when they are asked for next."""
+        """Remove rows from the cache."""
         self._changes += 1
         for row_id in ids:
             self._rows.pop(row_id, None)

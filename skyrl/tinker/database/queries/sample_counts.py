@@ -1,8 +1,9 @@
-"""Bounds on how far clients of samplers have counted: a restarted server can tell which samples were lost.
+"""Upper bounds of the seq_ids that clients of samplers have used, so that a restarted server can report lost samples.
 
-A client that waits with `retrieve_futures` does not say what it waits for; it has to be told what is gone. Samples are
-not logged, but their ids follow from their seq_ids, and of those the database holds a bound per client that is raised
-a thousand at a time, before the first of each thousand is acknowledged. The first thousand needs no write.
+A client that waits with `retrieve_futures` does not list its samples, so the server has to report lost ones. Samples
+are not logged, but their ids follow from their seq_ids. The database therefore has an upper bound of these per client.
+The bound is raised in steps of a thousand, before the first sample of each thousand is acknowledged. The first thousand
+needs no write.
 """
 
 from collections import OrderedDict
@@ -14,22 +15,22 @@ from skyrl.tinker.database.tables import SamplerRow, SettingRow
 from skyrl.tinker.identity.ids import CLIENT_BLOCK, Client, client_of
 
 STEP = 1000
-"""Seq_ids by which a bound is raised."""
+"""Step by which a bound is raised."""
 
 MOST_LOST = 21_000
-"""Seq_ids below the bound that are told at most. All but a thousand may wait at a time (`MAX_PENDING_SAMPLES`)."""
+"""Maximum number of lost samples to report: the most that can be pending (`MAX_PENDING_SAMPLES`), plus one step."""
 
 KEPT_BOUNDS = 20_000
-"""Clients whose bound is kept in memory."""
+"""Maximum number of clients whose bound is cached."""
 
 
 CURSORS = "cursors"
 MOST_EVENTS = 10**12
-"""Samples that no server comes to in its life."""
+"""Upper bound of the samples that a server finishes in its lifetime."""
 
 
 def first_cursor(session: Session, now: int) -> int:
-    """First cursor of this server, at time `now` in microseconds: above all of the server before it."""
+    """First cursor of this server, at time `now` in microseconds: above all cursors of the previous server."""
     row = session.get(SettingRow, CURSORS) or SettingRow(name=CURSORS, value="0")
     start = now if now > int(row.value) else int(row.value) + MOST_EVENTS
     row.value = str(start)
@@ -38,14 +39,14 @@ def first_cursor(session: Session, now: int) -> int:
 
 
 class SampleCounts:
-    """Bounds on the seq_ids of clients."""
+    """Upper bounds of the seq_ids of clients."""
 
     def __init__(self, database: Database):
         self._database = database
         self._bounds: OrderedDict[Client, int] = OrderedDict()
 
     async def reach(self, key: tuple[str, int]) -> None:
-        """Return once the bound of the client that sent the sample with this (sampler id, seq_id) is above it."""
+        """Raise the bound of a client, if necessary, to include the sample with this (sampler id, seq_id)."""
         client, seq_id = client_of(key), key[1]
         if seq_id < self._bounds.get(client, _first(client) + STEP):
             return
@@ -63,7 +64,7 @@ class SampleCounts:
             self._bounds.popitem(last=False)
 
     async def used(self, client: Client) -> range:
-        """Seq_ids that the client may have used, the latest ones."""
+        """Most recent seq_ids that the client may have used."""
         row = await self._database.read(lambda session: session.get(SamplerRow, client[0]))
         first = _first(client)
         bound = max(first + STEP, row.counted.get(str(client[1]), 0) if row else 0)

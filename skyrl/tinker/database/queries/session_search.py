@@ -1,4 +1,4 @@
-"""Finding sessions. A page ends at a session, not at a number, so sessions made meanwhile do not shift the next one."""
+"""Search for sessions. Pages are delimited by sessions, not by numbers, so new sessions do not shift the next page."""
 
 import time
 from collections.abc import Iterator
@@ -22,15 +22,15 @@ from skyrl.tinker.wire.search_schemas import (
 )
 
 ACTIVE_S = 300
-"""A session that was heard of within this many seconds is active."""
+"""Seconds since its last activity within which a session counts as active."""
 NO_PROJECT = "default"
 """Name of the project of a session without one."""
 ROUNDING_S = 1e-3
-"""More than what a time loses on its way to a client and back."""
+"""Upper bound of the rounding error of a time that a client sends back."""
 
 
 def search(session: Session, caller: Caller, request: SessionSearchRequest) -> SessionSearchResponse:
-    """A page of the caller's sessions that match. A job for `Database.read`."""
+    """A page of the caller's matching sessions. A job for `Database.read`."""
     found = list(islice(_matching(session, caller, request), request.limit + 1))
     page = found[: request.limit]
     sizes = _checkpoints(session, [row.session_id for row in page])
@@ -43,7 +43,7 @@ def search(session: Session, caller: Caller, request: SessionSearchRequest) -> S
 
 
 def _matching(session: Session, caller: Caller, request: SessionSearchRequest) -> Iterator[SessionRow]:
-    """Newest first."""
+    """Matching sessions, newest first."""
     if request.owner.owner_urns is not None and caller.urn not in request.owner.owner_urns:
         return
     query = select(SessionRow).order_by(col(SessionRow.created_at).desc(), col(SessionRow.session_id).desc())

@@ -1,7 +1,7 @@
-"""Routes of who operates a server, outside the API.
+"""Routes for operators, outside the API.
 
-probes      whether it is alive and ready, and its version; no key is needed
-metrics     what Prometheus reads
-status      what it is doing
-orders      a request is cancelled, a model unloaded
+probes      liveness, readiness and version; no key is needed
+metrics     Prometheus metrics
+status      current activity
+orders      cancellation of requests, unloading of models
 """

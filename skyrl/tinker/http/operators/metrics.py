@@ -1,4 +1,4 @@
-"""Metrics, as Prometheus reads them."""
+"""Prometheus metrics."""
 
 import asyncio
 import time
@@ -14,9 +14,9 @@ from skyrl.tinker.http.routes.dependencies import ServiceDependency, operator
 router = APIRouter()
 
 STORED_S = 5.0
-"""Seconds for which what is on disk is not looked up again."""
+"""Seconds for which disk usage is cached."""
 PATIENCE_S = 2.0
-"""Seconds that the database gets to say what is on disk; without it the last that it said is shown."""
+"""Time limit for the database query of disk usage; after it, the cached values are shown."""
 
 
 @router.get("/metrics", response_class=PlainTextResponse, dependencies=[Depends(operator)])
@@ -28,7 +28,7 @@ async def metrics(service: ServiceDependency, request: Request) -> Response:
 
 
 async def look_at_disk(service: Service) -> None:
-    """See what is on disk, unless somebody has a moment ago."""
+    """Update disk usage, unless it was updated recently."""
     storage = service.metrics.storage
     if time.monotonic() - storage.looked_at > STORED_S:
         storage.looked_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Orders of operators: a request is cancelled, a model unloaded."""
+"""Commands of operators: cancel a request, unload a model."""
 
 import logging
 from typing import Literal
@@ -20,23 +20,23 @@ router = APIRouter(dependencies=[Depends(operator)])
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""Seconds that an order waits to see what came of it."""
+"""Seconds that a command waits for its result."""
 
 
 class Obeyed(BaseModel):
-    """Result of an order so far."""
+    """Result of a command so far."""
 
     request_id: str
     state: Literal["done", "failed", "pending"]
-    """State of the request that is cancelled, or unloads the model."""
+    """State of the cancelled request, or of the request that unloads the model."""
     cancelled: bool = False
     error: str | None = None
-    """Message that its client gets."""
+    """Error message for the client of the request."""
 
 
 @router.post("/operator/requests/{request_id}/cancel")
 async def cancel_request(queue: QueueDependency, request_id: str) -> Obeyed:
-    """Let a training request or a sample fail. A training request does in its place in its model's order."""
+    """Make a training request or a sample fail. A training request fails at its position in its model's order."""
     await queue.cancel(request_id)
     log.warning("request %s is cancelled by an operator", request_id)
     return _obeyed(request_id, await _ended(queue, request_id))
@@ -44,7 +44,7 @@ async def cancel_request(queue: QueueDependency, request_id: str) -> Obeyed:
 
 @router.post("/operator/models/{model_id}/unload")
 async def unload_model(queue: QueueDependency, model_id: str) -> Obeyed:
-    """Free a model's training state after all that has come for it, as its own client's unload does."""
+    """Free a model's training state after all requests that have arrived, as an unload by its client does."""
     body = Body(strict_json.dumps({"model_id": model_id}), JSON)
     request_id = await queue.training.submit(OPERATIONS[UNLOAD], body, EVERYBODY)
     log.warning("model %s is unloaded by an operator", model_id)

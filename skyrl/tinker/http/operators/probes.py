@@ -1,4 +1,4 @@
-"""Probes of orchestrators, outside the API and without a key: a server that is alive need not be ready."""
+"""Probes for orchestrators, without a key. A live server is not necessarily ready."""
 
 import asyncio
 import platform
@@ -22,18 +22,18 @@ router = APIRouter()
 LIVEZ, READYZ, VERSION = "/livez", "/readyz", "/version"
 PACKAGES = ("jax", "torch", "transformers", "vllm")
 PATIENCE_S = 2.0
-"""Seconds that the database gets to answer."""
+"""Time limit for an answer of the database in seconds."""
 
 
 @router.get(LIVEZ)
 async def livez() -> dict[str, str]:
-    """The process answers. It waits for an engine or a database that is away, so starting it again is in vain."""
+    """The process responds. It waits for an engine or a database that is unavailable, so a restart would not help."""
     return {"status": "ok"}
 
 
 @router.get(READYZ, response_model=None)
 async def readyz(service: ServiceDependency) -> dict[str, str] | JSONResponse:
-    """Requests are worked on: the engine is ready and the database answers."""
+    """The server processes requests: the engine is ready and the database responds."""
     if (reason := engine_trouble(service.engine)) is not None:
         return unready(reason)
     if not await _answers(service):
@@ -43,7 +43,7 @@ async def readyz(service: ServiceDependency) -> dict[str, str] | JSONResponse:
 
 @router.get(VERSION)
 async def version() -> dict[str, str | dict[str, str]]:
-    """Versions of the server, of Python, and of those packages that are installed here and decide about numbers."""
+    """Versions of the server, of Python, and of installed packages that affect numerical results."""
     return _versions()
 
 
@@ -57,14 +57,14 @@ def _versions() -> dict[str, str | dict[str, str]]:
 
 
 def engine_trouble(engine: Engine) -> str | None:
-    """Reason why no requests are worked on, in words that are safe for whoever asks, as no key is needed for that."""
+    """Reason why requests are not processed. It has no secrets, because the probe needs no key."""
     if engine.state != READY:
         return f"the engine is not ready: {engine.state}"
     return f"the engine is not ready: {SILENT}" if engine.progress == SILENT else None
 
 
 async def _answers(service: Service) -> bool:
-    """Asked once at a time, however many probe, as they need no key."""
+    """Return True if the database responds. Concurrent probes share one query, because they need no key."""
     if service.database_probe is None or service.database_probe.done():
         service.database_probe = asyncio.create_task(_ask_database(service))
     return await asyncio.shield(service.database_probe)
@@ -82,5 +82,5 @@ def _ask(session: Session) -> bool:
 
 
 def unready(detail: str) -> JSONResponse:
-    """The answer to who asks whether the server is ready."""
+    """Response of the readiness probe."""
     return JSONResponse({"status": "not ready", "detail": detail}, 503)

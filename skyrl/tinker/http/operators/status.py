@@ -25,7 +25,7 @@ Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 @router.get("/status", response_model=None)
 async def get_status(service: ServiceDependency, queue: QueueDependency) -> Response:
-    """The whole server at one moment. Answered also while the database is away."""
+    """State of the whole server. Also answered while the database is unavailable."""
     states = queue.training.engine_models.states()
     busy = {owed.model_id for owed in queue.training.waiting()}
     idle = [model_id for model_id in states if model_id not in busy][: overview.MOST_MODELS]
@@ -43,7 +43,7 @@ async def list_requests(
     kind: str | None = None,
     state: State | None = None,
 ) -> Response:
-    """Requests that wait or run, the oldest first."""
+    """Waiting and running requests, oldest first."""
     requests = Requests(service, queue)
     return await _answer(partial(requests.told, limit, tenant=tenant, model=model, kind=kind, state=state))
 
@@ -52,7 +52,7 @@ async def list_requests(
 async def list_models(
     service: ServiceDependency, queue: QueueDependency, limit: Limit = 100, tenant: str | None = None
 ) -> Response:
-    """Models that take requests, those first that were asked for something last."""
+    """Models that accept requests, most recently used first."""
     rows, total = await service.database.read(partial(models.newest, limit=limit, tenant=tenant))
     states, requests = queue.training.engine_models.states(), Requests(service, queue)
     return await _answer(lambda: {"models": models.described(rows, states, requests), "total": total})
@@ -67,5 +67,5 @@ async def _owners(service: Service, model_ids: list[str]) -> dict[str, str]:
 
 
 async def _answer(make: Callable[[], dict[str, Any]]) -> Response:
-    """JSON that is made in a thread: thousands of requests take a while, and others' go on meanwhile."""
+    """Create JSON in a thread, because thousands of requests take a while and would block the event loop."""
     return Response(await asyncio.to_thread(lambda: strict_json.dumps(make())), media_type=JSON)

@@ -1,1 +1,1 @@
-"""One file to a group of endpoints; `dependencies` is what they are given."""
+"""Routes of the API, one file per group of endpoints. `dependencies` has their parameters."""

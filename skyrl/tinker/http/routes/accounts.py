@@ -1,4 +1,4 @@
-"""Keys, the tokens that stand for them, and what was used and done with them."""
+"""Keys, tokens that replace them, usage and audit."""
 
 import time
 from datetime import date
@@ -22,7 +22,7 @@ router = APIRouter()
 
 @router.post("/auth/token")
 async def auth_token(service: ServiceDependency, _: CallerDependency, request: Request) -> rest.AuthTokenResponse:
-    """Exchange a key for a token. The client sends that instead, and renews it with the key."""
+    """Exchange a key for a token. The client sends the token instead, and renews it with the key."""
     try:
         return rest.AuthTokenResponse(jwt=service.keys.token_for_key(request.headers.get("x-api-key")))
     except BadKey as error:
@@ -31,7 +31,7 @@ async def auth_token(service: ServiceDependency, _: CallerDependency, request: R
 
 @router.get("/auth/apikey/me")
 async def get_api_key(caller: CallerDependency) -> rest.ApiKeyResponse:
-    """Facts about the key that was sent."""
+    """Facts about the caller's key."""
     details = rest.ApiKeyDetails(
         org_details=rest.OrganizationDetails(name=ORGANIZATION), user_details=rest.UserDetails(email=caller.email)
     )
@@ -40,7 +40,7 @@ async def get_api_key(caller: CallerDependency) -> rest.ApiKeyResponse:
 
 @router.delete("/auth/apikey/me", response_model=None)
 async def delete_api_key(_: CallerDependency) -> NoReturn:
-    """Keys are an option of the server, which no client may change."""
+    """Not supported: keys are an option of the server, and clients cannot change them."""
     raise HTTPException(403, "keys are not deleted here: take it out of the server's --api-keys-file and restart that")
 
 
@@ -66,5 +66,5 @@ async def get_stored_now(
 async def get_audit_log(
     service: ServiceDependency, caller: CallerDependency, event_type: AuditType = "all", day: date | None = None
 ) -> Response:
-    """Return the audit log of what the caller owns, for a day in UTC (today, unless one is named)."""
+    """Return the audit log of the caller's checkpoints and sessions for a day in UTC (default: today)."""
     return await service.listings.answer(caller, partial(billing.audit_log, caller=caller, kind=event_type, day=day))

@@ -1,6 +1,6 @@
-"""Named checkpoints: listed, shared, given a time to live, deleted. Only their owner changes them.
+"""Named checkpoints: list, publish, expire, delete. Only the owner can change a checkpoint.
 
-What is asked for already is no error: the client tries again where an answer is lost.
+A repeated change is no error, because clients retry when an answer is lost.
 """
 
 from collections.abc import Callable
@@ -64,7 +64,7 @@ async def search_checkpoints(
 async def delete_checkpoint(
     path: PathDependency, service: ServiceDependency, queue: QueueDependency, caller: CallerDependency
 ) -> None:
-    """Remove a checkpoint for good. Its name goes first; its files as soon as nothing reads them any more."""
+    """Delete a checkpoint permanently. Its name is removed first, its files when nothing reads them any more."""
 
     def known(session: Session) -> None:
         if find_checkpoint(session, path) is None and was_saved(session, path, caller):
@@ -85,13 +85,13 @@ async def delete_checkpoint(
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204, response_class=Response)
 async def publish_checkpoint(path: PathDependency, service: ServiceDependency, caller: CallerDependency) -> None:
-    """Let every key read a checkpoint."""
+    """Make a checkpoint readable by every key."""
     await _share(path, service, caller, True)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204, response_class=Response)
 async def unpublish_checkpoint(path: PathDependency, service: ServiceDependency, caller: CallerDependency) -> None:
-    """Keep a checkpoint to its owner again."""
+    """Make a checkpoint readable by its owner only."""
     await _share(path, service, caller, False)
 
 
@@ -102,7 +102,7 @@ async def set_ttl(
     caller: CallerDependency,
     request: Annotated[rest.SetTtlRequest, json_body(rest.SetTtlRequest)],
 ) -> None:
-    """Let a checkpoint expire some time from now, or never (null)."""
+    """Set the time to live of a checkpoint; null: it never expires."""
 
     def change(session: Session) -> None:
         row = own_checkpoint(session, path, caller)
@@ -123,6 +123,9 @@ async def _share(path: TinkerPath, service: Service, caller: Caller, public: boo
 
 
 async def _change(path: TinkerPath, service: Service, caller: Caller, change: Callable[[Session], None]) -> None:
-    """Change a checkpoint of the caller's. What is not there, or not his, never comes to the writer."""
+    """Change a checkpoint of the caller.
+
+    An unknown checkpoint, or one of another tenant, is rejected before the database writer is used.
+    """
     await service.database.read(lambda session: own_checkpoint(session, path, caller))
     await service.database.write(change)

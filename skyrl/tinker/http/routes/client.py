@@ -1,4 +1,4 @@
-"""Routes that a client asks before anything else, and those where it tells about itself."""
+"""Routes that a client uses first, and routes for reports about the client."""
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -15,7 +15,7 @@ public = APIRouter()
 
 @public.get("/healthz", response_model=None)
 async def healthz(service: ServiceDependency) -> schemas.HealthResponse | JSONResponse:
-    """Return True if requests are being worked on."""
+    """Return True if the server processes requests."""
     if (reason := engine_trouble(service.engine)) is None:
         return schemas.HealthResponse(engine=service.engine.metrics)
     return JSONResponse({"status": "starting", "detail": reason}, 503)
@@ -23,19 +23,19 @@ async def healthz(service: ServiceDependency) -> schemas.HealthResponse | JSONRe
 
 @router.post("/client/config")
 async def client_config(service: ServiceDependency, _: CallerDependency) -> schemas.ClientConfigResponse:
-    """Settings for talking to this server. The request (the client's version) changes nothing."""
+    """Client settings for this server. They do not depend on the request (the client's version)."""
     return schemas.ClientConfigResponse(custom_loss_server_side=CUSTOM not in service.config.refused_losses)
 
 
 @router.post("/client/dynamic_config")
 async def dynamic_config(_: CallerDependency) -> schemas.DynamicConfigResponse:
-    """Settings that may change while a client runs: none, here."""
+    """Settings that may change while a client runs: none."""
     return schemas.DynamicConfigResponse()
 
 
 @public.post("/telemetry")
 async def telemetry() -> schemas.TelemetryResponse:
-    """Events about the client. None are kept, and none is refused: a client waits for this when it exits."""
+    """Accept and discard events about the client, which waits for this response when it exits."""
     return schemas.TelemetryResponse()
 
 
@@ -43,7 +43,7 @@ async def telemetry() -> schemas.TelemetryResponse:
 async def get_server_capabilities(
     service: ServiceDependency, _: CallerDependency
 ) -> schemas.ServerCapabilitiesResponse:
-    """The names of the base model, the one that the server itself uses first."""
+    """Names of the base model; the first is the server's own."""
     info = await service.wait_until_ready()
     length = info.max_context_length
     return schemas.ServerCapabilitiesResponse(

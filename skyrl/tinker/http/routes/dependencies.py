@@ -1,6 +1,6 @@
 """Dependencies of route functions: the server's parts and the caller.
 
-All dependencies are coroutines: others would each be a journey to a thread and back.
+All dependencies are coroutines, because FastAPI would run other functions in a thread.
 """
 
 from contextlib import ExitStack
@@ -47,7 +47,7 @@ async def _caller(request: Request) -> Caller:
 
 
 async def operator(request: Request) -> None:
-    """Let operators pass: by X-API-Key, or by `Authorization: Bearer`, which Prometheus sends."""
+    """Require an operator key, in X-API-Key or, as Prometheus sends it, in `Authorization: Bearer`."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     key = request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
     try:
@@ -79,7 +79,7 @@ CallerDependency = Annotated[Caller, Depends(_caller)]
 
 
 async def _body(request: Request, caller: CallerDependency) -> Body:
-    """The body, read once the caller is known and there is room for it, which is kept until the request is answered."""
+    """Read the body when the caller is known and its quota allows. The quota is held until the request is answered."""
     headers = request.headers
     content_type = headers.get("content-type", "application/json").split(";")[0].strip().lower()
     too_large = ""
@@ -107,25 +107,25 @@ BodyDependency = Annotated[Body, Depends(_body)]
 
 
 async def _answer_room(request: Request, caller: CallerDependency) -> Reservation:
-    """Room for the answer, none at first, which is kept until it is sent."""
+    """Quota for the answer, empty at first, which is held until the answer is sent."""
     return request.scope[UNTIL_ANSWERED].enter_context(_server(request).service.answers.room.keep(caller.sharer))
 
 
 AnswerRoomDependency = Annotated[Reservation, Depends(_answer_room)]
 
 PathDependency = Annotated[TinkerPath, Depends(_path)]
-"""The checkpoint that a URL names by `run_id`, `kind` and `name`."""
+"""The checkpoint of a URL with `run_id`, `kind` and `name`."""
 Limit = Annotated[int, Query(ge=0, le=10_000)]
 Offset = Annotated[int, Query(ge=0, lt=2**31)]
 """Offset of a page of a list."""
 
 
 class JsonBody:
-    """A dependency that reads the body as `schema`, with the same rules as those of queued requests.
+    """Dependency that parses the body as `schema`, with the same rules as for queued requests.
 
     Args:
-        schema: Of the request.
-        max_bytes: Largest body; None: as the configuration says.
+        schema: Schema of the request.
+        max_bytes: Largest body; None: the configured limit.
     """
 
     def __init__(self, schema: type[BaseModel], max_bytes: int | None = None):
@@ -144,5 +144,5 @@ class JsonBody:
 
 
 def json_body(schema: type[BaseModel], max_bytes: int | None = None) -> Any:
-    """The dependency of a route on its JSON body."""
+    """Return the `JsonBody` dependency of a route."""
     return Depends(JsonBody(schema, max_bytes))

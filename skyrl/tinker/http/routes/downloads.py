@@ -1,4 +1,4 @@
-"""Files of checkpoints, and links to them."""
+"""Downloads of checkpoint files by links."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ DOWNLOADS = "/downloads/{token}/{name}"
 async def external_weights_urls(
     path: PathDependency, request: Request, service: ServiceDependency, caller: CallerDependency
 ) -> rest.ExternalWeightsUrlsResponse:
-    """A link to each file of weights that were saved for use elsewhere."""
+    """A link to each file of weights that were saved for external use."""
     if path.kind != "external_weights":
         raise RequestError(
             f"path={path} holds {path.kind}; only what save_weights_external made has links to its files"
@@ -59,7 +59,7 @@ async def external_weights_urls(
 async def archive(
     path: PathDependency, request: Request, service: ServiceDependency, caller: CallerDependency
 ) -> Response:
-    """A link to a tar archive of a checkpoint (clients before 0.36), as a redirect or, for those who like it, JSON."""
+    """A link to a tar archive of a checkpoint (clients before 0.36), as a redirect or, on request, JSON."""
     row = await service.directory.checkpoint("path", path, caller)
     await _note_read(service, row, caller)
     expires = end_of_link(caller)
@@ -73,7 +73,7 @@ async def archive(
 
 @public.get(DOWNLOADS, response_model=None, responses={200: {"content": {"application/octet-stream": {}}}})
 async def download(token: str, name: str, service: ServiceDependency) -> Response:
-    """File that a link is for."""
+    """Return the file of a link."""
     try:
         claims = service.keys.signer.read("download", token)
     except BadToken as error:
@@ -104,7 +104,7 @@ def _link(
     member: str | None,
     expires: int,
 ) -> str:
-    """A link to a file. `member` is a file of the checkpoint; None: all of them."""
+    """Create a link to a file. `member` is a file of the checkpoint; None: all files."""
     claims = {"path": str(path), "version": row.version, "name": name, "member": member}
     return link(request, service, "download", service.keys.signer.sign("download", claims, expires), name)
 
@@ -124,6 +124,6 @@ def _response(stream: Stream, name: str) -> Response:
 
 
 def _signed_files(folder: str, expires: int) -> dict[str, str | None]:
-    """A link of the store's own to each file, where it gives any."""
+    """Signed URLs of the object store for each file, if it supports them."""
     with open_stored(folder) as files:
         return {file.name: sign_stored(folder, file.name, expires - time.time()) for file in files}

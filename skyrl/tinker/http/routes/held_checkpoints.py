@@ -1,6 +1,6 @@
-"""Checkpoints in runs of their own: copies of others, and adapters that clients upload.
+"""Checkpoints in runs of their own: copies of checkpoints, and uploaded adapters.
 
-A file of an upload is sent to a signed link, without a key; written as it comes, up to a size that the link has.
+A file is uploaded to a signed link, without a key. It is written while it arrives, up to the size in the link.
 """
 
 import re
@@ -24,9 +24,9 @@ public = APIRouter()
 
 UPLOADS = "/uploads/{token}/{name}"
 HEADERS_SINCE = (0, 40)
-"""The first SDK that reads {"url", "headers"} where 0.39 reads a URL."""
+"""First SDK version that expects {"url", "headers"} where 0.39 expects a URL."""
 MAX_FILE_BYTES = 2**63
-"""Bytes of a file that is uploaded, as far as the path says; its link says how large it may be."""
+"""Maximum size of an uploaded file on this path; its link may have a lower limit."""
 
 
 @router.post("/copy_weights")
@@ -37,7 +37,7 @@ async def copy_weights(
     x_idempotency_key: Annotated[str | None, Header()] = None,
     x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
 ) -> rest.CopyWeightsResponse:
-    """Copy a checkpoint that the caller (or whoever the access token belongs to) may read into a run of its own."""
+    """Copy a checkpoint, which the caller or the owner of the access token may read, into a new run."""
     token = x_tinker_weights_access_token or request.weights_access_token
     request = request.model_copy(update={"weights_access_token": token})
     return rest.CopyWeightsResponse(tinker_path=str(await copy_checkpoint(service, caller, request, x_idempotency_key)))
@@ -51,7 +51,7 @@ async def external_weights_upload_start(
     request: Annotated[rest.UploadStartRequest, json_body(rest.UploadStartRequest)],
     x_stainless_package_version: Annotated[str | None, Header()] = None,
 ) -> rest.UploadStartResponse:
-    """Links to PUT the files of a PEFT adapter to, which was trained elsewhere."""
+    """Start the upload of a PEFT adapter that was trained elsewhere; returns links for PUT requests."""
     expires = end_of_link(caller)
     begun = begin_upload(service, caller, request, expires)
     urls = {name: link(http, service, "upload", token, name) for name, token in begun.files.items()}
@@ -68,7 +68,7 @@ def _reads_headers(sdk_version: str | None) -> bool:
 
 @public.put(UPLOADS, response_class=Response)
 async def upload(token: str, name: str, request: Request, service: ServiceDependency) -> None:
-    """Store the file that a link is for. Sent again, it is replaced."""
+    """Store the file of a link. A repeated upload replaces the file."""
     try:
         claims = service.keys.signer.read("upload_file", token)
     except BadToken as error:
@@ -84,5 +84,5 @@ async def external_weights_upload_finish(
     caller: CallerDependency,
     request: Annotated[rest.UploadFinishRequest, json_body(rest.UploadFinishRequest)],
 ) -> rest.UploadFinishResponse:
-    """Make a training checkpoint of the files that were uploaded."""
+    """Create a training checkpoint from the uploaded files."""
     return rest.UploadFinishResponse(tinker_path=str(await finish_upload(service, caller, request.upload_id)))

@@ -1,4 +1,4 @@
-"""Links that this server hands out. Whoever has one may use it, without a key, for an hour at most."""
+"""Links to files on this server. A link works without a key, for at most an hour."""
 
 import time
 
@@ -11,19 +11,19 @@ LIFETIME_S = 3600
 
 
 def end_of_link(caller: Caller) -> int:
-    """Expiry of a link that is made now: no later than the token that asks for it, which may have leaked."""
+    """Expiry of a new link: no later than that of the token of its request, which may have leaked."""
     hour = int(time.time()) + LIFETIME_S
     return hour if caller.expires is None else min(hour, caller.expires)
 
 
 def link(request: Request, service: Service, route: str, token: str, name: str) -> str:
-    """A URL of a file on this server, as its clients reach it.
+    """Create a URL of a file on this server, as clients reach it.
 
     Args:
-        request: The request for it.
-        service: The server's parts.
-        route: Name of the route of the file.
-        token: What the link is for, signed.
+        request: The request for the link.
+        service: The server's shared parts.
+        route: Name of the file's route.
+        token: Signed description of the file.
         name: Name of the file.
     """
     if service.config.public_url is None:

@@ -1,4 +1,4 @@
-"""Losses that clients trace: checked and stored once, then named by the passes of their session."""
+"""Traced losses: checked and stored once, then referenced by passes of their session."""
 
 from typing import Annotated
 
@@ -19,9 +19,9 @@ from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES
 router = APIRouter()
 
 MAX_GRAPH_BYTES = 2**18
-"""Largest request: 1 KiB for each of the nodes that a graph may have."""
+"""Maximum size of a request: 1 KiB for each node that a graph may have."""
 MAX_LOSSES = 256
-"""Losses of a tenant's sessions. Each is compiled for itself."""
+"""Maximum number of losses in a tenant's sessions. Each is compiled separately."""
 
 
 @router.post("/create_custom_loss", response_model_exclude_none=True)
@@ -32,7 +32,10 @@ async def create_custom_loss(
         schemas.CreateCustomLossRequest, json_body(schemas.CreateCustomLossRequest, max_bytes=MAX_GRAPH_BYTES)
     ],
 ) -> schemas.FutureResponse:
-    """Store a loss. The same (session, number) is the same loss. What is wrong with it is this request's answer."""
+    """Store a loss.
+
+    Requests with the same (session, number) name the same loss. Errors of the loss are returned here.
+    """
     refuse_by_operator(service, CUSTOM)
     owner = await service.directory.session(request.session_id, caller)
     if owner.finished_at is not None:
@@ -70,7 +73,7 @@ async def create_custom_loss(
 
 
 def checked(request: schemas.CreateCustomLossRequest) -> str:
-    """The loss in normal form. Raises `RequestError` for one that is not served."""
+    """Return the loss in normal form. Raises `RequestError` for an unsupported loss."""
     specification = specification_of(
         [(one.name, one.rank) for one in request.inputs], [node.model_dump() for node in request.graph.nodes]
     )

@@ -1,6 +1,7 @@
 """The queued operations, and the futures of their results.
 
-One POST per entry of the table of operations, which answers as soon as the request is logged, and `retrieve_future`.
+Each entry of the table of operations has a POST route that responds when the request is logged. `retrieve_future`
+returns results.
 """
 
 from typing import Annotated, Any
@@ -33,9 +34,10 @@ from skyrl.tinker.wire.strict_json import PIECE_BYTES
 router = APIRouter()
 
 MAX_INLINE_BYTES = 4 * 2**20
-"""Results above are only announced to clients that allow it; they ask again when they have room."""
+"""Larger results are only announced to clients that support it; these clients request the result when they have room.
+"""
 JSON_COPIES = 3
-"""Copies of a result while it is written as JSON: itself, the message made of it, its arrays."""
+"""Copies of a result while it is encoded as JSON: the result, the message built from it, its arrays."""
 
 
 def _add_route(operation: QueuedOperation) -> None:
@@ -71,7 +73,7 @@ async def retrieve_future(
     room: AnswerRoomDependency,
     body: Annotated[schemas.RetrieveFutureRequest, json_body(schemas.RetrieveFutureRequest)],
 ) -> Response:
-    """The result of a queued request, waited for as long as a poll may take."""
+    """Return the result of a queued request, after waiting up to one long poll."""
     as_it_is = PROTOBUF in request.headers.get("accept", "")
     outcome = await queue.outcome(body.request_id, caller)
     if isinstance(outcome, Answer | Unread):
@@ -106,7 +108,7 @@ async def retrieve_futures(
     caller: CallerDependency,
     body: Annotated[schemas.RetrieveFuturesRequest, json_body(schemas.RetrieveFuturesRequest)],
 ) -> schemas.RetrieveFuturesResponse:
-    """Samples of one client that have ended, waited for as long as a poll may take."""
+    """Return finished samples of one client, after waiting up to one long poll."""
     return await queue.samples.ended(body, caller)
 
 
@@ -116,7 +118,7 @@ async def cancel_future(
     caller: CallerDependency,
     body: Annotated[schemas.CancelFutureRequest, json_body(schemas.CancelFutureRequest)],
 ) -> None:
-    """Drop a sample that nobody waits for. Nothing happens to other requests: finished, unknown or training."""
+    """Drop a sample. Other requests (finished, unknown or training) are ignored."""
     queue.samples.cancel(body.request_id, caller)
 
 

@@ -1,4 +1,4 @@
-"""Samplers of the base model and of checkpoints. (Those of fresh weights come from `save_weights_for_sampler`.)"""
+"""Samplers of the base model and of checkpoints. (`save_weights_for_sampler` creates samplers of fresh weights.)"""
 
 from typing import Annotated
 
@@ -24,7 +24,7 @@ async def create_sampling_session(
     caller: CallerDependency,
     request: Annotated[schemas.CreateSamplingSessionRequest, json_body(schemas.CreateSamplingSessionRequest)],
 ) -> schemas.CreateSamplingSessionResponse:
-    """Make a sampler. The same (session, number) is the same sampler."""
+    """Create a sampler. Requests with the same (session, number) name the same sampler."""
     info = await service.wait_until_ready()
     owner = await service.directory.session(request.session_id, caller)
     if owner.finished_at is not None:
@@ -38,7 +38,7 @@ async def create_sampling_session(
         await _check_checkpoint(service, path, caller)
 
     def insert(session: Session) -> bool:
-        """Return True if the id is this sampler's: it is new, or made for the same thing before."""
+        """Return True if the id is new, or if its sampler has the same source."""
         same = session.get(SamplerRow, sampler_id)
         kind = "base" if path is None else "checkpoint"
         if same is not None:
@@ -69,7 +69,7 @@ async def create_sampling_session(
 
 @router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
 async def get_sampler(sampler_id: str, service: ServiceDependency, caller: CallerDependency) -> schemas.SamplerResponse:
-    """Model that a sampler samples from."""
+    """Model of a sampler."""
     row = await service.directory.sampler(sampler_id, caller)
     return schemas.SamplerResponse(sampler_id=row.sampler_id, base_model=row.base_model, model_path=row.model_path)
 
@@ -80,7 +80,7 @@ async def join_sampling_session(
     caller: CallerDependency,
     request: Annotated[schemas.JoinSamplingSessionRequest, json_body(schemas.JoinSamplingSessionRequest)],
 ) -> schemas.JoinSamplingSessionResponse:
-    """Make one more client of a sampler, with a number that no other has."""
+    """Add a client to a sampler and return its unique number."""
     sampler = await service.directory.sampler(request.sampling_session_id, caller)
 
     def join(session: Session) -> int:

@@ -1,4 +1,4 @@
-"""Sessions: one per client process. A silent one is kept; a finished one takes no more requests."""
+"""Sessions: one per client process. An idle session stays; a finished one accepts no more requests."""
 
 import logging
 import time
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 router = APIRouter()
 
 MOST_DETAIL = 1000
-"""Characters of what a client says of a session's end that go into the log."""
+"""Maximum characters of a client's message about the end of a session that are logged."""
 
 
 @router.post("/create_session", response_model_exclude_none=True)
@@ -39,7 +39,7 @@ async def create_session(
     caller: CallerDependency,
     request: Annotated[schemas.CreateSessionRequest, json_body(schemas.CreateSessionRequest)],
 ) -> schemas.CreateSessionResponse:
-    """Make a session."""
+    """Create a session."""
     session_id = ids.new_session_id()
 
     def insert(session: Session) -> None:
@@ -64,7 +64,7 @@ async def session_heartbeat(
     caller: CallerDependency,
     request: Annotated[schemas.SessionHeartbeatRequest, json_body(schemas.SessionHeartbeatRequest)],
 ) -> schemas.SessionHeartbeatResponse:
-    """A client is alive. 410 tells the client of a finished session to stop."""
+    """Record that a client is alive. Status 410 tells the client of a finished session to stop."""
     row = await service.directory.session(request.session_id, caller)
     if row.finished_at is not None:
         raise HTTPException(410, f"session {request.session_id} is finished")
@@ -80,7 +80,7 @@ async def finish_session(
     caller: CallerDependency,
     request: Annotated[schemas.FinishSessionRequest, json_body(schemas.FinishSessionRequest)],
 ) -> None:
-    """End a session. The first reason given stays. Its models leave the engine; their checkpoints can be loaded."""
+    """End a session. The first given reason stays. Its models leave the engine; their checkpoints can be loaded."""
     await service.directory.session(session_id, caller)
 
     def finish(session: Session) -> None:
@@ -104,7 +104,7 @@ async def list_sessions(
     offset: Offset = 0,
     access_scope: listings.Scope = "owned",
 ) -> Response:
-    """The caller's sessions, newest first. Nobody else's is accessible, whatever the scope."""
+    """The caller's sessions, newest first. Sessions of others are never accessible, whatever the scope."""
     return await service.listings.answer(caller, partial(listings.sessions, caller=caller, limit=limit, offset=offset))
 
 

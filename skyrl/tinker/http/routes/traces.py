@@ -20,7 +20,7 @@ public = APIRouter()
 async def trace_export(
     session_id: str, request: Request, service: ServiceDependency, caller: CallerDependency
 ) -> rest.TraceExportResponse:
-    """A link to the trace of a session of the caller's. It is made when it is read, so it is always ready."""
+    """A link to the trace of one of the caller's sessions. The trace is created on download, so it is always ready."""
     row = await service.directory.session(session_id, caller)
     expires, claims = end_of_link(caller), {"session_id": row.session_id, "sharer": caller.sharer}
     token = service.keys.signer.sign("trace", claims, expires)

@@ -1,4 +1,4 @@
-"""Training runs and the checkpoints of one."""
+"""Training runs, and the checkpoints of a run."""
 
 from functools import partial
 
@@ -38,5 +38,5 @@ async def get_training_run(
 
 @router.get("/training_runs/{run_id}/checkpoints", response_model=rest.CheckpointsListResponse)
 async def list_checkpoints_of_run(run_id: str, service: ServiceDependency, caller: CallerDependency) -> Response:
-    """Checkpoints of a run, newest first; of another's run, its public ones."""
+    """Checkpoints of a run, newest first; only public ones of another tenant's run."""
     return await service.listings.answer(caller, partial(listings.checkpoints_of_run, caller=caller, run_id=run_id))
