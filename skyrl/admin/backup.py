@@ -26,6 +26,7 @@ from skyrl.tinker.checkpoints.state_id import written_folders
 from skyrl.tinker.config import EngineConfig, options_parser, read_config, without_password
 from skyrl.tinker.database.database import sqlite_file
 from skyrl.tinker.database.read_only import ReadOnlyDatabase
+from skyrl.utils.files.object_store import is_url
 
 CHECKPOINTS, DATABASE, DUMP = "checkpoints", "tinker.db", "tinker.dump"
 """Names below the backup's folder: of SQLite its file, of PostgreSQL what pg_restore reads."""
@@ -71,7 +72,8 @@ def back_up(config: EngineConfig, target: Path, say: Say) -> None:
             copied = _copy(config, file, target)
     except OSError as error:
         raise RequestError(f"to={target}: {error.strerror or error}; use a folder that can be written") from error
-    say(f"{copied} saved folders and the database are in {target}")
+    left = f"; what is in {config.checkpoints_bucket} is not copied" if config.checkpoints_bucket else ""
+    say(f"{copied} saved folders and the database are in {target}{left}")
 
 
 @contextmanager
@@ -90,12 +92,12 @@ def _copy(config: EngineConfig, file: Path | None, target: Path) -> int:
     copy.mkdir(parents=True, exist_ok=True)
     with suppress(PermissionError):  # it was there, and is somebody else's; what is in it is not
         target.chmod(0o700)
-    lost = _named(config.database_url) - saved_folders(base)
+    lost = _on_disk(config, _named(config.database_url)) - saved_folders(base)
     for _ in range(ATTEMPTS):
         _add_saved(base, copy)
         named = _dump(config.database_url, target) if file is None else _copy_file(file, target / DATABASE)
         _add_saved(base, copy)
-        if named - lost <= saved_folders(copy):
+        if _on_disk(config, named) - lost <= saved_folders(copy):
             break
     else:
         raise RequestError(
@@ -183,6 +185,11 @@ def dump_command(url: str, file: Path, snapshot: str) -> tuple[list[str], dict[s
     options = ["--format=custom", "--no-owner", f"--snapshot={snapshot}", f"--file={file}"]
     command = ["pg_dump", *options, f"--dbname={address.render_as_string(hide_password=False)}"]
     return command, {} if password is None else {"PGPASSWORD": str(password)}
+
+
+def _on_disk(config: EngineConfig, folders: set[str]) -> set[str]:
+    """Those of these folders that are not in a bucket."""
+    return {folder for folder in folders if not is_url(config.path_of(folder))}
 
 
 def _named(url: str) -> set[str]:

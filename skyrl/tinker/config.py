@@ -91,6 +91,10 @@ class EngineConfig(BaseModel):
     """Folder for checkpoints; or s3://bucket/prefix (also gs:// and az://) for named ones, of which snapshots stay on
     disk, in buckets/ below the folder of databases."""
 
+    snapshots_in_bucket: bool = False
+    """Keep snapshots and unnamed versions in the bucket of checkpoints_base, too. The server can then continue on
+    another machine with the bucket and the database alone."""
+
     database_url: str = f"sqlite:///{STATE / 'tinker.db'}"
     """SQLAlchemy URL of the database (SQLite or PostgreSQL)."""
 
@@ -326,10 +330,24 @@ class EngineConfig(BaseModel):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _snapshots_have_a_bucket(self) -> "EngineConfig":
+        if self.snapshots_in_bucket and self.checkpoints_bucket is None:
+            raise ValueError(
+                f"snapshots_in_bucket: checkpoints_base={self.checkpoints_base} is a folder; set --checkpoints-base to "
+                "s3://bucket/prefix, or leave the option out"
+            )
+        return self
+
     @property
     def checkpoints_bucket(self) -> str | None:
         """URL below which named checkpoints are; None if all that is saved is in `checkpoints_folder`."""
         return self.checkpoints_base if isinstance(self.checkpoints_base, str) else None
+
+    @property
+    def snapshots_bucket(self) -> str | None:
+        """URL below which snapshots and the id of the state are, too; None if they are in `checkpoints_folder`."""
+        return self.checkpoints_bucket if self.snapshots_in_bucket else None
 
     @property
     def checkpoints_folder(self) -> Path:
@@ -339,10 +357,14 @@ class EngineConfig(BaseModel):
 
     def path_of(self, folder: str) -> str:
         """Path or URL of a folder that the database names: MODEL/KIND/NAME."""
-        bucket = self.checkpoints_bucket
-        if bucket is not None and folder.split("/")[1] in NAMED:
-            return f"{bucket}/{folder}"
-        return str(self.checkpoints_folder / folder)
+        bucket = self.checkpoints_bucket if folder.split("/")[1] in NAMED else self.snapshots_bucket
+        return str(self.checkpoints_folder / folder) if bucket is None else f"{bucket}/{folder}"
+
+    def folder_of(self, path: str) -> str:
+        """Name in the database of a folder at this path or URL."""
+        if is_url(path):
+            return path.removeprefix(f"{self.checkpoints_bucket}/")
+        return str(Path(path).relative_to(self.checkpoints_folder))
 
     @property
     def engines(self) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class Service:
 
     def folder_of(self, path: str) -> str:
         """Name in the database of a folder that the engine has written."""
-        return str(Path(path).relative_to(self.checkpoints))
+        return self.config.folder_of(path)
 
     def served_names(self) -> list[str]:
         """Everything the base model may be called; the first is its own name."""

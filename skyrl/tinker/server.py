@@ -111,7 +111,8 @@ class TinkerServer:
             failures += 1
 
     async def _try_to_open(self) -> Database:
-        self._lease = await asyncio.to_thread(hold, self.config, stopping=self._stopping)
+        on_lost = partial(asyncio.get_running_loop().call_soon_threadsafe, self._superseded)
+        self._lease = await asyncio.to_thread(hold, self.config, stopping=self._stopping, on_lost=on_lost)
         try:
             database = await asyncio.to_thread(Database, self.config.database_url)
             try:
@@ -175,7 +176,7 @@ class TinkerServer:
             log.warning("the time that sessions were last heard of cannot be stored: %s", error)
 
     def _superseded(self, message: str) -> None:
-        """Handle that another server has taken over the database: further work of the engine is lost."""
+        """Handle that another server has taken over the database or bucket: further work of the engine is lost."""
         if self.started:
             self.service.engine.kill()
         self._on_failure(message)

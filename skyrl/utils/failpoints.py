@@ -11,6 +11,7 @@ from pathlib import Path
 CRASH_POINTS = {
     "start: state id in the database, not in the folder",
     "start: state id in the folder, not confirmed",
+    "start: snapshots in the bucket, state id on disk",
     "api: request parsed, not logged",
     "api: request logged, not sent",
     "api: result received, not stored",

@@ -27,7 +27,7 @@ class ProcessIdentity(NamedTuple):
             return None
         if entries[0] in "ZX":
             return None
-        return cls(pid, int(entries[START_TIME]), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        return cls(pid, int(entries[START_TIME]), boot_id())
 
     @property
     def runs(self) -> bool:
@@ -44,6 +44,11 @@ class ProcessIdentity(NamedTuple):
             return handle
         os.close(handle)
         return None
+
+
+def boot_id() -> str:
+    """Identity of the machine since it was started."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def end_group(leader: ProcessIdentity) -> None:

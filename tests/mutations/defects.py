@@ -712,7 +712,7 @@ DEFECTS = [
         [
             Edit(
                 "skyrl/tinker/requests/engine_models.py",
-                'await self._database.attempt(read, f"the log of model {model_id} cannot be read")',
+                'await self._database.attempt(read, f"model {model_id} cannot be recovered yet")',
                 "await read()",
             )
         ],

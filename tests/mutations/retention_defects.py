@@ -90,8 +90,8 @@ RETENTION_DEFECTS = [
         [
             Edit(
                 "skyrl/tinker/config.py",
-                'if bucket is not None and folder.split("/")[1] in NAMED:',
-                "if False:",
+                'self.checkpoints_bucket if folder.split("/")[1] in NAMED else self.snapshots_bucket',
+                "self.snapshots_bucket",
             )
         ],
         ["tests/tinker/test_server_buckets.py::test_checkpoints_are_in_the_bucket_and_snapshots_on_the_disk"],
@@ -99,7 +99,7 @@ RETENTION_DEFECTS = [
     Defect(
         "bucket-two-servers",
         "two servers of different machines use one bucket",
-        [Edit("skyrl/tinker/checkpoints/state_locks.py", "if claim.take():", "if claim.take() or True:")],
+        [Edit("skyrl/tinker/checkpoints/state_locks.py", "if not claim.take():", "if not claim.take() and False:")],
         ["tests/tinker/test_server_buckets.py::test_a_second_server_at_a_bucket_is_refused"],
     ),
     Defect(

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from algorithm_defects import ALGORITHM_DEFECTS
 from answer_defects import ANSWER_DEFECTS
+from bucket_defects import BUCKET_DEFECTS
 from config_defects import CONFIG_DEFECTS
 from contract_defects import CONTRACT_DEFECTS
 from defects import DEFECTS, Defect
@@ -45,7 +46,7 @@ from trouble_defects import TROUBLE_DEFECTS
 KNOWN = (
     DEFECTS
     + (RETENTION_DEFECTS + SHARING_DEFECTS + ANSWER_DEFECTS + LOG_DEFECTS + TROUBLE_DEFECTS)
-    + (REMOTE_DEFECTS + FAIR_DEFECTS + CONTRACT_DEFECTS + FAMILY_DEFECTS),
+    + (REMOTE_DEFECTS + FAIR_DEFECTS + CONTRACT_DEFECTS + FAMILY_DEFECTS + BUCKET_DEFECTS),
     ALGORITHM_DEFECTS,
     CONFIG_DEFECTS,
     ROLLOUT_DEFECTS,

@@ -11,6 +11,7 @@ import pytest
 
 from skyrl.utils.files.object_store import ObjectStore
 from skyrl.utils.locks.remote_claim import LOCK, RemoteClaim
+from skyrl.utils.process_identity import boot_id
 from tests.buckets import Proxy
 
 LONG_S = 60.0
@@ -77,6 +78,15 @@ def test_that_of_a_killed_process_of_this_machine_is_taken_at_once(claim, store)
 def test_one_of_another_machine_that_gives_no_sign_of_life_is_taken_after_the_lease(claim, store):
     assert claim().take()
     from_elsewhere(store)
+    begun = time.monotonic()
+    assert claim(lease_s=0.5).take() and time.monotonic() - begun >= 0.5
+
+
+def test_one_of_a_machine_with_the_same_name_is_not_taken_for_that_of_a_killed_process(claim, store):
+    assert claim().take()
+    content = store.get(LOCK) or b""
+    assert content.count(boot_id().encode()) == 2, "of its machine and of its process"
+    store.put(LOCK, content.replace(boot_id().encode(), b"another"))
     begun = time.monotonic()
     assert claim(lease_s=0.5).take() and time.monotonic() - begun >= 0.5
 

@@ -96,7 +96,7 @@ def adopt(config: EngineConfig, dry_run: bool, say: Say) -> None:
 def _opened(config: EngineConfig, dry_run: bool) -> Iterator[Database]:
     """The database, while the folder is held."""
     base = config.checkpoints_folder
-    if not base.is_dir():
+    if config.snapshots_bucket is None and not base.is_dir():
         raise RequestError(
             f"checkpoints_base={base}: there is no such folder; name the server's with --checkpoints-base"
         )
@@ -109,7 +109,7 @@ def _opened(config: EngineConfig, dry_run: bool) -> Iterator[Database]:
 
 async def _tie(config: EngineConfig, database: Database, rows: list[adoption.CheckpointRow]) -> None:
     await database.write(lambda session: session.add_all(rows))
-    await state_id.tie_anyway(config.checkpoints_folder, database)
+    await state_id.tie_anyway(config, database)
 
 
 async def _remove_all(config: EngineConfig, database: Database, force: bool) -> tuple[list[Removal], str | None]:

@@ -497,8 +497,9 @@ def old_folders(config: EngineConfig, now: float) -> Iterator[str]:
             hidden = path.name.startswith(".") and path.suffix not in (QUARANTINED, TEMPORARY)
             if not hidden and path.is_dir() and now - _changed_at(path) >= age:
                 yield str(path.relative_to(base))
+    kinds = NAMED if config.snapshots_bucket is None else KINDS
     for name, kept in _remote_folders(config).items():
-        if name.split("/")[1] in NAMED and now - kept.modified >= ORPHAN_AGE_S:
+        if name.split("/")[1] in kinds and now - kept.modified >= ORPHAN_AGE_S:
             yield name
 
 

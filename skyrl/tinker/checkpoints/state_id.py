@@ -5,8 +5,8 @@ person has to look (`skyrl adopt`). Both ids cannot be written at once: the data
 to be written into the folder, so that a kill in between leaves what the next start finishes.
 """
 
+import asyncio
 from dataclasses import dataclass
-from pathlib import Path
 from uuid import uuid4
 
 from sqlmodel import Session, col, select
@@ -20,6 +20,7 @@ from skyrl.tinker.database.tables import CheckpointRow, ModelRow, SettingRow, Ve
 from skyrl.tinker.identity.ids import folder_of_model
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.files.atomic_folders import replace_file
+from skyrl.utils.files.object_store import ObjectStore
 
 FILE = ".state-id"
 TIED = "state_id"
@@ -74,31 +75,30 @@ async def tie(config: EngineConfig, database: Database) -> None:
     Raises:
         RequestError: They do not. The message says how to find out more, and what to do.
     """
-    if (why := refusal(config, database)) is not None:
+    if (why := await asyncio.to_thread(refusal, config, database)) is not None:
         raise RequestError(why)
-    await tie_anyway(config.checkpoints_folder, database)
+    await tie_anyway(config, database)
 
 
-async def tie_anyway(base: Path, database: Database) -> None:
+async def tie_anyway(config: EngineConfig, database: Database) -> None:
     """Write the same id into both, unless it is there."""
-    ids = read(base, database)
+    ids = await asyncio.to_thread(read, config, database)
     if ids.agree and ids.to_be is None:
         return
     state_id = ids.folder if ids.agree and ids.folder else uuid4().hex
     await database.write(lambda session: _set(session, {TO_BE_TIED: state_id}))
     crash_point("start: state id in the database, not in the folder")
     try:
-        replace_file(base / FILE, state_id.encode())
+        await asyncio.to_thread(_write, config, state_id)
     except StorageError as error:
-        raise RequestError(f"checkpoints_base={base}: {error}") from error
+        raise RequestError(f"checkpoints_base={config.checkpoints_base}: {error}") from error
     crash_point("start: state id in the folder, not confirmed")
     await database.write(lambda session: _set(session, {TIED: state_id, TO_BE_TIED: None}))
 
 
 def refusal(config: EngineConfig, database: Readable) -> str | None:
     """Reason why a server must not go on with these two, if it must not."""
-    base = config.checkpoints_folder
-    ids = read(base, database)
+    ids = read(config, database)
     if ids.agree:
         return None
     found = contents(config, database)
@@ -110,28 +110,46 @@ def refusal(config: EngineConfig, database: Readable) -> str | None:
     if (ids.folder is None) != (ids.database is None):
         which = f"the {'folder' if ids.folder is None else 'database'} has no id, the other has one"
     return (
-        f"checkpoints_base={base} and database_url={database.url} do not belong together: {which}. {found.words}. "
+        f"checkpoints_base={config.snapshots_bucket or config.checkpoints_folder} and database_url={database.url} do "
+        f"not belong together: {which}. {found.words}. "
         "Correct --checkpoints-base or --database-url (is a disk not mounted?); if both are right, look with "
         "skyrl adopt --dry-run, then tie them with skyrl adopt (same options)"
     )
 
 
-def read(base: Path, database: Readable) -> Ids:
+def read(config: EngineConfig, database: Readable) -> Ids:
     """Ids that each side names now."""
-    try:
-        folder = (base / FILE).read_text().strip() or None
-    except FileNotFoundError:
-        folder = None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(
-            f"checkpoints_base={base}: {FILE} cannot be read ({error}); check its permissions"
-        ) from error
 
     def settings(session: Session) -> list[str | None]:
         rows = (session.get(SettingRow, name) for name in (TIED, TO_BE_TIED))
         return [row.value if row is not None else None for row in rows]
 
-    return Ids(folder, *database.read_now(settings))
+    return Ids(_of_folder(config), *database.read_now(settings))
+
+
+def _of_folder(config: EngineConfig) -> str | None:
+    """Id of the folder, or of the bucket if snapshots are there."""
+    bucket = config.snapshots_bucket
+    try:
+        data = (config.checkpoints_folder / FILE).read_bytes() if bucket is None else ObjectStore(bucket).get(FILE)
+        return (data or b"").decode().strip() or None
+    except FileNotFoundError:
+        return None
+    except StorageError as error:
+        raise RequestError(f"checkpoints_base={bucket}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        place = bucket or config.checkpoints_folder
+        raise RequestError(
+            f"checkpoints_base={place}: {FILE} cannot be read ({error}); check its permissions"
+        ) from error
+
+
+def _write(config: EngineConfig, state_id: str) -> None:
+    """Raises `StorageError`."""
+    if config.snapshots_bucket is None:
+        replace_file(config.checkpoints_folder / FILE, state_id.encode())
+    else:
+        ObjectStore(config.snapshots_bucket).put(FILE, state_id.encode())
 
 
 def contents(config: EngineConfig, database: Readable) -> FolderContents:

@@ -1,13 +1,16 @@
 """Hold on the folder of checkpoints, and on the bucket if there is one: one server at a time."""
 
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from skyrl.errors import RequestError, StorageError
 from skyrl.tinker.checkpoints.disk_budget import hold_folder
+from skyrl.tinker.checkpoints.snapshot_place import check_place
 from skyrl.tinker.config import EngineConfig
 from skyrl.utils.files.object_store import ObjectStore
 from skyrl.utils.locks.lease import Lease, in_use
-from skyrl.utils.locks.remote_claim import RemoteClaim
+from skyrl.utils.locks.remote_claim import LEASE_S, RemoteClaim
 
 
 class StateLocks:
@@ -38,24 +41,43 @@ class StateLocks:
         self._lease.release()
 
 
-def hold(config: EngineConfig, finish_writes: bool = True, stopping: threading.Event | None = None) -> StateLocks:
-    """Take folder and bucket for this process. Arguments and errors as those of `hold_folder`."""
+def hold(
+    config: EngineConfig,
+    finish_writes: bool = True,
+    stopping: threading.Event | None = None,
+    on_lost: Callable[[str], object] = lambda why: None,
+) -> StateLocks:
+    """Take folder and bucket for this process. Arguments and errors as those of `hold_folder`.
+
+    Args:
+        config: Names them.
+        finish_writes: Also move snapshots to where the options say.
+        stopping: Set when there is no use any more in waiting for a server that is about to end.
+        on_lost: Told, in a thread, why the bucket is not ours any more.
+    """
     lease = hold_folder(config.checkpoints_folder, finish_writes, stopping)
+    holding = StateLocks(lease, None)
     try:
-        return StateLocks(lease, _claim(config.checkpoints_bucket))
-    except BaseException:
-        lease.release()
-        raise
-
-
-def _claim(bucket: str | None) -> RemoteClaim | None:
-    if bucket is None:
-        return None
-    option = f"checkpoints_base={bucket}"
-    try:
-        claim = RemoteClaim(ObjectStore(bucket))
-        if claim.take():
-            return claim
+        if config.checkpoints_bucket is not None:
+            holding = StateLocks(lease, _claim(config.checkpoints_bucket, on_lost))
+            check_place(config, finish_writes)
     except StorageError as error:
-        raise RequestError(f"{option}: {error}") from error
-    raise in_use(option, "--checkpoints-base")
+        holding.release()
+        raise RequestError(f"checkpoints_base={config.checkpoints_base}: {error}") from error
+    except BaseException:
+        holding.release()
+        raise
+    return holding
+
+
+def _claim(bucket: str, on_lost: Callable[[str], object]) -> RemoteClaim:
+    """Raises `InUse`, `StorageError`."""
+    option = f"checkpoints_base={bucket}"
+    why = (
+        f"{option}: another server has taken the bucket, because this one did not renew its lock for {LEASE_S:.0f} s; "
+        "this one ends. The other one continues its requests if it has the same database"
+    )
+    claim = RemoteClaim(ObjectStore(bucket), on_lost=partial(on_lost, why))
+    if not claim.take():
+        raise in_use(option, "--checkpoints-base")
+    return claim

@@ -98,7 +98,7 @@ class TinkerEngine:
             every_requests=config.snapshot_every_requests,
             every_bytes=config.snapshot_every_mib * 2**20,
         )
-        self.maintenance = Maintenance(backend, self.scheduler, self.policy, config.checkpoints_folder, channel.send)
+        self.maintenance = Maintenance(backend, self.scheduler, self.policy, config.path_of, channel.send)
         self._submitted: dict[str, Operation] = {}
         self._running: set[str] = set()
         """Requests in the last `Running` frame."""

@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from uuid import uuid4
 
 from skyrl.backends.backend import AbstractBackend
@@ -20,6 +19,7 @@ from skyrl.tinker.engine.snapshot_policy import SnapshotPolicy
 from skyrl.tinker.identity import ids
 from skyrl.tinker.processes.messages import FromEngine, Parked, Snapshotted
 from skyrl.types import ErrorResponse, Result, SaveOutput
+from skyrl.utils.files.object_store import is_url
 
 log = logging.getLogger("skyrl.tinker.engine")
 
@@ -34,7 +34,7 @@ class Maintenance:
         backend: Backend with the models.
         scheduler: Tracks the last finished request of each model.
         policy: Decides when to snapshot.
-        base: Folder of all checkpoints.
+        path_of: Returns the path or URL of a folder below the folder of all checkpoints.
         send: Sends a frame to the API process.
     """
 
@@ -43,13 +43,13 @@ class Maintenance:
         backend: AbstractBackend,
         scheduler: Scheduler,
         policy: SnapshotPolicy,
-        base: Path,
+        path_of: Callable[[str], str],
         send: Callable[[FromEngine], None],
     ):
         self._backend = backend
         self._scheduler = scheduler
         self._policy = policy
-        self._base = base
+        self._path_of = path_of
         self._send = send
         self._own: dict[str, tuple[ModelOperation, Callable[[Result], None]]] = {}
         """Running maintenance operations and their continuations, by request id."""
@@ -86,7 +86,7 @@ class Maintenance:
         seq_id = self._scheduler.finished(model_id)
         if seq_id is None or self._backend.is_working_on(model_id):
             return
-        path = str(self._base / ids.folder(model_id, "snapshots", f"{seq_id}-{uuid4().hex[:8]}"))
+        path = self._path_of(ids.folder(model_id, "snapshots", f"{seq_id}-{uuid4().hex[:8]}"))
         tenant = self._scheduler.tenant(model_id)
         operation = SaveSnapshot(request_id=f"snapshot-{uuid4()}", tenant=tenant, model_id=model_id, path=path)
         self._policy.begin(model_id)
@@ -133,7 +133,8 @@ class Maintenance:
         model_id = operation.model_id
         failed_pass = self._failed_pass.pop(operation.request_id, None)
         if not self._scheduler.knows(model_id):  # it was deleted meanwhile
-            shutil.rmtree(operation.path, ignore_errors=True)
+            if not is_url(operation.path):  # a bucket is not waited for here; what nothing names is collected
+                shutil.rmtree(operation.path, ignore_errors=True)
         elif isinstance(result, SaveOutput):
             assert result.digest is not None and result.size_bytes is not None, result
             self._policy.succeeded(model_id)

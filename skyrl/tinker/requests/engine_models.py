@@ -34,7 +34,7 @@ from skyrl.tinker.processes.messages import Enqueue, Park, Refuse, RetryLater, R
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.outcomes import Outcomes
 from skyrl.tinker.requests.pending import Pending, PendingRequest
-from skyrl.tinker.requests.replay import Revival, Unrevivable, prepare
+from skyrl.tinker.requests.replay import Revival, Unreachable, Unrevivable, prepare
 from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.types import ErrorResponse, ModelOutput, Result
 from skyrl.utils.async_tasks import Tasks
@@ -76,7 +76,7 @@ class EngineModels:
         self._proving = -1
         """Number of the engine for which suspect bodies are decoded one at a time, before all other revivals."""
         self._places = asyncio.Semaphore(AT_A_TIME)
-        self._database = RetryingWriter(service.database, OSError)
+        self._database = RetryingWriter(service.database, OSError, Unreachable)
         self._tasks = Tasks()
 
     def deliver(self, owed: PendingRequest) -> None:
@@ -212,7 +212,7 @@ class EngineModels:
                 if life != self._life:
                     return
                 read = partial(self._read, model_id, life)
-                revival = await self._database.attempt(read, f"the log of model {model_id} cannot be read")
+                revival = await self._database.attempt(read, f"model {model_id} cannot be recovered yet")
             crash_point("api: revival read, not sent")
             if revival is not None and life == self._life:
                 self._carry_out(model_id, revival)

@@ -39,7 +39,6 @@ from skyrl.tinker.wire.sharing.decode_pool import encoded
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, Result, SaveOutput
 from skyrl.utils.async_tasks import SerialTasks, Tasks
 from skyrl.utils.failpoints import crash_point
-from skyrl.utils.files.atomic_folders import remove_folder
 from skyrl.utils.files.object_store import is_url
 from skyrl.utils.files.stored_folders import remove_stored
 
@@ -142,7 +141,7 @@ class Outcomes:
         self._futures.set(owed.request_id, outcome)
         self._service.crash_record.acquit(owed.request_id)
         if isinstance(outcome, Failure) and isinstance(operation, SaveCheckpoint | Publish) and operation.path:
-            await self._tidied(operation.path, asyncio.to_thread(_remove_failed, operation.path))
+            await self._tidied(operation.path, asyncio.to_thread(_remove_stored, operation.path))
         if obsolete is not None:
             await self._tidied(self._service.path_of(obsolete.folder), self.discard(obsolete))
 
@@ -185,13 +184,17 @@ class Outcomes:
         snapshot = replace(frame, path=self._service.folder_of(frame.path))
         superfluous = await self._write(partial(replay_log.record_snapshot, snapshot=snapshot))
         crash_point("api: snapshot recorded, older files still there")
-        if superfluous is not None:
-            await asyncio.to_thread(remove_folder, self._service.path_of(superfluous))
+        await self._remove(superfluous)
 
     async def _record_version(self, version: str, saved: SaveOutput) -> None:
         superfluous = await self._write(partial(replay_log.record_version, version=version, saved=saved))
+        await self._remove(superfluous)
+
+    async def _remove(self, superfluous: str | None) -> None:
+        """Remove a folder that nothing needs any more, if there is one."""
         if superfluous is not None:
-            await asyncio.to_thread(remove_folder, self._service.path_of(superfluous))
+            path = self._service.path_of(superfluous)
+            await self._tidied(path, asyncio.to_thread(_remove_stored, path))
 
     async def _lose_model(self, model_id: str) -> None:
         await self._write(partial(request_log.lose_model, model_id=model_id))
@@ -211,15 +214,12 @@ class Outcomes:
         return loads or self._reads(path)
 
 
-def _remove_failed(path: str) -> None:
-    """Remove the files of a failed save.
-
-    Files that cannot be removed have no row, so the collector removes them later.
-    """
+def _remove_stored(path: str) -> None:
+    """Remove a folder that has no row. The collector removes it later if it cannot be removed now."""
     try:
         remove_stored(path)
     except StorageError as error:
-        log.warning("what a failed save left stays for now: %s", error)
+        log.warning("a folder that is not needed any more stays for now: %s", error)
 
 
 def _size(result: Result) -> int:

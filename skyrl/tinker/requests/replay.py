@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from skyrl.backends.operations import LoadSnapshot, ModelOperation, Rejected
+from skyrl.backends.operations import LoadCheckpoint, LoadSnapshot, ModelOperation, Operation, Rejected
 from skyrl.errors import RequestError, StorageError
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.decisions import Decisions
@@ -42,6 +42,7 @@ from skyrl.tinker.results import Failure
 from skyrl.tinker.wire.parsing import Body, Limits
 from skyrl.types import ErrorCategory, SaveOutput
 from skyrl.utils.files.atomic_folders import Written
+from skyrl.utils.files.object_store import is_url
 from skyrl.utils.files.stored_folders import inspect_stored
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,10 @@ class Unrevivable(Exception):
         super().__init__(why)
         self.lost = lost
         self.category: ErrorCategory = category
+
+
+class Unreachable(Exception):
+    """The bucket with the files of a model does not answer. The message says why."""
 
 
 @dataclass
@@ -214,6 +219,7 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
 
     Raises:
         Unrevivable: The model cannot be revived.
+        Unreachable: The bucket with its files does not answer; try again later.
     """
     history = await service.database.read(partial(replay_log.history, model_id=model_id))
     if history is None:
@@ -235,6 +241,7 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
         for step in decision.steps
     ]
     assert all(isinstance(operation, ModelOperation) for operation in operations), operations
+    await asyncio.to_thread(_check_reachable, operations)
     return Revival(
         plan=decision,
         tenant=history.model.tenant,
@@ -252,6 +259,16 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
 def _placed(service: Service, step: ModelOperation) -> ModelOperation:
     """Return the step with the current path of its snapshot."""
     return replace(step, path=service.path_of(step.path)) if isinstance(step, LoadSnapshot) else step
+
+
+def _check_reachable(operations: Sequence[Operation]) -> None:
+    """Raise `Unreachable` if the bucket does not answer for what these load."""
+    for operation in operations:
+        if isinstance(operation, LoadSnapshot | LoadCheckpoint) and is_url(operation.path):
+            try:
+                inspect_stored(operation.path)
+            except StorageError as error:
+                raise Unreachable(str(error)) from error
 
 
 def _complete(service: Service, folders: Sequence[str]) -> dict[str, SaveOutput]:

@@ -13,12 +13,13 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
 from skyrl.errors import StorageError
 from skyrl.utils.files.object_store import ObjectStore, PreconditionFailed, Stored
-from skyrl.utils.process_identity import ProcessIdentity
+from skyrl.utils.process_identity import ProcessIdentity, boot_id
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +56,18 @@ class RemoteClaim:
         store: The folder.
         beat_s: Seconds between two signs of life.
         lease_s: Seconds without one after which another process may have the folder.
+        on_lost: Called in a thread once another process has taken the folder.
     """
 
-    def __init__(self, store: ObjectStore, beat_s: float = BEAT_S, lease_s: float = LEASE_S):
+    def __init__(
+        self,
+        store: ObjectStore,
+        beat_s: float = BEAT_S,
+        lease_s: float = LEASE_S,
+        on_lost: Callable[[], object] = lambda: None,
+    ):
         self._store, self._beat_s, self._lease_s = store, beat_s, lease_s
+        self._on_lost = on_lost
         self._beats = 0
         self._mine: Stored | None = None
         self._ended = threading.Event()
@@ -150,6 +159,8 @@ class RemoteClaim:
                 self._mine, self._is_cut_off = put, False
             except PreconditionFailed:
                 self.is_lost = not self._ended.is_set()
+                if self.is_lost:
+                    self._on_lost()
                 return
             except StorageError as error:  # it may be reached again before the lease ends
                 self._is_cut_off = True
@@ -159,6 +170,6 @@ class RemoteClaim:
 def _machine() -> str:
     """Identity of what numbers processes: a machine since its start, or a container on it."""
     try:
-        return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino}"
+        return f"{socket.gethostname()} {boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return ""
