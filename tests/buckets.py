@@ -134,3 +134,8 @@ def proxy_before(address: str) -> Iterator[Proxy]:
 def contents(store: ObjectStore, prefix: str = "") -> dict[str, bytes]:
     """All objects below a prefix, by key."""
     return {stored.key: store.get(stored.key) or b"" for stored in store.list(prefix)}
+
+
+def contents_bytes(url: str) -> int:
+    """Bytes of all objects below a URL."""
+    return sum(stored.size for stored in ObjectStore(url).list())
