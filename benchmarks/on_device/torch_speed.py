@@ -7,6 +7,7 @@ import itertools
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,40 @@ def shared(process: dict[str, Any], *, shape: str) -> dict[str, object]:
     figures = {"workers": several, "step_s": seconds[1], "step_s_of_one": seconds[0], "difference": float(off)}
     figures |= {"device": alone.device}
     return figures | ({} if off <= CLOSE else {"problems": [f"losses differ by {off:.3f} of their size"]})
+
+
+def offload(process: dict[str, Any], *, shape: str, adapters: int) -> dict[str, object]:
+    """Adapters that leave the device for engines, and come back: bytes freed, seconds of that and of the next step."""
+    loaded = LoadedTorch.of(process, shape)
+    models, data = loaded.models(adapters), loaded.datum(100 if loaded.tiny else LENGTH)
+    group = loaded.backend.group
+
+    def losses() -> list[list[float]]:
+        passes = [replace(loaded.reference_pass(model, [data]), reference=False) for model in models]
+        return [one.loss_fn_outputs[0]["elementwise_loss"].tolist() for one in loaded.finish(passes)]
+
+    loaded.passes(models, [[data] for _ in models])
+    before, since = _free_gib(), time.perf_counter()
+    moved = group.run("offload").result() / GIB
+    out_s, freed = time.perf_counter() - since, _free_gib() - before
+    stayed = group.run("offload").result()
+    back_s = timed(lambda: loaded.passes(models, [[data] for _ in models]))
+    figures: dict[str, object] = {"moved_gib": moved, "freed_gib": freed, "out_s": out_s, "step_s": back_s}
+    figures |= {"device": loaded.device}
+    problems = [f"{stayed} bytes stayed on the device"] if stayed else []
+    if torch.cuda.is_available() and freed < 0.9 * moved:
+        problems.append(f"{moved:.3f} GiB left the device, which has {freed:.3f} GiB more than before")
+    loaded.passes(models, [[data] for _ in models])
+    wanted = losses()
+    group.run("offload").result()
+    if losses() != wanted:
+        problems.append("losses of weights that came back are others")
+    return figures | ({"problems": problems} if problems else {})
+
+
+def _free_gib() -> float:
+    """Memory that other processes could have of this GPU; 0 without one."""
+    return torch.cuda.mem_get_info()[0] / GIB if torch.cuda.is_available() else 0.0
 
 
 def _products_per_s(size: int) -> float:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.base_model.base_weights import ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
 from skyrl.backends.torch.base_model.memory import IN_A_STEP, MemoryOptions, Place, decided
+from skyrl.backends.torch.opening import engine_share
 from skyrl.errors import RequestError
 from skyrl.tx.synthetic.make_tokenizer import make_tokenizer
 from skyrl.types import ErrorResponse, LoraConfig
@@ -133,6 +135,67 @@ def test_a_sequence_that_would_not_fit_is_said(model_8b):
     longer = MemoryOptions(cache=GIB, max_context_length=1_000_000)
     assert any("max_context_length=1000000" in note for note in plan_for(model_8b, 80, options=longer).notes)
     assert not any("max_context_length" in note for note in plan_for(model_8b, 80).notes)
+
+
+def shared_device(model, share: float, total: float = 80, **options):
+    """Plan of a GPU of so many GiB that engines take a share of by turns."""
+    return plan_for(model, total, options=replace(OPTIONS, engines=share, **options)).plan
+
+
+def test_engines_that_leave_no_room_for_what_stays_are_refused(model_8b):
+    assert shared_device(model_8b, 0.6).left == plan_for(model_8b, 80).plan.left
+    with pytest.raises(RequestError) as refused:
+        shared_device(model_8b, 0.8)
+    for part in ("engines leave 16.00 GiB", "base weights 14.96 GiB", "gpu_memory_utilization", "colocate_all"):
+        assert part in str(refused.value)
+
+
+def test_weights_are_shared_where_a_copy_each_has_no_room_beside_engines(model_8b):
+    options = replace(OPTIONS, engines=0.8)
+    assert [plan_for(model_8b, 80, 4, options=each).fsdp_size for each in (OPTIONS, options)] == [1, 4]
+
+
+def test_whole_models_that_engines_sample_are_compared_in_float32(model_8b):
+    taken = shared_device(model_8b, 0.2, whole=True).shared
+    assert taken is not None and taken.version == 2 * WEIGHTS_8B
+
+
+def test_models_that_stay_have_what_engines_and_training_both_leave(model_8b):
+    plan = shared_device(model_8b, 0.6, offload=False)
+    assert plan.left == plan.beside_engines == 32 * GIB - plan.base - plan.cache - plan.decoding < 72 * GIB
+    with pytest.raises(RequestError, match=r"engines leave 24\.00 GiB .*offload_after_step=True"):
+        shared_device(model_8b, 0.7, offload=False, max_lora_rank=256)
+
+
+def test_models_that_the_host_has_no_room_for_are_said(model_8b):
+    def said(total: float, **options) -> bool:
+        place = Place(GPU, int(total * GIB), 1)
+        found = decided(model_8b, Path("model"), place, ShardOptions(), True, 1024, replace(OPTIONS, **options))
+        return any("offload_after_step" in note for note in found.notes)
+
+    assert said(100_000, engines=0.5) and not said(100_000) and not said(100_000, engines=0.5, offload=False)
+
+
+def test_a_limit_is_of_ours_and_engines_take_their_share_of_the_device(model_8b):
+    place = Place(GPU, 40 * GIB, 1, 80 * GIB)
+    options = replace(OPTIONS, engines=0.5)
+    plan = decided(model_8b, Path("model"), place, ShardOptions(), "auto", 1024, options).plan
+    assert plan.total == 40 * GIB and plan.shared is not None and plan.shared.left == 40 * GIB
+
+
+@pytest.mark.parametrize(
+    ("launch", "colocated", "share"),
+    [
+        ({"python": "python", "arguments": {"gpu_memory_utilization": 0.5}}, True, 0.5),
+        ({"python": "python", "arguments": {"--gpu-memory-utilization": 0.5}}, True, 0.5),
+        ({"python": "python"}, True, 0.92),
+        ({"python": "python"}, False, 0.0),
+        ({"command": ["serve", "{port}"]}, True, 0.0),
+    ],
+)
+def test_engines_that_are_started_here_take_what_they_are_told_or_what_vllm_takes(launch, colocated, share):
+    engines = {"launch": launch, "colocated": colocated, "folder": "adapters"}
+    assert engine_share(TorchBackendConfig(engines=engines)) == share
 
 
 # Predictions against what torch allocates

@@ -14,6 +14,7 @@ PROMPTS = "tests/backends/test_torch_prompts.py::"
 FAULTS = "tests/backends/test_torch_faults.py::"
 RANK_SAMPLERS = "tests/backends/test_torch_rank_samplers.py::"
 WRITTEN = "tests/backends/test_torch_written_parts.py::"
+OFFLOAD = "tests/backends/test_torch_offload.py::"
 AGREEMENT = "tests/backends/test_torch_agreement.py::"
 
 TORCH_DEFECTS = [
@@ -445,5 +446,35 @@ TORCH_DEFECTS = [
             )
         ],
         ["tests/train/test_models_apart.py::test_each_has_as_many_workers_as_its_gpus_after_those_before_it"],
+    ),
+    Defect(
+        "M22",
+        "gradients are added to a copy of sums that are in host memory",
+        [
+            Edit(
+                TORCH + "workers/buffers.py",
+                "            self._made[handle] = self._away[handle].to(self._device, copy=True)\n",
+                "            return self._away[handle].to(self._device, copy=True)\n",
+            )
+        ],
+        [OFFLOAD + "test_a_model_that_leaves_the_device_learns_and_is_saved_bit_for_bit[one-adapter]"],
+    ),
+    Defect(
+        "M23",
+        "what is in host memory is on the device as well",
+        [Edit(TORCH + "workers/buffers.py", "            del self._made[handle], values\n", "")],
+        [OFFLOAD + "test_what_leaves_the_device_is_freed_there"],
+    ),
+    Defect(
+        "M24",
+        "versions that are sampled come back to a device that engines use",
+        [Edit(TORCH + "workers/worker.py", "self._buffers.lent(version[1])", "self._buffers[version[1]]")],
+        [OFFLOAD + "test_samples_and_checkpoints_bring_nothing_back[adapter]"],
+    ),
+    Defect(
+        "M25",
+        "engines that leave no room for the base weights are started all the same",
+        [Edit(TORCH + "base_model/memory.py", "    plan.check_shared()\n", "")],
+        [MEMORY + "test_engines_that_leave_no_room_for_what_stays_are_refused"],
     ),
 ]

@@ -74,6 +74,13 @@ def test_a_model_that_is_apart_shares_sequences_among_its_own_workers():
     assert options("ref", *given).sequence_parallel_size == 1
 
 
+def test_workers_let_go_of_the_device_if_all_of_their_models_ask_for_it():
+    stays = "trainer.critic.optimizer_config.offload_after_step=false"
+    assert options("policy").offload_after_step and not options("policy", stays).offload_after_step
+    apart = [stays, *APART]
+    assert [options(name, *apart).offload_after_step for name in ("policy", "critic", "ref")] == [True, False, True]
+
+
 def test_models_on_several_nodes_have_placement_groups_of_their_own():
     given = [*APART, f"{PLACES}critic_num_nodes=2", f"{PLACES}critic_num_gpus_per_node=4"]
     critic = options("critic", *given)

@@ -165,6 +165,8 @@ SERVED = {
     "trainer.micro_train_batch_size_per_gpu": (3, {"train_micro_batch_size": 3}),
     "trainer.micro_forward_batch_size_per_gpu": (3, {"forward_micro_batch_size": 3}),
     "trainer.algorithm.value_head_prefix": ("score", {"value_head": "score"}),
+    "trainer.policy.optimizer_config.offload_after_step": (False, {"offload_after_step": False}),
+    "trainer.critic.optimizer_config.offload_after_step": (False, {"offload_after_step": False}),
     f"{ENGINE}model_dtype": ("bfloat16", {"dtype": "bfloat16"}),
     f"{ENGINE}enable_prefix_caching": (False, {"prefix_caching": False}),
     f"{ENGINE}enable_chunked_prefill": (False, {"chunked_prefill": False}),
@@ -365,6 +367,13 @@ def test_sequences_that_are_not_packed_are_computed_one_by_one():
 def test_what_cannot_be_honoured_is_refused_with_the_reason(given, why):
     (problem,) = problems(given)
     assert problem.startswith(given.split("=")[0]) and why in problem
+
+
+def test_supervised_training_offloads_unless_it_is_told_not_to():
+    given = ["strategy=fsdp2", "train_datasets=[a]"]
+    assert "offload_after_step" not in TorchStrategy().sft_options(SFTConfig.from_cli_overrides(given).resolve())
+    stays = SFTConfig.from_cli_overrides([*given, "optimizer_config.offload_after_step=false"]).resolve()
+    assert TorchStrategy().sft_options(stays)["offload_after_step"] is False
 
 
 def test_a_mean_of_gradients_is_refused_because_trainers_weight_their_losses():

@@ -29,6 +29,17 @@ GIB = 2**30
 Device = Literal["host", "accelerator"]
 
 
+class SharedDevice(NamedTuple):
+    """A device that sampling engines use by turns with training."""
+
+    left: int
+    """Bytes that they leave while they sample."""
+    version: int
+    """Bytes of one version, which is compared with theirs."""
+    models_leave: bool
+    """True if models are in host memory meanwhile."""
+
+
 class Plan(NamedTuple):
     """Bytes by purpose, on one device."""
 
@@ -43,6 +54,8 @@ class Plan(NamedTuple):
     """Kind of memory. Models share the host's with copies that are kept there."""
     decoding: int = 0
     """Of the largest decode call, beside the cache. It and a training call take turns."""
+    shared: SharedDevice | None = None
+    """Other phase of a device that engines use, too."""
 
     @property
     def usable(self) -> int:
@@ -51,8 +64,15 @@ class Plan(NamedTuple):
 
     @property
     def left(self) -> int:
-        """Bytes left for models and published versions."""
-        return self.usable - self.base - self.cache - self.call
+        """Bytes left for models and published versions, in every phase that they are on the device."""
+        left = self.usable - self.base - self.cache - self.call
+        return left if self.shared is None or self.shared.models_leave else min(left, self.beside_engines)
+
+    @property
+    def beside_engines(self) -> int:
+        """Bytes that base weights, cache and a decode call leave while engines sample: we score versions then."""
+        assert self.shared is not None
+        return self.shared.left - self.base - self.cache - self.decoding
 
     @property
     def call(self) -> int:
@@ -121,11 +141,38 @@ class Plan(NamedTuple):
             f"use {ways_out}, a smaller max_lora_rank or base model, or a machine with more memory"
         )
 
+    @property
+    def fits_beside_engines(self) -> bool:
+        """True if there is room for what stays on the device while engines sample."""
+        return self.shared is None or self.beside_engines >= self._models_beside_engines
+
+    @property
+    def _models_beside_engines(self) -> int:
+        assert self.shared is not None
+        return self.shared.version if self.shared.models_leave else max(self.shared.version, self.model)
+
+    def check_shared(self) -> None:
+        """Raise `RequestError` unless it `fits_beside_engines`."""
+        if self.shared is None or self.fits_beside_engines:
+            return
+        models = self._models_beside_engines
+        needed = self.shared.left - self.beside_engines + models
+        raise RequestError(
+            f"engines.colocated=True (trainer.placement.colocate_all): engines leave {size_of(self.shared.left)} of "
+            f"the device while they sample, and {size_of(needed)} stay there: base weights {size_of(self.base)}, keys "
+            f"and values {size_of(self.cache)}, a decode call {size_of(self.decoding)}, a version to compare or models "
+            f"{size_of(models)}; use a smaller gpu_memory_utilization (generator.inference_engine, or "
+            "engines.launch.arguments), kv_cache_gib or sample_max_num_sequences, offload_after_step=True, more "
+            "workers that share weights (fsdp_size=-1), or give engines devices of their own"
+        )
+
     def __str__(self) -> str:
         decoding = f"a decode call {size_of(self.decoding)} at most, " if self.decoding else ""
+        where = "in host memory" if self.shared is not None and self.shared.models_leave else "where they are"
+        engines = "" if self.shared is None else f"; engines leave {size_of(self.shared.left)}, with models {where}"
         return (
             f"memory {size_of(self.total)}: base weights {size_of(self.base)}, keys and values {size_of(self.cache)}, "
-            f"a training call {size_of(self.training)} at most, {decoding}for models {size_of(self.left)}"
+            f"a training call {size_of(self.training)} at most, {decoding}for models {size_of(self.left)}{engines}"
         )
 
 

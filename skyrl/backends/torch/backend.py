@@ -118,6 +118,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             lambda path: self._storage.read_state(path),
             config.offload_folder,
             self.notify,
+            offloads=config.offload_after_step,
         )
         self._format = TorchFormat(
             base_model=self.info().base_model,
@@ -296,7 +297,14 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         return None if self._engines is None else self._engines.fleet.pause()
 
     def sleep(self, phase: Phase) -> "Future[Any] | None":
-        return self._engines.fleet.sleep() if self._engines is not None and phase == "sampling" else None
+        if phase == "training":
+            return self.group.run("offload") if self._offloads else None
+        return None if self._engines is None else self._engines.fleet.sleep()
+
+    @property
+    def _offloads(self) -> bool:
+        """True if models leave a device of their own for the host's memory. On a CPU they are there already."""
+        return self.config.offload_after_step and not self.group.facts.device.startswith("cpu")
 
     def wake(self, phase: Phase) -> "Future[Any] | None":
         return self._engines.fleet.wake() if self._engines is not None and phase == "sampling" else None

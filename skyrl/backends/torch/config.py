@@ -166,6 +166,11 @@ class TorchBackendConfig(BaseModel):
     {"python": "/opt/vllm/bin/python", "count": 2}, "folder": "..."}. They draw samples of adapters and of the base
     model; what they cannot do is sampled here."""
 
+    offload_after_step: bool = True
+    """Let models that are not at work leave the device: to disk where it has no room for all, and to host memory while
+    engines that share it sample (engines.colocated). False: they stay, and one for which there is no room is
+    refused."""
+
     offload_folder: str | None = None
     """Folder for models that memory has no room for. None: where temporary files are."""
 

@@ -15,6 +15,9 @@ from skyrl.backends.torch.workers.ray_cluster import RayOptions
 from skyrl.backends.torch.workers.worker import WorkerOptions
 from skyrl.errors import BackendLost
 
+VLLM_UTILIZATION = 0.92
+"""Part of a GPU that vLLM takes if it is not told."""
+
 
 def open_group(config: TorchBackendConfig, folder: Path, lose: Callable[[BackendLost], None]) -> WorkerGroup:
     """Start the workers, which load the model of a folder. `lose` is told why they were lost."""
@@ -31,6 +34,15 @@ def open_group(config: TorchBackendConfig, folder: Path, lose: Callable[[Backend
         )
         return RayActors(options, config.num_workers, lose, room)
     return LocalProcesses(options, config.num_workers, lose)
+
+
+def engine_share(config: TorchBackendConfig) -> float:
+    """Part of each GPU that vLLM servers take by turns with the workers. 0: none, or servers that are not ours."""
+    engines = config.engines
+    if not engines.colocated or engines.launch is None or engines.launch.python is None:
+        return 0.0
+    given = {name.removeprefix("--").replace("-", "_"): value for name, value in engines.launch.arguments.items()}
+    return float(given.get("gpu_memory_utilization", VLLM_UTILIZATION))
 
 
 def worker_options(config: TorchBackendConfig, folder: Path) -> WorkerOptions:
@@ -53,6 +65,9 @@ def worker_options(config: TorchBackendConfig, folder: Path) -> WorkerOptions:
         config.train_tile_tokens,
         config.max_lora_rank,
         config.gpu_memory_utilization,
+        engine_share(config),
+        config.engines.whole,
+        config.offload_after_step,
     )
     return WorkerOptions(
         folder,

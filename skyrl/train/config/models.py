@@ -86,7 +86,7 @@ class OptimizerConfig(BaseConfig):
     """Global norm to which gradients are clipped. 0 or less: not clipped."""
 
     offload_after_step: bool = True
-    """Move optimizer state to host memory between steps, where models share their GPUs with engines."""
+    """Move models and optimizer state to host memory between steps, where they share their GPUs with engines."""
 
     num_warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises to `lr`."""

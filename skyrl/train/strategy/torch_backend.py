@@ -66,6 +66,8 @@ class TorchStrategy(Strategy):
         options: dict[str, Any] = {"max_context_length": config.max_length or 0}
         if config.model.lora.rank:
             options["max_lora_rank"] = config.model.lora.rank
+        if not config.optimizer_config.offload_after_step:
+            options["offload_after_step"] = False
         return options | config.fsdp2
 
     def problems(self, config: SkyRLTrainConfig) -> Iterator[str]:
@@ -106,8 +108,6 @@ class TorchStrategy(Strategy):
         said = ["trainer.flash_attn: attention is the backend's own"]
         if trainer.use_sample_packing:
             said.append("trainer.use_sample_packing: sequences are packed where the model allows it")
-        if any(getattr(trainer, name).optimizer_config.offload_after_step for name in ("policy", "critic")):
-            said.append("optimizer_config.offload_after_step: optimizer state stays with the workers")
         if trainer.bf16:
             said.append("trainer.bf16: base weights in the checkpoint's type on a GPU, in float32 on CPU")
         if not config.generator.inference_engine.is_given("model_dtype"):

@@ -59,7 +59,7 @@ ON_TORCH = {
         for count in ("num_nodes", "num_gpus_per_node")
     },
     "trainer.flash_attn": WHERE_AVAILABLE,
-    **{f"trainer.{model}.optimizer_config.offload_after_step": WHERE_AVAILABLE for model in ("policy", "critic")},
+    **{f"trainer.{model}.optimizer_config.offload_after_step": OPTIONS for model in ("policy", "critic")},
     **{f"trainer.{model}.model.path": RULES for model in ("policy", "critic", "ref")},
     **{
         f"generator.{field}": RULES

@@ -55,6 +55,8 @@ def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, 
         options["cpu_offload"] = True
     if not trainer.policy.model.lora.rank and fsdp.fsdp_size != 1:
         options["float32_parts"] = True
+    if not offloads(trainer, model):
+        options["offload_after_step"] = False
     if (asked := reduce_dtype(config, model)) is not None:
         options["reduce_dtype"] = PARAM_DTYPES.get(asked, asked)
     if rank := max(trainer.policy.model.lora.rank, trainer.critic.model.lora.rank):
@@ -109,6 +111,14 @@ def options_apart(config: SkyRLTrainConfig, model: str) -> dict[str, Any]:
         return options
     before = ["policy", *[name for name in trainer.apart if name < model]]
     return options | {"first_gpu": sum(trainer.gpus(name) for name in before)}
+
+
+def offloads(trainer: TrainerConfig, model: str) -> bool:
+    """Return True if models leave the device of these workers, as the optimizer section of each that is there asks."""
+    if model == "ref":
+        return True
+    names = ["critic"] if model == "critic" else [name for name in ("policy", "critic") if name not in trainer.apart]
+    return all(getattr(trainer, name).optimizer_config.offload_after_step for name in names)
 
 
 def _dtype(config: SkyRLTrainConfig, model: str) -> str:
@@ -266,6 +276,8 @@ FOLLOWING: dict[str, tuple[str, ...]] = {
     "trainer.micro_train_batch_size_per_gpu": ("train_micro_batch_size",),
     "trainer.micro_forward_batch_size_per_gpu": ("forward_micro_batch_size",),
     "trainer.algorithm.value_head_prefix": ("value_head",),
+    "trainer.policy.optimizer_config.offload_after_step": ("offload_after_step",),
+    "trainer.critic.optimizer_config.offload_after_step": ("offload_after_step",),
     f"{ENGINE}model_dtype": ("dtype",),
     f"{ENGINE}enable_prefix_caching": ("prefix_caching",),
     f"{ENGINE}enable_chunked_prefill": ("chunked_prefill",),

@@ -59,6 +59,18 @@ def test_engines_sleep_while_the_trainer_trains(model, process, tmp_path):
     assert process.ask()["sleeping"] is None, "engines are left awake"
 
 
+def test_models_are_in_host_memory_while_engines_sample(model, process, tmp_path, monkeypatch):
+    monkeypatch.setattr(TorchBackend, "_offloads", True)  # as on a GPU
+    process.anew()
+    with opened(model, tmp_path / "engines", process, colocated=True) as backend:
+        publish(backend, "one", "two")
+        (result,) = done(backend, sample("one"))
+        assert backend.group.run("offload").result() == 0
+        check(backend, "one", result)
+        done(backend, a_pass(0))
+        assert backend.group.run("offload").result() > 0
+
+
 def test_versions_and_the_base_model_are_compared_again_after_a_sleep(model, process, tmp_path):
     process.anew()
     with opened(model, tmp_path / "engines", process, colocated=True) as backend:

@@ -21,6 +21,7 @@ from skyrl.backends.common.memory_plan import (
     NEW_IN_A_STEP,
     Device,
     Plan,
+    SharedDevice,
     longest_of,
     size_of,
 )
@@ -69,6 +70,12 @@ class MemoryOptions:
     max_lora_rank: int = 32
     utilization: float = 0.0
     """Part of the memory that base weights and cache take at most; 0: any."""
+    engines: float = 0.0
+    """Part of the device that engines take while they sample, by turns with training."""
+    whole: bool = False
+    """True if what engines sample are models that are trained as a whole."""
+    offload: bool = True
+    """True if models leave the device meanwhile."""
 
 
 DEFAULTS = MemoryOptions()
@@ -82,11 +89,14 @@ class Place(NamedTuple):
     """Bytes there for this rank."""
     world: int
     """Ranks there are."""
+    whole: int = 0
+    """Bytes of the device; 0: `total`, which may be fewer."""
 
     @classmethod
     def of(cls, device: torch.device, world: int, limit: int) -> "Place":
         """A rank's place with the memory that is there, or with `limit` bytes, if that is not 0. All ranks call it."""
-        return cls(device, limit or device_memory(device, world), world)
+        there = device_memory(device, world)
+        return cls(device, limit or there, world, there)
 
 
 class Decided(NamedTuple):
@@ -177,18 +187,29 @@ def decided(
     plan, again = sizes.plan(fsdp_size, asked)
     notes = []
     if may_share:
-        fits, needed = plan.left >= plan.model, size_of(plan.usable - plan.left + plan.model)
+        fits = plan.left >= plan.model and plan.fits_beside_engines
+        needed = size_of(plan.base + plan.cache + plan.call + plan.model)
+        room = size_of(plan.usable)
+        if plan.shared is not None:
+            room += f", of which engines leave {size_of(plan.shared.left)} while they sample"
         if not fits:
             fsdp_size = place.world
             plan, again = sizes.plan(fsdp_size, asked)
         notes.append(
             f"fsdp_size=0: base weights are {'whole on each worker' if fits else 'shared by all workers'}: a copy each "
-            f"takes {needed} with all else, {'within' if fits else 'more than'} the {size_of(plan.usable)}"
+            f"takes {needed} with all else, {'within' if fits else 'more than'} the {room}"
         )
     tokens = tile_tokens(options.tile_tokens, place.device.type)
+    plan.check_shared()
     plan.check(WAYS_OUT, f"a training call of {tokens} tokens")
     if asked == "auto" and again:
         notes.append("gradient_checkpointing: layers are computed again, as memory has no room for what they keep")
+    if plan.shared is not None and plan.shared.models_leave and plan.left > (host := host_memory() // place.world):
+        notes.append(
+            f"offload_after_step: models and versions may take {size_of(plan.left)} of a worker, and its part of the "
+            f"host's memory, where they are while engines sample, is {size_of(host)}; set adapter_memory_gib and "
+            "version_memory_gib if there will be so many"
+        )
     longest = longest_of(options.max_context_length, made_for(model.config))
     taken = sizes.training(longest, again)
     if longest > tokens and taken - plan.training > plan.left:
@@ -225,7 +246,7 @@ class Sizes:
         options: MemoryOptions,
     ):
         self._device: Device = "host" if place.device.type == "cpu" else "accelerator"
-        self._place, self._shards, self._chunk = place, shards, chunk
+        self._place, self._shards, self._chunk, self._options = place, shards, chunk, options
         self._model, self._folder = model, folder
         self._tile = tile_tokens(options.tile_tokens, place.device.type)
         head = model.get_output_embeddings()
@@ -298,12 +319,24 @@ class Sizes:
         held = min(self._rows, HELD_BYTES)
         return held + held // self._count + self._logits
 
+    def _shared(self, fsdp_size: int) -> SharedDevice | None:
+        """Part of the device that engines leave; None if there are none on it."""
+        options = self._options
+        if not options.engines or self._device == "host":
+            return None
+        left = int((1 - options.engines) * (self._place.whole or self._place.total))
+        return SharedDevice(left, self._whole(fsdp_size) if options.whole else self._adapter, options.offload)
+
+    def _whole(self, fsdp_size: int) -> int:
+        """A rank's float32 weights of a model that is trained as a whole."""
+        return sum(4 * -(-len(x) // fsdp_size) * x[:1].numel() for x in self._model.parameters())
+
     def plan(self, fsdp_size: int, asked: Checkpointing) -> tuple[Plan, bool]:
         """The plan, and whether layers are computed again."""
         per_rank = self._adapter * 2 + (COPIES - 2) * -(-self._adapter // self._place.world)  # moments are shared
         base = self.base(fsdp_size)
         cache = min(self._cache, self._room_for_cache(base))
-        plan = Plan(self._place.total, base, cache, 0, per_rank, self._device, self.decoding())
+        plan = Plan(self._place.total, base, cache, 0, per_rank, self._device, self.decoding(), self._shared(fsdp_size))
         again = asked
         if again == "auto":
             again = self.training(self._tile, again=False) > max(plan.for_training, 0)

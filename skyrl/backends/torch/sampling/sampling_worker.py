@@ -247,9 +247,9 @@ class SamplingWorker:
                 self._banks.pop(next(iter(self._banks)))
         return self._banks[contents]
 
-    def forget_banks(self, contents: int) -> None:
-        """Forget banks that hold a version."""
-        self._banks = {key: bank for key, bank in self._banks.items() if contents not in key}
+    def forget_banks(self, contents: int | None = None) -> None:
+        """Forget banks that hold a version, or all of them."""
+        self._banks = {key: bank for key, bank in self._banks.items() if contents is not None and contents not in key}
 
     def _on_device(self, array: np.ndarray) -> Tensor:
         kind = torch.float32 if array.dtype.kind == "f" else torch.int64

@@ -1,5 +1,9 @@
-"""Flat buffers of a rank, by handles that the driver gives."""
+"""Flat buffers of a rank, by handles that the driver gives: on its device, or in host memory while that is shared.
 
+A buffer that left the device comes back when a command computes with it. Until then it is read where it is.
+"""
+
+import torch
 from torch import Tensor
 
 
@@ -8,32 +12,71 @@ class Buffers:
 
     Args:
         rank: Its number.
+        device: Where it computes.
     """
 
-    def __init__(self, rank: int):
-        self._rank = rank
+    def __init__(self, rank: int, device: torch.device):
+        self._rank, self._device = rank, device
         self._made: dict[int, Tensor] = {}
+        """Buffers on the device."""
+        self._away: dict[int, Tensor] = {}
+        """Buffers in host memory."""
         self._failed: dict[int, Exception] = {}
 
     def __contains__(self, handle: int) -> bool:
-        return handle in self._made or handle in self._failed
+        return handle in self._made or handle in self._away or handle in self._failed
 
     def __getitem__(self, handle: int) -> Tensor:
+        """A buffer on the device, where it stays."""
+        if handle in self._away:
+            self._made[handle] = self._away[handle].to(self._device, copy=True)
+            del self._away[handle]
+        return self.wherever(handle)
+
+    def __setitem__(self, handle: int, values: Tensor) -> None:
+        self._made[handle] = values
+        self._away.pop(handle, None)
+
+    def get(self, handle: int | None) -> Tensor | None:
+        """A buffer, or None if this rank has not made it."""
+        return self[handle] if handle is not None and handle in self else None
+
+    def wherever(self, handle: int) -> Tensor:
+        """A buffer to read, on the device or in host memory."""
         if handle in self._failed:
             error = self._failed[handle]
             raise RuntimeError(
                 f"rank {self._rank} could not make a buffer of this model: {type(error).__name__}: {error}"
             ) from error
+        if handle in self._away:
+            return self._away[handle]
         if handle not in self._made:
             raise RuntimeError(f"rank {self._rank} has no buffer {handle}: it was freed or never made")
         return self._made[handle]
 
-    def __setitem__(self, handle: int, values: Tensor) -> None:
-        self._made[handle] = values
+    def lent(self, handle: int) -> Tensor:
+        """A buffer to read on the device. One in host memory stays there; this is a copy."""
+        return self.wherever(handle).to(self._device)
 
-    def get(self, handle: int | None) -> Tensor | None:
-        """A buffer, or None if this rank has not made it."""
-        return self[handle] if handle is not None and handle in self else None
+    def is_away(self, handle: int) -> bool:
+        """Return True if a buffer is in host memory."""
+        return handle in self._away
+
+    def offload(self, *handles: int) -> None:
+        """Move buffers to host memory. Where one cannot be moved, it and the rest are still on the device."""
+        for handle in handles:
+            values = self._made[handle]
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            self._away[handle] = host.copy_(values)
+            del self._made[handle], values
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # or it would be kept for this process
+
+    def offload_all(self) -> int:
+        """Move all buffers to host memory. Returns how many bytes left the device."""
+        there = sum(values.nbytes for values in self._made.values())
+        self.offload(*self._made)
+        return there
 
     def fail(self, handle: int, error: Exception) -> None:
         """Remember why a buffer was not made."""
@@ -41,5 +84,5 @@ class Buffers:
 
     def free(self, handle: int) -> None:
         """Forget a buffer."""
-        self._made.pop(handle, None)
-        self._failed.pop(handle, None)
+        for held in (self._made, self._away, self._failed):
+            held.pop(handle, None)

@@ -104,7 +104,7 @@ class Worker:
         self.model = LoadedModel(options.folder, self.device, load, shards, world)
         of_logits = compiled_scores(self.device) if options.compile_scores else scores_of_logits
         self._scoring = Scoring(options.loss_chunk_size, of_logits)
-        self._buffers = Buffers(rank)
+        self._buffers = Buffers(rank, self.device)
         self._shares = Shares(self.model, rank, world)
         self._rendezvous = RendezvousPlan(self.model, world)
         self.sampling = SamplingWorker(self.model)
@@ -143,10 +143,11 @@ class Worker:
                 torch.empty(NEW_IN_A_STEP * len(held[0]), device=self.device)
             elif name == "get":
                 handle, _, spread = arguments
-                self._buffers.get(handle) if spread == "partial" else self._buffers[handle]
+                if handle in self._buffers or spread != "partial":
+                    self._buffers.wherever(handle)
             elif name in SAMPLING:
                 for version in arguments[0] if name == "decode" else arguments[:1]:
-                    self._weights(version)
+                    self._published(version)
         except Exception as error:
             return error
         return None
@@ -221,17 +222,18 @@ class Worker:
         Partial sums are afterwards as `put` would make them of these values: the order in which later gradients are
         added is that of a model restored from them, bit for bit.
         """
-        flat = self._buffers.get(handle)
+        is_away = self._buffers.is_away(handle)
+        if spread == "partial":
+            flat = self._shares.summed(self._buffers.get(handle), size)
+            self._buffers[handle] = flat if self.rank == 0 else torch.zeros_like(flat)
+            if is_away:
+                self._buffers.offload(handle)
+        else:
+            flat = self._buffers.wherever(handle)
         if spread == "by_parameter":
-            assert flat is not None
             return self._shares.joined(flat, size)
         if spread == "sharded":
-            assert flat is not None
-            flat = self._shares.gathered(flat, size)
-        elif spread == "partial":
-            flat = self._shares.summed(flat, size)
-            self._buffers[handle] = flat if self.rank == 0 else torch.zeros_like(flat)
-        assert flat is not None
+            flat = self._shares.gathered(flat.to(self.device), size)
         return None if self.rank > 0 else flat.cpu().numpy().copy()
 
     def sees(self, path: Path) -> bool:
@@ -240,13 +242,18 @@ class Worker:
 
     def write_part(self, handle: int, size: int, path: Path, buffer: BufferName) -> dict[str, Any]:
         """Write this rank's part of a buffer, as `Shares.write`."""
-        return self._shares.write(self._buffers[handle], path, buffer, size)
+        return self._shares.write(self._buffers.wherever(handle), path, buffer, size)
 
     def free(self, *handles: int) -> None:
         """Forget buffers."""
         for handle in handles:
             self._buffers.free(handle)
             self.sampling.forget_banks(handle)
+
+    def offload(self) -> int:
+        """Move all buffers to host memory, from where a command brings back what it trains. Returns bytes that left."""
+        self.sampling.forget_banks()
+        return self._buffers.offload_all()
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -372,10 +379,10 @@ class Worker:
         self.sampling.copy(pairs)
 
     def read(self, version: Named, pieces: list[tuple[list[int], np.ndarray, int]]) -> list[int]:
-        return self.sampling.read(self._weights(version), pieces)
+        return self.sampling.read(self._published(version), pieces)
 
     def project(self, version: Named, block: int) -> None:
-        self.sampling.project(self._weights(version), block)
+        self.sampling.project(self._published(version), block)
 
     def pick(self, ids: np.ndarray) -> np.ndarray:
         return self.sampling.pick(ids)
@@ -390,11 +397,15 @@ class Worker:
 
     def decode(self, versions: list[Named], rows: Rows, steps: int, fixed: bool) -> Drawn:
         contents = tuple(0 if version is None else version[1] for version in versions)
-        return self.sampling.decode([self._weights(version) for version in versions], contents, rows, steps, fixed)
+        return self.sampling.decode([self._published(version) for version in versions], contents, rows, steps, fixed)
 
     def _weights(self, version: Named) -> Weights | None:
-        """This rank's weights of a version."""
-        if version is None:
-            return None
-        kind, handle = version
-        return Weights(kind, self.model.part_layout(kind).views(self._buffers[handle]))
+        """This rank's weights of a model, which are on the device from then on."""
+        return None if version is None else self._viewed(version[0], self._buffers[version[1]])
+
+    def _published(self, version: Named) -> Weights | None:
+        """The same of a version that is sampled. It does not stay on the device, which engines may be using."""
+        return None if version is None else self._viewed(version[0], self._buffers.lent(version[1]))
+
+    def _viewed(self, kind: Kind, flat: Tensor) -> Weights:
+        return Weights(kind, self.model.part_layout(kind).views(flat))
