@@ -37,6 +37,19 @@ RL = [
     "generator.sampling_params.max_generate_length=4",
 ]
 
+TEMPERATURE = 0.8
+DISTILL = [
+    "trainer.algorithm.advantage_estimator=token_rewards",
+    "trainer.algorithm.policy_loss_type=importance_sampling",
+    "trainer.algorithm.use_kl_loss=false",
+    "trainer.algorithm.use_kl_in_reward=true",
+    "trainer.algorithm.kl_estimator_type=k1",
+    "trainer.algorithm.kl_loss_coef=1.0",
+    "environment.env_class=no_reward",
+    f"generator.sampling_params.temperature={TEMPERATURE}",
+]
+"""On-policy distillation, in which nothing is rewarded but what a teacher would have said."""
+
 
 def on(strategy: str) -> list[str]:
     """Overrides of an RL run that choose a strategy of `ON`, and let samples be drawn beside training."""

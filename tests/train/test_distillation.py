@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from short_runs import check_equal, command, train
+from short_runs import DISTILL, TEMPERATURE, check_equal, command, train
 
 import oracle
 from skyrl.errors import ConfigError
@@ -18,18 +18,6 @@ from skyrl.train.rl.run import open_run
 from skyrl.train.rl.setup import Setup
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.tx.synthetic.make_model import make_model
-
-TEMPERATURE = 0.8
-DISTILL = [
-    "trainer.algorithm.advantage_estimator=token_rewards",
-    "trainer.algorithm.policy_loss_type=importance_sampling",
-    "trainer.algorithm.use_kl_loss=false",
-    "trainer.algorithm.use_kl_in_reward=true",
-    "trainer.algorithm.kl_estimator_type=k1",
-    "trainer.algorithm.kl_loss_coef=1.0",
-    "environment.env_class=no_reward",
-    f"generator.sampling_params.temperature={TEMPERATURE}",
-]
 
 
 @pytest.fixture(scope="module")

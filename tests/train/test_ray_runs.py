@@ -15,7 +15,9 @@ import pytest
 
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.train.tracking.tracker import read_metrics
+from skyrl.tx.synthetic.make_model import make_model
 from tests.rays import actors, ray_cluster
+from tests.train.short_runs import DISTILL, check_equal
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,6 +97,56 @@ def test_a_run_that_is_told_to_end_does_so_at_once_and_the_same_command_goes_on(
     assert process.returncode == 0, said
     assert "going on from " in said
     assert [row["step"] for row in steps_of(tmp_path)] == [1, 2, 3, 4]
+
+
+PPO = [
+    "trainer.algorithm.advantage_estimator=gae",
+    "trainer.algorithm.use_kl_loss=false",
+    "trainer.algorithm.use_kl_in_reward=true",
+    "trainer.critic.model.lora.rank=4",
+    "trainer.critic_mini_batch_size=4",
+    "trainer.fsdp2.deterministic=true",
+]
+APART = [
+    "trainer.placement.colocate_all=false",
+    "trainer.placement.colocate_policy_ref=false",
+    "trainer.placement.critic_num_nodes=2",
+    "trainer.placement.ref_num_nodes=2",
+]
+
+
+@pytest.mark.slow
+def test_critic_and_reference_learn_and_score_in_placement_groups_of_their_own(address, run, tiny_model, tmp_path):
+    """Bit for bit as with the policy's workers."""
+    started = {}
+    for name, places in (("together", []), ("apart", APART)):
+        given = [f"trainer.critic.model.path={tiny_model}", f"trainer.ckpt_path={tmp_path}/{name}", *PPO, *places]
+        with skyrl(address, *run, *given) as process:
+            said = process.communicate()[1]
+        assert process.returncode == 0, said
+        started[name] = said.count("starting 2 torch worker(s) (ray)")
+    assert started == {"together": 1, "apart": 3}
+    check_equal(tmp_path / "apart", tmp_path / "together", 4, ["critic", "policy"])
+    assert psutil.wait_procs(actors(), timeout=30)[1] == []
+
+
+@pytest.mark.slow
+def test_a_teacher_has_workers_on_the_cluster_and_says_what_it_says_without_it(address, run, tmp_path):
+    size = {"heads": 2, "kv_heads": 2, "head_dim": 16, "intermediate": 64, "vocab": 300}
+    make_model(tmp_path / "pupil", hidden=32, seed=1, **size)
+    make_model(tmp_path / "teacher", hidden=48, layers=3, seed=2, **size)
+    divergence = {}
+    for name, more in (("ray", []), ("alone", ["trainer.placement.policy_num_nodes=1"])):
+        places = [f"trainer.ckpt_path={tmp_path}/{name}", f"trainer.policy.model.path={tmp_path}/pupil"]
+        given = [*DISTILL, f"trainer.ref.model.path={tmp_path}/teacher", *places, *more]
+        with skyrl(address, *run, *given) as process:
+            said = process.communicate()[1]
+        assert process.returncode == 0, said
+        assert said.count("starting 2 torch worker(s) (ray)") == (2 if name == "ray" else 0)
+        rows = [row for row in read_metrics(str(tmp_path / name)) if row["step"]]
+        divergence[name] = [row["loss/avg_kl"] for row in rows]
+    assert len(divergence["ray"]) == 4
+    np.testing.assert_allclose(divergence["ray"], divergence["alone"], rtol=1e-3)
 
 
 def test_sigterm_ends_a_process_that_has_started_nodes(address):

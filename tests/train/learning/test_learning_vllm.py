@@ -1,6 +1,7 @@
-"""GRPO of a whole model learns with two vLLM servers that the run starts itself: `make test-vllm`.
+"""GRPO of a whole model learns with vLLM servers that the run starts itself: `make test-vllm`.
 
-Once they share the trainer's device by turns and samples are of the newest weights, and once they sample beside it.
+Once two of them share the trainer's device by turns and samples are of the newest weights, once they sample beside it,
+and once one samples for two workers that share the weights.
 """
 
 import os
@@ -21,6 +22,11 @@ ASYNC = [
     "trainer.fully_async.num_parallel_generation_workers=24",
     "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
 ]
+RANKS = [
+    "trainer.fsdp2.workers=processes",
+    "trainer.fsdp2.num_workers=2",
+    "generator.inference_engine.num_engines=1",
+]
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
@@ -38,10 +44,10 @@ def arguments(folder: Path, *more: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("more", [[], ASYNC], ids=["by turns", "fully asynchronous"])
-def test_grpo_learns_with_two_engines(tmp_path, more):
+@pytest.mark.parametrize("more", [[], ASYNC, RANKS], ids=["by turns", "fully asynchronous", "two workers"])
+def test_grpo_learns_with_engines_of_its_own(tmp_path, more):
     reports = run(configured(tmp_path, 0, *arguments(tmp_path, *more), steps=40, strategy="fsdp2"))
     assert_learned(reports, least=0.75)
-    if not more:  # else samples are of the version before, whose log-probabilities are others
+    if more != ASYNC:  # else samples are of the version before, whose log-probabilities are others
         assert max(report[CLOSE] for report in reports if CLOSE in report) < 1e-3
     print(f"score {reports[0][SCORE]:.3f} -> {reports[-1][SCORE]:.3f}")
