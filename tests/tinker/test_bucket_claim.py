@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from skyrl.tinker.checkpoints import holding
+from skyrl.tinker.checkpoints import state_locks
 from skyrl.utils.files.object_store import ObjectStore
 from skyrl.utils.locks.remote_claim import LOCK, RemoteClaim
 from tests.buckets import Proxy
@@ -22,7 +22,7 @@ def store(bucket) -> ObjectStore:
 
 
 def test_a_server_whose_bucket_another_has_taken_says_so(tmp_path, bucket, store, monkeypatch):
-    monkeypatch.setattr(holding, "RemoteClaim", partial(RemoteClaim, beat_s=0.05))
+    monkeypatch.setattr(state_locks, "RemoteClaim", partial(RemoteClaim, beat_s=0.05))
     with LiveServer(tmp_path, checkpoints_base=f"{bucket}/server") as server:
         wait_until_ready(server)
         store.put(LOCK, OTHER)
