@@ -31,16 +31,19 @@ def adapter(request, network, tmp_path):
     indirect=True,
 )
 def test_samples_have_the_log_probabilities_of_peft(network, adapter):
+    """Alone, and beside a sample of the base model: adapters of a batch may be computed in another way than one."""
     version = fresh("version")
-    (output,) = done(network.backend, a_sample(version, adapter, max_tokens=12, prompt_logprobs=True))
-    assert isinstance(output, SampleOutput) and output.prompt_logprobs is not None
-    tokens = [*TOKENS[:3].tolist(), *output.sequences[0].tokens.tolist()]
-    with torch.no_grad():
-        expected = oracle.logprobs(oracle.load(network.folder, adapter), tokens).numpy()
-        base = oracle.logprobs(oracle.load(network.folder), tokens).numpy()
-    found = np.concatenate([output.prompt_logprobs[1:], output.sequences[0].logprobs])
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
-    assert np.abs(base - expected).max() > 0.01
+    own = [a_sample(version, adapter, max_tokens=12, prompt_logprobs=True) for _ in range(2)]
+    outputs = [*done(network.backend, own[0]), done(network.backend, own[1], a_sample(None, max_tokens=12))[0]]
+    for output in outputs:
+        assert isinstance(output, SampleOutput) and output.prompt_logprobs is not None
+        tokens = [*TOKENS[:3].tolist(), *output.sequences[0].tokens.tolist()]
+        with torch.no_grad():
+            expected = oracle.logprobs(oracle.load(network.folder, adapter), tokens).numpy()
+            base = oracle.logprobs(oracle.load(network.folder), tokens).numpy()
+        found = np.concatenate([output.prompt_logprobs[1:], output.sequences[0].logprobs])
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+        assert np.abs(base - expected).max() > 0.01
 
 
 @pytest.mark.parametrize("adapter", KINDS.values(), ids=KINDS, indirect=True)
