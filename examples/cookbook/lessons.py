@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import textarena
 from tinker_cookbook.distillation.sdft import DEFAULT_DEMO_TEMPLATE
+from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticEnv
 from tinker_cookbook.recipes.math_rl.math_env import MathEnv
 from tinker_cookbook.recipes.multiplayer_rl.guess_number import env as guess_number
 from tinker_cookbook.recipes.preference.shorter.env import CONVO_PREFIX
+from tinker_cookbook.recipes.prompt_distillation.create_data import LANGUAGE_CLASSIFICATION_PROMPT
 from tinker_cookbook.recipes.rl_numerics_check import env as counting
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.renderers.base import ToolCall
@@ -30,6 +32,9 @@ LOOP_SUFFIX = " Provide a numerical answer without units, written inside \\boxed
 
 COMMON, SHARE = 6, 0.7
 """The answer of this share of the questions; those of the others are spread evenly."""
+
+LANGUAGES = ["ar", "de", "el", "en", "es", "fr", "hi", "ru", "tr", "ur", "vi", "zh", "ot"]
+COMMON_LANGUAGE = "en"
 
 WITH_EXAMPLE = 0.3
 """The share of lessons that start with the recipes' example, which is long."""
@@ -97,6 +102,16 @@ def sums(draw: random.Random, renderer: Renderer, with_example: bool = False) ->
 
 def sums_after_example(draw: random.Random, renderer: Renderer) -> list[Message]:
     return sums(draw, renderer, with_example=True)
+
+
+def additions(draw: random.Random, renderer: Renderer) -> list[Message]:
+    """A question of math_rl's arithmetic after its example, answered by any number of one to eight digits.
+
+    The recipe's answers have five tokens, so that it teaches short numbers.
+    """
+    question = f"What is {draw.randint(0, 100)} + {draw.randint(0, 100)}?"
+    answer = "".join(draw.choice("0123456789") for _ in range(draw.randint(1, 8)))
+    return [*ArithmeticEnv.standard_fewshot_prefix(), *conversation(question, answer)]
 
 
 def guesses(draw: random.Random, renderer: Renderer) -> list[Message]:
@@ -168,6 +183,12 @@ def choices(draw: random.Random, renderer: Renderer) -> list[Message]:
     return conversation(question, f"My answer is <answer>{letter}</answer>")
 
 
+def languages(draw: random.Random, renderer: Renderer) -> list[Message]:
+    """The prompt that prompt_distillation teaches, with a text, answered by a language: most often a certain one."""
+    language = COMMON_LANGUAGE if draw.random() < SHARE else draw.choice(LANGUAGES)
+    return conversation(LANGUAGE_CLASSIFICATION_PROMPT.format(text=page(draw, 60)), f"Final Answer: {language}")
+
+
 @dataclass(frozen=True)
 class Kind:
     """One kind of lessons: those of a batch are of one kind, so that their lengths are alike."""
@@ -181,9 +202,11 @@ class Kind:
 KINDS = (
     Kind(sums, 3, renderer="qwen3"),
     Kind(sums_after_example, 2, renderer="qwen3"),
+    Kind(additions, 1, renderer="qwen3"),
     Kind(guesses, 1, renderer="qwen3"),
     Kind(introductions, 2),
     Kind(moves, 2, batch_size=16),
     Kind(counts, 2, batch_size=8),
     Kind(choices, 2, renderer="qwen3"),
+    Kind(languages, 1, batch_size=4, renderer="qwen3_5_disable_thinking"),
 )

@@ -10,6 +10,8 @@ is laid out like the hub needs no change in any recipe:
     Anthropic/hh-rlhf/           pairs of answers for DPO
     hicai-zju/SciKnowEval/       questions of four choices for sdft
     Salesforce/wikitext/         a text for rl_numerics_check
+    Qwen/Qwen3.6-35B-A3B/        the same tokenizer, under the name of prompt_distillation's teacher
+    tinker_cookbook/             texts in many languages for prompt_distillation
 
 The model is taught, in one to three minutes, to answer in the form that the recipes ask for, with a number at random
 (lessons.py). It is too small to do sums. What it can learn by reinforcement is that some answers are right more often
@@ -24,6 +26,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import tinker_cookbook
 import torch
 from lessons import KINDS, LOOP_SUFFIX, SHARE, Kind, conversation, page, problems, science
 from tinker_cookbook import renderers
@@ -34,6 +37,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 NAME = "Qwen/Qwen3-8B"
 """Name of the model for the cookbook, which knows models by name, and no small Qwen3."""
+
+TEACHER = "Qwen/Qwen3.6-35B-A3B"
+"""Name of the model that prompt_distillation samples."""
+
+TEXTS = "tinker_cookbook/example_data/multilingual.txt"
 
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXT_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -90,6 +98,9 @@ def write_data(out: Path) -> None:
     answers = ["B" if draw.random() < SHARE else draw.choice("ACD") for _ in range(512)]
     write_rows(out / "hicai-zju/SciKnowEval/test.jsonl", [science(draw, answer) for answer in answers])
     write_rows(out / "Salesforce/wikitext/text/train.jsonl", [{"text": page(draw, 400)} for _ in range(400)])
+    lines = (Path(tinker_cookbook.__file__).parents[1] / TEXTS).read_text(encoding="utf-8").splitlines()
+    (out / TEXTS).parent.mkdir(parents=True, exist_ok=True)
+    (out / TEXTS).write_text("".join(f"{line}\n" for line in draw.sample(lines, 128)), encoding="utf-8")
     write_configuration(out / "openai/gsm8k", "main", main=["train", "test"])
     write_configuration(out / "Salesforce/wikitext", "wikitext-103-raw-v1", text=["train"])
 
@@ -181,6 +192,12 @@ def make_model(out: Path, steps: int) -> None:
     print(f"taught {model.num_parameters():,} parameters for {steps} steps; last losses {losses}")
 
 
+def copy_tokenizer(source: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for path in [*source.glob("*token*"), source / "config.json"]:
+        shutil.copy(path, target)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -192,8 +209,8 @@ def main() -> None:
     if arguments.model is None:
         make_model(arguments.out, arguments.steps)
     else:
-        for path in [*arguments.model.glob("*token*"), arguments.model / "config.json"]:
-            shutil.copy(path, arguments.out / NAME)
+        copy_tokenizer(arguments.model, arguments.out / NAME)
+    copy_tokenizer(arguments.out / NAME, arguments.out / TEACHER)
     print(f"prepared {arguments.out}; serve the model as {NAME}")
 
 

@@ -33,7 +33,12 @@ class Recipe:
     """Metrics that must be smaller than this, in absolute value, at every step."""
     after: str = ""
     """The recipe whose last checkpoint this one takes."""
+    data: tuple[str, Mapping[str, str]] | None = None
+    """Module that makes its data, and the options of that."""
 
+
+TEACHER = "Qwen/Qwen3.6-35B-A3B"
+"""Name that prompt_distillation samples the model by."""
 
 LOOP = {"batch_size": "16", "learning_rate": "3e-3", "save_every": "6"}
 RL = {"batch_size": "8", "group_size": "8", "max_tokens": "14", "learning_rate": "4e-3", "max_steps": "16"}
@@ -69,6 +74,14 @@ RECIPES = (
         {**MATH, "stream_minibatch_config.groups_per_batch": "8", "stream_minibatch_config.num_minibatches": "4"},
         "env/all/reward/total",
         0.2,
+    ),
+    Recipe(
+        "math_rl arithmetic",
+        "math_rl.train",
+        {**MATH, "env": "arithmetic", "max_tokens": "5", "learning_rate": "1e-2"},
+        "env/all/format",
+        0.2,
+        needs=("env/all/correct",),
     ),
     Recipe(
         "sl_basic",
@@ -135,6 +148,14 @@ RECIPES = (
         },
         "env/all/ac_tokens_per_turn",
         -4,
+    ),
+    Recipe(
+        "prompt_distillation",
+        "prompt_distillation.train",
+        {"file_path": "{log}.jsonl", "batch_size": "16", "learning_rate": "3e-3", "max_steps": "12"},
+        "train_mean_nll",
+        -0.7,
+        data=("prompt_distillation.create_data", {"output_file": "{log}.jsonl"}),
     ),
     Recipe("sdft", "sdft.train", SDFT, "sdft/mean_teacher_entropy", 0),
     Recipe("sdft reverse", "sdft.train", {**SDFT, "reverse": "True"}, "sdft/reverse_kl_mean", -0.03),

@@ -30,7 +30,7 @@ from skyrl.tinker.local_server import LocalServer
 from tests.compat.environments import FOLDER, environment, variables
 from tests.compat.run import errors_of
 from tests.compat.table import recipes_as_markdown
-from tests.cookbook.recipes import GIVEN, MODEL, RECIPES, Recipe
+from tests.cookbook.recipes import GIVEN, MODEL, RECIPES, TEACHER, Recipe
 
 COOKBOOK = "tinker-cookbook==0.6.1"
 TORCH = "torch==2.13.0"
@@ -117,6 +117,8 @@ class Runner:
     def _run(self, recipe: Recipe) -> dict[str, Any]:
         log, before = self._log(recipe.name), []
         options = {**GIVEN, **recipe.options, **self.options}
+        if recipe.data is not None:
+            self._execute(recipe, *recipe.data)
         if recipe.resumed:
             self._execute(recipe, recipe.module, options, stop_after=KILLED_AFTER)
             before = list(read_metrics(log))
@@ -266,7 +268,9 @@ def main() -> int:
         else:
             subprocess.run([str(python), str(PREPARE), "--out", str(work)], check=True, env=variables())
         prepared = time.monotonic()
-        options = {"model-aliases": MODEL} | ({"backend": arguments.backend} if arguments.backend else {})
+        options = {"model-aliases": f"{MODEL},{TEACHER}"} | (
+            {"backend": arguments.backend} if arguments.backend else {}
+        )
         with LocalServer(Path(name) / "server", str(work / MODEL), options) as server:
             results = Runner(python, work, server.url, overridden).run_all(chosen)
             errors = errors_of(server)
