@@ -34,7 +34,7 @@ ENVIRONMENT = {
 }
 OPTIONS = "--dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 32 --enable-lora --max-loras 4"
 OPTIONS += " --max-cpu-loras 4 --max-lora-rank 8 --max-logprobs 20 --host 127.0.0.1"
-OPTIONS += " --no-enable-chunked-prefill"  # vLLM 0.32 on a CPU ends if a prompt is read in parts for a sample with a seed
+OPTIONS += " --no-enable-chunked-prefill"  # vLLM 0.32 on a CPU fails on prompts in parts for samples with seeds
 START_S = 300
 
 
