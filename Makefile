@@ -50,7 +50,7 @@ demo-rl: $(STAMP)
 	rm -rf build/demo-rl
 	$(BIN)/skyrl demo-rl --output build/demo-rl
 
-# Files in the order of tests/conftest.py, the longest first. By default those of few tests come last, whatever they take.
+# Files, and backends of the kit, in the order of tests/conftest.py, the longest first. By default those of few tests come last.
 # A process that crashes ends the run: xdist may wait forever for the one that takes its place.
 SUITE := $(BIN)/python -m tests.run -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=20
 

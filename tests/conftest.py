@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.programs import SharedPrograms
+from tests.scheduling import pytest_xdist_make_scheduler, unit  # noqa: F401 (a hook of xdist)
 from tests.selection import SECONDS, Selection, seconds
 
 CACHE = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(__file__).parent.parent / ".pytest_cache" / "xla"))
@@ -68,15 +69,15 @@ COLLECTED = pytest.StashKey[frozenset[str]]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
-    """Mark tests by size; of those that are left, bring the longest files to the front, where processes share them."""
+    """Mark tests by size; of those that are left, bring the longest units to the front, where processes share them."""
     config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
     SELECTION.mark(items)
     result = yield
     if WORKER:
-        files: Counter[str] = Counter()
+        units: Counter[str] = Counter()
         for item in items:
-            files[_file(item.nodeid)] += seconds().get(item.nodeid, 0)
-        items.sort(key=lambda item: (-files[_file(item.nodeid)], _file(item.nodeid)))
+            units[unit(item.nodeid)] += seconds().get(item.nodeid, 0)
+        items.sort(key=lambda item: (-units[unit(item.nodeid)], unit(item.nodeid)))
     return result
 
 
@@ -104,10 +105,6 @@ def _close_clients() -> None:
             holder.close()
 
 
-def _file(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Spare the garbage collector what importing the tests and their libraries makes: a million objects, which stay."""
@@ -120,7 +117,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 LARGE = 2 * 2**30
-"""Bytes of a process above which it lets go of compiled programs between files: three of them share the memory."""
+"""Bytes of a process above which it lets go of compiled programs between units: three of them share the memory."""
 
 
 def release_programs() -> None:
@@ -152,7 +149,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
-        if nextitem is not None and _file(nextitem.nodeid) != _file(item.nodeid):
+        if nextitem is not None and unit(nextitem.nodeid) != unit(item.nodeid):
             release_programs()
 
 

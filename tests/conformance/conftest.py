@@ -1,7 +1,6 @@
-"""The backend that a test of the kit is about, opened twice, and models in it."""
+"""The backend under test, opened twice for all tests of the kit, and models in it."""
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -10,15 +9,9 @@ import pytest
 
 from skyrl.backends.backend import AbstractBackend
 from skyrl.types import LoraConfig
-from tests.conformance.__main__ import VARIABLE
 from tests.conformance.networks import Network, write_base
 from tests.conformance.openers import Opener, openers
 from tests.conformance.operations import fresh
-
-
-def lifetime(fixture_name: str, config: pytest.Config) -> str:
-    """Scope of an open backend: all tests for one that was named, a file's for ours, of which there are many."""
-    return "session" if os.environ.get(VARIABLE) else "module"
 
 
 @pytest.hookimpl(tryfirst=True)  # names of cases begin with the backend
@@ -26,9 +19,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each test on every backend, those of a network's numbers on every one that computes a network."""
     if "opener" in metafunc.fixturenames:
         them = openers(toys="network" not in metafunc.fixturenames)
-        scope = lifetime("opener", metafunc.config)
         metafunc.parametrize(
-            "opener", them, ids=lambda it: it.__name__.removeprefix("open_"), indirect=True, scope=scope
+            "opener", them, ids=lambda it: it.__name__.removeprefix("open_"), indirect=True, scope="package"
         )
 
 
@@ -44,19 +36,19 @@ def base(make_base) -> Path:
     return make_base(False)
 
 
-@pytest.fixture(scope=lifetime)
+@pytest.fixture(scope="package")
 def opener(request) -> Opener:
     return request.param
 
 
-@pytest.fixture(scope=lifetime)
+@pytest.fixture(scope="package")
 def backend(opener, base) -> Iterator[AbstractBackend]:
     backend = opener(base)
     yield backend
     backend.close()
 
 
-@pytest.fixture(scope=lifetime)
+@pytest.fixture(scope="package")
 def successor(opener, base) -> Iterator[AbstractBackend]:
     """Backend that takes over when `backend` is gone."""
     backend = opener(base)
@@ -64,7 +56,7 @@ def successor(opener, base) -> Iterator[AbstractBackend]:
     backend.close()
 
 
-@pytest.fixture(scope=lifetime, params=["untied", "tied"])
+@pytest.fixture(scope="package", params=["untied", "tied"])
 def network(request, opener, make_base) -> Iterator[Network]:
     """The backend and its base model, whose vocabulary projection has weights of its own or those of the embedding."""
     folder = make_base(request.param == "tied")

@@ -1,0 +1,1 @@
+"""Conformance kit: every fact that a backend owes to server and trainers."""
