@@ -1,19 +1,19 @@
-"""Sampling engines: servers that sample for a backend, which keeps the models.
+"""Sampling engines: servers that sample for a backend. The backend owns the models.
 
-protocol, http_engine   what an engine does for us, and those that speak vLLM's OpenAI API
-config                  their addresses, sizes and time limits
-needs, requests         what a request needs of an engine, what it asks, and how its answer is put together
+protocol, http_engine   interface of an engine, and its implementation over vLLM's OpenAI API
+config                  addresses, sizes and time limits
+needs, requests         engine features that a request needs; its requests to engines and its result
 sleeping, waiting       engines that share devices with the trainer; samples that no engine can draw
-router, fleet           which engine has what next, as pure state; the thread that carries it out
-delivery, continuation  what an engine is asked for of a sample, and what is kept if it is lost
+router, fleet           assignment of samples and adapters to engines, as pure state; the thread that executes it
+delivery, continuation  resuming a sample on another engine after its engine is lost
 adapter_folder          published versions as folders that engines read, each written once
-admission, probes       how an engine that answers is proved to have our base model and adapters
-reserved                engines whose base weights are those of a version of a whole model
-sync_check              how each version is, before its first sample on an engine
-fixed_prompt            what both draw and compare
-sampler                 the `SamplerLoop` over all of it, beside the backend's own sampler
+admission, probes       verification that an engine serves our base model and our adapters
+reserved                engines whose base weights are replaced by versions of fully trained models
+sync_check              verification of each version on each engine before its first sample
+fixed_prompt            the prompt with which engines are compared with the backend
+sampler                 the `SamplerLoop` that combines all of this with the backend's own sampler
 launcher                engines that we start ourselves
 
-An adapter's name on an engine is the hash of its files, so a name never stands for other weights, whatever is started
-again meanwhile.
+An adapter's name on an engine is the hash of its files. A name therefore never stands for other weights, even after
+restarts.
 """

@@ -1,7 +1,7 @@
-"""Published adapters as folders in PEFT layout that engines read, named by the hash of what is in them.
+"""Published adapters as folders in PEFT layout that engines read, named by the hash of their contents.
 
-An adapter of a name is written once and never changed. What nobody uses stays as long as there is room, the least
-recently used goes first, and comes back under the same name when it is published here again.
+An adapter is written once under its name and never changed. Unused adapters stay on disk up to a size limit; the least
+recently used are removed first. A removed adapter gets the same name when it is published again.
 """
 
 import contextlib
@@ -21,40 +21,40 @@ from skyrl.utils.failpoints import crash_point
 from skyrl.utils.files.atomic_folders import Content, folder_bytes, remove_folder, tidy, write_folder
 
 PREFIX = "skyrl-"
-"""Beginning of the names of our adapters, on engines too."""
+"""Prefix of the names of our adapters, in the folder and on engines."""
 INCOMING = "incoming-"
-"""Beginning of the names of adapters that are being written."""
+"""Prefix of folders of adapters that are still being written."""
 THREADS = 2
-"""Adapters that are written at the same time."""
+"""Threads that write adapters."""
 
 Version = TypeVar("Version")
 DIGITS = 40
-"""Hexadecimal digits of the hash that are part of a name."""
+"""Hexadecimal digits of the hash in a name."""
 
 
 class AdapterFolder:
-    """The adapters in one folder, which nobody else writes to. Safe to use from several threads.
+    """The adapters in one folder. No other process may write to it. Thread-safe.
 
     Args:
         path: The folder.
-        max_bytes: What those that nobody uses may take.
+        max_bytes: Maximum total size of unused adapters.
     """
 
     def __init__(self, path: str, max_bytes: int):
         self._path = Path(path).expanduser().absolute()
         self._path.mkdir(parents=True, exist_ok=True)
         tidy(self._path)
-        for left in self._path.glob(f"{INCOMING}*"):  # of a process that was killed as it wrote
+        for left in self._path.glob(f"{INCOMING}*"):  # left by a process that was killed during a write
             remove_folder(left)
         self._max_bytes = max_bytes
         self._pins: Counter[str] = Counter()
         self._lock = threading.Lock()
         there = sorted(self._path.glob(f"{PREFIX}*"), key=lambda folder: folder.stat().st_mtime)
         self._sizes = OrderedDict((folder.name, folder_bytes(folder)) for folder in there)
-        """Least recently used first."""
+        """Size in bytes by name, least recently used first."""
 
     def path(self, name: str) -> str:
-        """Folder of an adapter."""
+        """Folder of an adapter with this name."""
         return str(self._path / name)
 
     def __contains__(self, name: str) -> bool:
@@ -62,7 +62,7 @@ class AdapterFolder:
             return name in self._sizes
 
     def write(self, files: Mapping[str, Content]) -> str:
-        """Put an adapter there and pin it. Returns its name. Raises `StorageError`."""
+        """Write an adapter to the folder and pin it. Returns its name. Raises `StorageError`."""
         incoming = self._path / f"{INCOMING}{uuid4().hex}"
         written = write_folder(incoming, files)
         name = PREFIX + written.digest[:DIGITS]
@@ -78,7 +78,7 @@ class AdapterFolder:
         return name
 
     def pin(self, name: str) -> bool:
-        """Keep an adapter until `unpin`. False if it is not there any more."""
+        """Pin an adapter until `unpin`. Returns False if it has been removed."""
         with self._lock:
             if name not in self._sizes:
                 return False
@@ -94,7 +94,7 @@ class AdapterFolder:
                 del self._pins[name]
 
     def shed(self, used: set[str]) -> None:
-        """Remove what is neither pinned nor used by an engine, the least recently used first, beyond `max_bytes`."""
+        """Remove unpinned adapters that are not in `used`, least recently used first, until `max_bytes` is met."""
         with self._lock:
             idle = [name for name in self._sizes if name not in used and name not in self._pins]
             excess = sum(self._sizes[name] for name in idle) - self._max_bytes
@@ -107,12 +107,12 @@ class AdapterFolder:
 
 
 class Exports(Generic[Version]):
-    """Names of a backend's versions in a folder, where each is written once, in threads, however many ask.
+    """Names of a backend's versions in a folder. Each version is written once, in a thread, even on concurrent calls.
 
     Args:
-        folder: Where they are written.
-        format: Writes them.
-        lora_of: Configuration of a version.
+        folder: Folder for the adapters.
+        format: File format of versions.
+        lora_of: Returns the configuration of a version.
     """
 
     def __init__(
@@ -123,17 +123,17 @@ class Exports(Generic[Version]):
         self._format = format
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
         self._names: dict[int, str] = {}
-        """By the id of a version, as long as that lives."""
+        """Names by `id()` of the version, while the version is alive."""
         self._versions: weakref.WeakValueDictionary[str, Version] = weakref.WeakValueDictionary()
-        """By name."""
+        """Versions by name."""
         self._lock = threading.Lock()
 
     def version(self, name: str) -> Version | None:
-        """Version that was written under a name; None where nobody has it any more."""
+        """Version that was written under a name; None if it is no longer in memory."""
         return self._versions.get(name)
 
     def pinned(self, version: Version) -> "Future[str]":
-        """Name of a version in the folder, where it stays until `folder.unpin`. Fails with `StorageError`."""
+        """Name of a version in the folder, pinned until `folder.unpin`. Fails with `StorageError`."""
         return self._threads.submit(self._pinned, version)
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class Exports(Generic[Version]):
         name = self._names.get(id(version))
         if name is not None and self.folder.pin(name):
             return name
-        with self._lock:  # of several that ask for a new version one writes it
+        with self._lock:  # one of several concurrent callers writes a new version
             name = self._names.get(id(version))
             if name is not None and self.folder.pin(name):
                 return name

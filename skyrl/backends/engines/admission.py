@@ -1,9 +1,10 @@
-"""Proof that an engine has our base model and computes our adapters as we do, before anything is asked of it.
+"""Verification that an engine serves our base model and applies our adapters, before it gets requests.
 
-It draws a few tokens after a fixed prompt, and the backend's own sampler scores them: wherever the mean difference of
-log-probabilities is past the bound, the engine serves something else, whatever it says. The same is done with a random
-adapter of each group of modules that is far from the base model, and with the base model while such adapters are in
-all slots: vLLM 0.32 takes the last slot's for it on CPUs. Which log-probabilities an engine tells is found out, too.
+The engine generates a few tokens after a fixed prompt, and the backend's own sampler scores them. If the mean
+difference of log-probabilities exceeds the bound, the engine serves other weights. The same check runs with a random
+adapter on each group of modules, scaled to be far from the base model, and with the base model while such adapters
+occupy all slots: vLLM 0.32 on CPUs applies the last slot's adapter to it. The check also determines the engine's
+log-probability mode.
 """
 
 import asyncio
@@ -36,20 +37,20 @@ from skyrl.types import BackendInfo
 log = logging.getLogger(__name__)
 
 COPIES = 16
-"""Names under which an adapter is loaded at the same time, at least, so that it is in all slots that there may be."""
+"""Minimum copies of an adapter that are loaded at the same time, to fill all adapter slots of an engine."""
 CERTAIN = 1e-5
-"""Log-probabilities nearer to 0 are those of what is certain."""
+"""Log-probabilities closer to 0 count as certain."""
 
 
 class Admission:
-    """Admits engines.
+    """Checks engines before they are used.
 
     Args:
-        options: With the bound.
+        options: Options, which include the bound.
         info: Facts about the backend.
-        folder: Where adapters go.
-        prompt: What is drawn.
-        probes: Adapters to try.
+        folder: Folder for adapters.
+        prompt: The fixed prompt.
+        probes: Test adapters.
         base: Folder of the base model.
     """
 
@@ -66,7 +67,7 @@ class Admission:
         self._base = base
 
     async def __call__(self, engine: Engine) -> Admitted:
-        """Raises `EngineDown`, `EngineFailed`, `Mismatch`."""
+        """Check an engine. Raises `EngineDown`, `EngineFailed`, `Mismatch`."""
         try:
             facts = await engine.facts()
             if isinstance(engine, ReservedEngine):
@@ -86,12 +87,12 @@ class Admission:
                 "start it with a larger --max-model-len",
                 *(engine.name, facts.longest, self._info.max_context_length),
             )
-        engine.base_id = self._info.base_id  # which is proved by now
+        engine.base_id = self._info.base_id  # verified above
         return Admitted(facts.longest, frozenset(features), kept, engine.base_id, difference)
 
     async def _reserved(self, engine: ReservedEngine, facts: EngineFacts) -> Admitted:
-        """Admit an engine that is reserved for whole models, with the base weights that these were made of."""
-        if await engine.base_version() not in ("", self._info.base_id):  # a version's, or parts of one
+        """Admit an engine that is reserved for fully trained models, after restoring the base model's weights."""
+        if await engine.base_version() not in ("", self._info.base_id):  # weights of a version, or partly replaced ones
             await engine.update_base(str(self._base))
         off = await self._prompt.difference(await engine.generate(self._prompt.draw()), None)
         if off > self._options.logprob_bound:
@@ -101,9 +102,9 @@ class Admission:
         return Admitted(facts.longest, frozenset(features), [], engine.base_id, off)
 
     async def _features(self, engine: Engine, off: float, facts: EngineFacts) -> tuple[set[str], float]:
-        """Features of an engine, and the largest difference where it has what we have.
+        """Features of an engine, and the largest difference among the adapters and base model that passed.
 
-        `off` is the distance of its base model from ours.
+        `off` is the mean difference for its base model.
         """
         features, troubles, largest = set[str](), [], 0.0
         probes = await self._probes()
@@ -156,14 +157,14 @@ class Admission:
         )
 
     async def _mode(self, engine: Engine) -> str:
-        """Kind of log-probabilities that it tells: after a filter that leaves one token, that one is certain."""
+        """Log-probability mode: if the engine filters before it computes them, a top-1 token has log-probability 0."""
         drawn = await engine.generate(self._prompt.draw(top_k=1))
         ours = await self._prompt.scores(drawn, None)
         certain = np.abs(drawn.logprobs).max() < CERTAIN < np.abs(ours).max()
         return PROCESSED if certain else RAW
 
     async def _seeds(self, engine: Engine) -> set[str]:
-        """The feature that tokens are drawn by seed and place, if the second half of a sample is drawn again so."""
+        """`{BY_PLACE}` if the engine reproduces the second half of a sample from the same seed, else an empty set."""
         whole = self._prompt.draw()
         drawn = await engine.generate(whole)
         half = dataclasses.replace(drawn, tokens=drawn.tokens[: len(drawn.tokens) // 2])
@@ -171,7 +172,7 @@ class Admission:
         return {BY_PLACE} if np.array_equal(again.tokens, drawn.tokens[len(half.tokens) :]) else set()
 
     async def _base_beside(self, engine: Engine, name: str) -> Drawn:
-        """A sample of the base model while copies of an adapter are everywhere, and are sampled."""
+        """Sample the base model while copies of an adapter fill all slots and are sampled too."""
         copies = [f"{name}-{number}" for number in range(max(COPIES, engine.max_loras))]
         try:
             for copy in copies:

@@ -1,4 +1,4 @@
-"""A sample as vLLM's completions endpoint tells it, in one answer or in a stream of pieces."""
+"""Parser of a sample from vLLM's completions endpoint, as one response or as a stream of pieces."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from skyrl.backends.engines.protocol import Draw, Drawn, EngineDown, EngineFaile
 from skyrl.types import Origin, TokenTable
 
 TOKEN = "token_id:"
-"""Prefix of a token's id where tokens are keys."""
+"""Prefix of token ids used as keys."""
 
 
 class SampleStream:
-    """A sample while it comes.
+    """A sample while it is being received.
 
     Args:
-        draw: What was asked for.
-        origin: Weights and engine that it was asked of. Stamps have the model that the answer names.
-        pieces: Where its pieces are put.
+        draw: The request.
+        origin: Weights and engine of the request. Origins of tokens name the model in the response instead.
+        pieces: List to which received pieces are appended.
     """
 
     def __init__(self, draw: Draw, origin: Origin, pieces: list[Drawn]):
@@ -28,9 +28,9 @@ class SampleStream:
         self._cached = 0
 
     def read(self, chunk: Any, base: str) -> None:
-        """Take in an answer, or part of one. `base` is the base model's name.
+        """Parse a response or a chunk of one. `base` is the base model's name on the engine.
 
-        Raises `EngineFailed` if the sample was given up, or is not what was asked for.
+        Raises `EngineFailed` if the engine reports an error or an abort, or omits requested fields.
         """
         name = self.origin.engine
         if "error" in chunk:
@@ -63,7 +63,7 @@ class SampleStream:
         )
 
     def drawn(self) -> Drawn:
-        """The whole sample. Raises `EngineDown` if it has not come to its end."""
+        """The whole sample. Raises `EngineDown` if the stream ended early."""
         if self._reason is None or not self._pieces:
             raise EngineDown(f"{self.origin.engine} has ended a stream in the middle of a sample")
         whole = together(self._pieces)
@@ -71,7 +71,7 @@ class SampleStream:
 
 
 def _top(places: list[dict[str, float]], count: int) -> TokenTable:
-    """The most likely tokens at each place; what is told beside them is the one that was drawn."""
+    """The `count` most likely tokens at each position. vLLM may report the sampled token in addition."""
     ids, logprobs = np.zeros((len(places), count), np.int32), np.zeros((len(places), count), np.float32)
     for row, place in enumerate(places):
         told = sorted((-logprob, int(token.removeprefix(TOKEN))) for token, logprob in place.items())[:count]

@@ -1,4 +1,4 @@
-"""Options of sampling engines, which were started elsewhere or are started from here."""
+"""Options of sampling engines, launched by us or elsewhere."""
 
 import os
 from typing import Annotated
@@ -10,7 +10,7 @@ from skyrl.errors import RequestError
 
 
 def _address(url: str) -> str:
-    """A URL without what clients put behind it; host:port is http."""
+    """Normalize a URL: strip a trailing slash and /v1, and add http:// if there is no scheme."""
     url = url.strip().rstrip("/").removesuffix("/v1")
     return url if "://" in url else f"http://{url}"
 
@@ -27,85 +27,86 @@ def _addresses(value: object) -> object:
 
 
 class EngineOptions(BaseModel):
-    """Options of sampling engines. Without `urls` and `launch` there are none, and the backend samples by itself."""
+    """Options of sampling engines. Without `urls` and `launch`, the backend samples by itself."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     urls: Annotated[tuple[str, ...], BeforeValidator(_addresses)] = ()
-    """Address of each engine, such as http://10.0.0.5:8000: a server of vLLM's OpenAI API. Those that do not answer
-    yet join when they do."""
+    """Address of each engine, such as http://10.0.0.5:8000: a server of vLLM's OpenAI API. Engines that do not answer
+    at startup join later."""
 
     launch: LaunchOptions | None = None
-    """Engines to start, beside those at `urls`. They end with us, are started again where they end, and are taken over
-    by the next of us if we are killed. Records and logs are beside `folder`, in FOLDER.engines."""
+    """Engines to start in addition to those at `urls`. They are restarted if they exit, and stopped on shutdown. If we
+    are killed, the next process takes them over. Records and logs are in FOLDER.engines, next to `folder`."""
 
     api_key: str | None = Field(default=None, repr=False)
-    """Key that the engines ask for. None: the environment's VLLM_API_KEY, if it is set."""
+    """API key of the engines. None: the environment variable VLLM_API_KEY, if set."""
 
     folder: str | None = None
-    """Folder for published adapters, which engines see at the same path. One for each server or trainer."""
+    """Folder for published adapters, visible to engines at the same path. Each server or trainer needs its own."""
 
     folder_gib: float = Field(default=16.0, gt=0, allow_inf_nan=False)
-    """GiB of adapters that stay there though nobody uses them; more are removed, and written again on demand."""
+    """Maximum GiB of unused adapters in the folder. Adapters beyond that are removed, and written again on demand."""
 
     max_requests: int = Field(default=256, ge=1)
-    """Samples that an engine is given at a time: its --max-num-seqs."""
+    """Maximum concurrent samples per engine: its --max-num-seqs."""
 
     max_loras: int = Field(default=1, ge=1)
-    """Adapters that an engine holds at a time: its --max-loras, which is 1 there as well unless it is given."""
+    """Maximum adapters loaded per engine: its --max-loras, whose default in vLLM is 1 too."""
 
     whole: bool = False
-    """Reserve the engines for models of which all weights are trained (rank 0). Each has one version at a time, as its
-    base weights, and no adapters; those are sampled here. Servers of vLLM need VLLM_SERVER_DEV_MODE=1 for that."""
+    """Reserve the engines for fully trained models (rank 0). Each engine serves one version at a time, as its base
+    weights, and no adapters; the backend samples those itself. vLLM servers need VLLM_SERVER_DEV_MODE=1 for this."""
 
     colocated: bool = False
-    """Let engines and the trainer use the same devices by turns: while one trains, the others sleep. Servers of vLLM
-    need VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode for that."""
+    """Let engines and the trainer alternate on the same devices: while one of them works, the other sleeps. vLLM
+    servers need VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode for this."""
 
     phase_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
-    """Seconds that training or sampling goes on while the other has something to do, where they share devices."""
+    """Maximum seconds of a training or sampling phase while the other has work, if they share devices."""
 
     reload_method: str = "reload_weights"
-    """Method of vLLM's workers that replaces their weights. Engines that are started here have one of ours."""
+    """Method of vLLM's workers that replaces their weights. Engines launched by us use our own."""
 
     max_logprobs: int = Field(default=20, ge=0)
-    """Most likely tokens that an engine tells at each place: its --max-logprobs."""
+    """Maximum top log-probabilities per position: the engine's --max-logprobs."""
 
     logprob_bound: float = Field(default=0.1, gt=0, allow_inf_nan=False)
-    """Mean difference, in nats, of an engine's log-probabilities from ours past which it does not count as the same
-    model. In float32 on both sides it is below 0.001; in bfloat16 some 0.01."""
+    """Maximum mean difference, in nats, between log-probabilities of an engine and ours for it to count as the same
+    model. Typical values are below 0.001 in float32 on both sides, and about 0.01 in bfloat16."""
 
     check_every_sync: bool = True
     """Compare each version on each engine with ours before its first sample there: 32 tokens after a fixed prompt."""
 
     sync_logprob_bound: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Mean difference of log-probabilities, in nats, past which that fails. None: ten times what was found of the base
-    model and of random adapters when the engine was admitted, but 0.001 at least and logprob_bound at most."""
+    """Maximum mean difference of log-probabilities, in nats, for that comparison. None: ten times the difference
+    measured with the base model and random adapters at admission, but at least 0.001 and at most logprob_bound."""
 
     stream: bool = True
-    """Take tokens as they are drawn, so that samples of an engine that is lost are gone on with elsewhere and not begun
-    anew. Start vLLM with --stream-interval 16 or so: each piece costs some 50 microseconds here."""
+    """Stream tokens, so that samples of a lost engine resume on another engine instead of restarting. Start vLLM with a
+    --stream-interval of about 16: each chunk costs about 50 microseconds here."""
 
     connect_timeout_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
-    """Seconds to connect to an engine, and for its sign of life."""
+    """Timeout in seconds to connect to an engine, and for its health check."""
 
     timeout_s: float = Field(default=120.0, gt=0, allow_inf_nan=False)
-    """Seconds that an engine has for anything: a sample (and token_timeout_s for each token), or loading an adapter."""
+    """Timeout in seconds of a request to an engine, such as loading an adapter. For samples, token_timeout_s is
+    added."""
 
     token_timeout_s: float = Field(default=0.5, gt=0, allow_inf_nan=False)
-    """Seconds for each token that a sample may have, beside timeout_s."""
+    """Seconds per token added to timeout_s for a sample."""
 
     health_interval_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
-    """Seconds between an engine's signs of life. One that owes one counts as gone, and its samples are drawn again."""
+    """Seconds between health checks of an engine. If one fails, it counts as lost and its samples are retried."""
 
     start_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
-    """Seconds that the first engine has to answer when we start."""
+    """Timeout in seconds for the first engine to answer at startup."""
 
     absent_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    """Seconds that samples wait for an engine while none is there that could draw them."""
+    """Seconds that samples wait while no engine that could draw them is available."""
 
     def check(self) -> None:
-        """Raise `RequestError` if something is missing."""
+        """Raise `RequestError` if a required option is missing."""
         if self.count and not self.folder:
             given = f"engines.urls={', '.join(self.urls)}" if self.urls else "engines.launch"
             raise RequestError(
@@ -116,10 +117,10 @@ class EngineOptions(BaseModel):
 
     @property
     def count(self) -> int:
-        """Engines that there are to be. 0: the backend samples by itself."""
+        """Number of configured engines. 0: the backend samples by itself."""
         return len(self.urls) + (0 if self.launch is None else self.launch.count)
 
     @property
     def key(self) -> str | None:
-        """The key to send."""
+        """The API key to send, or None."""
         return self.api_key or os.environ.get(API_KEY_VARIABLE)

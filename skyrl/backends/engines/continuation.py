@@ -1,8 +1,8 @@
-"""Going on with a sample on another engine, from the tokens that one has delivered before it was lost.
+"""Resuming a sample on another engine, from the tokens delivered before its engine was lost.
 
-What is left is drawn after prompt and delivered tokens as if these were the prompt, so it has the distribution that it
-would have had. It has the same tokens too where engines draw each token by seed and place alone; elsewhere the rest has
-a seed of its own, as random numbers must not be used twice.
+The remaining tokens are sampled with prompt and delivered tokens as the prompt, so their distribution is the same. The
+tokens are the same too if engines derive each token's randomness from seed and position alone. Otherwise the rest gets
+a new seed, because random numbers must not be used twice.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from skyrl.types import Origin
 
 
 def together(pieces: Sequence[Drawn]) -> Drawn:
-    """One sample of consecutive pieces, at least one."""
+    """Concatenate consecutive pieces, at least one, into one sample."""
     first, last = pieces[0], pieces[-1]
     if len(pieces) == 1:
         return first
@@ -40,12 +40,12 @@ def together(pieces: Sequence[Drawn]) -> Drawn:
 
 
 def can_go_on(draw: Draw) -> bool:
-    """Return False if it matters which tokens were generated and which were given: such a sample begins anew."""
+    """Return False if the result depends on which tokens were generated, as with penalties. Such samples restart."""
     return not (draw.options.presence_penalty or draw.options.frequency_penalty)
 
 
 def rest(draw: Draw, delivered: Drawn, keeps_seed: bool) -> Draw:
-    """Rest of a sample. `keeps_seed`: all its engines draw by seed and place."""
+    """Request for the rest of a sample. `keeps_seed`: all its engines derive randomness from seed and position."""
     count = len(delivered.tokens)
     options = dataclasses.replace(draw.options, min_tokens=max(0, draw.options.min_tokens - count))
     return dataclasses.replace(
@@ -58,14 +58,14 @@ def rest(draw: Draw, delivered: Drawn, keeps_seed: bool) -> Draw:
 
 
 def is_whole(draw: Draw, delivered: Drawn) -> bool:
-    """Return True if nothing is left to draw: only the news of the end was lost."""
+    """Return True if the sample is complete, so that only the end-of-sample message was lost."""
     count = len(delivered.tokens)
     stopped = count > draw.options.min_tokens and int(delivered.tokens[-1]) in draw.stop_ids
     return stopped or count >= draw.max_tokens
 
 
 def ended(draw: Draw, delivered: Drawn) -> Drawn:
-    """A whole sample, told why it ended."""
+    """The complete sample, with its finish reason."""
     return dataclasses.replace(delivered, stopped=int(delivered.tokens[-1]) in draw.stop_ids)
 
 

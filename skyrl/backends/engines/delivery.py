@@ -1,4 +1,4 @@
-"""Parts of a sample that an engine is asked for, and those that it delivered before it was lost."""
+"""The rest of a sample to request from an engine, and the tokens delivered before an engine was lost."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ from skyrl.backends.engines.router import Ticket
 
 
 def rest_of(ticket: Ticket, admitted: Admitted) -> Draw:
-    """Request to an engine for what is left of a sample."""
+    """Request to an engine for the rest of a sample."""
     ticket.pieces.clear()
     by_place = BY_PLACE in admitted.features
     if ticket.delivered is None:
@@ -20,18 +20,18 @@ def rest_of(ticket: Ticket, admitted: Admitted) -> Draw:
 
 
 def keep(ticket: Ticket, name: str, admitted: Admitted) -> None:
-    """Keep what an engine has sent of a sample that it does not end."""
+    """Save the tokens of a sample that an engine sent but will not complete."""
     pieces, ticket.pieces = ticket.pieces, []
     if not pieces or not can_go_on(ticket.draw):
         return
     sent = together(pieces)
-    with contextlib.suppress(EngineDown):  # of other weights
+    with contextlib.suppress(EngineDown):  # tokens from other weights are dropped
         check_stamp(sent, ticket, name, admitted)
         ticket.delivered = together([ticket.delivered, sent] if ticket.delivered else [sent])
 
 
 def check_stamp(drawn: Drawn, ticket: Ticket, name: str, admitted: Admitted) -> None:
-    """Raise `EngineDown` if a sample is of other weights than those that it was asked of."""
+    """Raise `EngineDown` if a sample was drawn from other weights than requested."""
     asked = ticket.adapter, admitted.base
     for origin in drawn.origins:
         if (origin.version, origin.base) != asked:

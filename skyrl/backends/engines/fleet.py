@@ -1,7 +1,8 @@
-"""The engines of a backend: a thread whose event loop admits them, draws samples on them and notices when one is gone.
+"""The engines of a backend: a thread whose event loop admits engines, samples on them and detects failures.
 
-Everything in here happens in that thread; `submit`, `cancel` and `close` are called from others. An engine that does
-not answer joins when it does, however often it leaves. Samples of a lost engine are gone on with on another.
+All code here runs in that thread, except `submit`, `cancel`, `close` and the other methods marked "from any thread" or
+"from another thread". An unreachable engine joins as soon as it answers, any number of times. Samples of a lost engine
+resume on another one.
 """
 
 import asyncio
@@ -38,26 +39,26 @@ from skyrl.utils.failpoints import crash_point
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 8
-"""Engines that are lost, or fail, with a sample until it fails itself."""
+"""Failed attempts, on lost or failing engines, after which a sample fails."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
-"""Seconds between two tries to admit an engine."""
+"""Backoff in seconds between two attempts to admit an engine."""
 
 
 Outcome = Drawn | Exception
 
 
 class Fleet:
-    """All engines, in one thread.
+    """All engines, managed in one thread.
 
     Args:
-        engines: Those there may be.
+        engines: The configured engines.
         options: Time limits.
-        admit: Proves that an engine may be used. Raises `EngineDown`, `EngineFailed`, `Mismatch`.
-        path: Folder of an adapter.
-        tidy: Called in the thread, when an adapter was loaded, with all that engines have.
+        admit: Checks that an engine may be used. Raises `EngineDown`, `EngineFailed`, `Mismatch`.
+        path: Returns the folder of an adapter.
+        tidy: Called in the thread after each adapter load, with the names of all adapters on engines.
         check: Compares a version on an engine with ours, before its first sample there. Raises `Mismatch`.
-        tell: Called in the thread with a ticket and what became of it.
-        changed: Called in the thread when an engine has joined or left, or could not join.
+        tell: Called in the thread with a ticket and its outcome.
+        changed: Called in the thread when an engine has joined, left, or failed to join.
     """
 
     def __init__(
@@ -74,23 +75,23 @@ class Fleet:
     ):
         self.router = Router()
         self.troubles: dict[str, Exception] = {}
-        """Reason why an engine is not in use, by name, once it has been tried."""
+        """Last error of each engine that has had one since it was last admitted, by name."""
         self.engines: dict[str, Admitted] = {}
         """Engines in use, by name."""
         self.known: dict[str, Admitted] = {}
-        """Engines that have ever been in use, as they were admitted last."""
+        """Engines that have ever been in use, with their latest admission."""
         self._engines = {engine.name: engine for engine in engines}
         self._options = options
         self._admit, self._path, self._tidy = admit, path, tidy
         self._tell, self._changed = tell, changed
         self._drawing: dict[str, asyncio.Task[None]] = {}
-        """By ticket's id."""
+        """Tasks of running samples, by ticket id."""
         self._tickets: dict[str, Ticket] = {}
-        """Tickets that wait or are drawn, by id."""
+        """Waiting and running tickets, by id."""
         self._gone: dict[str, asyncio.Event] = {}
-        """Event of each engine in use: set when it is found to be gone."""
+        """Event of each engine in use, set when the engine is lost."""
         self._loading: dict[str, set[asyncio.Task[None]]] = {}
-        """Adapters that are on their way, by engine."""
+        """Tasks that load adapters, by engine."""
         self._checks = None if check is None else Checks(check, path)
         self._tasks = Tasks()
         self._pumping = False
@@ -105,41 +106,41 @@ class Fleet:
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
 
     def start(self) -> None:
-        """Begin to admit engines."""
+        """Start the thread, which admits engines."""
         self._thread.start()
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
-        """Draw these, in their turns. From any thread."""
+        """Queue these tickets. From any thread."""
         self._loop.call_soon_threadsafe(self._add, list(tickets))
 
     def cancel(self, ticket_ids: Sequence[str]) -> None:
-        """Nobody wants these any more. From any thread."""
+        """Cancel these tickets. From any thread."""
         self._loop.call_soon_threadsafe(self._cancel, list(ticket_ids))
 
     def close(self) -> None:
-        """Leave the engines as they are. From another thread."""
+        """Stop the thread; engines keep running. From another thread."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
     def pause(self) -> "Future[None]":
-        """Let nothing be drawn until `resume`: what runs waits again, with its tokens. From another thread."""
+        """Stop sampling until `resume`. Running samples return to the queue with their tokens. From another thread."""
         return asyncio.run_coroutine_threadsafe(self._pause_all(), self._loop)
 
     def sleep(self) -> "Future[None]":
-        """Let engines give up their memory, after `pause`. From another thread."""
+        """Put engines to sleep, to free their device memory. Call `pause` first. From another thread."""
         return asyncio.run_coroutine_threadsafe(self._sleep.fall_asleep(self._in_use), self._loop)
 
     def wake(self) -> "Future[None]":
-        """Let them take it back. From another thread."""
+        """Wake engines, which take their device memory back. From another thread."""
         return asyncio.run_coroutine_threadsafe(self._sleep.wake(self._in_use), self._loop)
 
     def resume(self) -> None:
-        """Draw samples again. From another thread."""
+        """Resume sampling. From another thread."""
         self._loop.call_soon_threadsafe(self._resume_all)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Set the weights of tenants. Before anything is submitted."""
+        """Set the weights of tenants. Must be called before the first submit."""
         self.router.weigh(weights)
 
     def _run(self) -> None:
@@ -164,7 +165,7 @@ class Fleet:
     # -- engines ------------------------------------------------------------------------------------------------------
 
     async def _watch(self, engine: Engine) -> None:
-        """An engine's comings and goings."""
+        """Admit an engine whenever it answers, and detect when it is lost."""
         failures = 0
         while True:
             try:
@@ -199,7 +200,7 @@ class Fleet:
             self._lose(engine)
 
     async def _admit_awake(self, engine: Engine) -> Admitted:
-        if self._options.colocated:  # a driver that was killed may have left it asleep
+        if self._options.colocated:  # a killed driver may have left it asleep
             await self._sleep.wake([engine])
         return await self._admit(engine)
 
@@ -236,12 +237,12 @@ class Fleet:
         self._pump()
 
     def _look_for_unserved(self) -> None:
-        """Note since when what waits cannot be drawn, as engines have come or gone, or samples."""
+        """Update the set of waiting samples that no engine in use can draw."""
         if not self._sleep.holds:
             self._stranded.look(self.router.waiting, self.router.servable)
 
     def why_absent(self) -> str:
-        """Reasons for which engines are not in use."""
+        """Reasons why engines are not in use."""
         return "; ".join(str(error) for error in list(self.troubles.values())) or "none of them can do it"
 
     @property
@@ -290,7 +291,7 @@ class Fleet:
         self._pump()
 
     def _pump(self) -> None:
-        """Do what the router says, once what happens now has happened."""
+        """Execute the router's next moves, after the current callback."""
         if not self._pumping:
             self._pumping = True
             self._loop.call_soon(self._move)
@@ -358,19 +359,19 @@ class Fleet:
         self._pump()
 
     async def _pause(self, attempts: int) -> None:
-        """Wait before an engine is asked for the same again: not for the first time, and not while others may do it."""
+        """Back off before retrying on an engine, unless it is the first attempt or other engines remain."""
         if attempts >= len(self.engines):
             await asyncio.sleep(pause_s(attempts - len(self.engines), FIRST_PAUSE_S, LONGEST_PAUSE_S))
 
     def _is_gone(self, engine: Engine, error: EngineDown) -> None:
-        """Its samples, of which the one that has noticed is one, go back when its watch hears of it."""
+        """Mark an engine as lost. Its watch task then returns its samples to the queue."""
         gone = self._gone.get(engine.name)
         if gone is not None and not gone.is_set():
             self._in_trouble(engine, error)
             gone.set()
 
     def _count(self, ticket: Ticket, engine: str, error: Exception) -> None:
-        """A sample was not drawn, for no fault of its own that is known. It waits for another engine, if it may."""
+        """Count a failed attempt. The sample waits for another engine unless it has used up its attempts."""
         ticket.attempts += 1
         ticket.avoid.add(engine)
         if not self._end_if_whole(ticket) and ticket.attempts >= ATTEMPTS:

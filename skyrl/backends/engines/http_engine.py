@@ -1,8 +1,8 @@
-"""`Engine` over HTTP, by vLLM's OpenAI server (0.20 and later) and whatever speaks like it.
+"""`Engine` over HTTP, for vLLM's OpenAI server (0.20 and later) and compatible servers.
 
-Nothing of its defaults is relied on: EOS, filters and penalties are all sent. `--generation-config` would fill in what
-is left out, and its rules of stopping are not ours. Adapters are never loaded in place: 0.32 reads such an adapter from
-disk again at each step, and keeps what its older weights have left in the prefix cache.
+Every sampling option is sent explicitly (EOS, filters, penalties): `--generation-config` would fill in missing ones,
+and vLLM's stopping rules differ from ours. Adapters are never loaded in place: vLLM 0.32 rereads such an adapter from
+disk at each step, and keeps prefix cache entries of its old weights.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ from skyrl.types import Origin
 
 LONGEST_MESSAGE = 500
 IDLE_S = 2.0
-"""Seconds after which an idle connection is not used again: servers close theirs after 5, as uvicorn does."""
+"""Seconds after which an idle connection is not reused. Servers such as uvicorn close theirs after 5."""
 UNCHANGED, UNFINISHED = "default", "unfinished"
-"""Weight versions that vLLM begins with, and that an engine has while its weights are replaced."""
+"""Weight versions of vLLM: its initial value, and our marker while weights are being replaced."""
 REFUSED = (400, 413, 422)
-"""Statuses that say that the request is to blame."""
+"""Status codes that blame the request."""
 
 
 class HttpEngine(Engine):
@@ -48,7 +48,7 @@ class HttpEngine(Engine):
         self._options = options
         self._base: str | None = None
         self._fingerprint: str | None = None
-        """Fingerprint of the server's configuration, which its answers tell; another's is another server."""
+        """Fingerprint of the server's configuration, reported in responses. A different one means another server."""
         self._client = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {options.key}"} if options.key else {},
@@ -56,7 +56,7 @@ class HttpEngine(Engine):
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=options.max_requests + 8, keepalive_expiry=IDLE_S
             ),
-            trust_env=False,  # an engine of the cluster is not behind the proxy of the world
+            trust_env=False,  # engines in the cluster are not behind an outbound proxy
         )
 
     async def facts(self) -> EngineFacts:
@@ -91,7 +91,7 @@ class HttpEngine(Engine):
         return reading.drawn()
 
     def _check_server(self, fingerprint: str | None, base_id: str) -> None:
-        """Raise if the server was started again, or its base weights were replaced, while it drew."""
+        """Raise if the server was restarted or its base weights were replaced while it generated."""
         if fingerprint is not None and self._fingerprint not in (None, fingerprint):
             raise EngineDown(f"{self.name} was started again: its fingerprint is {fingerprint}")
         self._fingerprint = fingerprint or self._fingerprint
@@ -150,7 +150,7 @@ class HttpEngine(Engine):
         await self._client.aclose()
 
     async def _development(self, path: str, body: Any = None, **query: str | int) -> None:
-        """Call what vLLM serves with VLLM_SERVER_DEV_MODE=1 alone."""
+        """Call an endpoint that vLLM serves only with VLLM_SERVER_DEV_MODE=1."""
         try:
             await self._call("POST", path, self._options.timeout_s, query=query, body=body)
         except AdapterMissing as error:
@@ -159,7 +159,7 @@ class HttpEngine(Engine):
     async def _call(
         self, method: str, path: str, limit_s: float, *, query: Mapping[str, str | int] | None = None, body: Any = None
     ) -> Any:
-        """The JSON that it answers; None if that is something else."""
+        """The JSON of the response, or None if it is not JSON."""
         async with self._talking(path, limit_s):
             answer = await self._client.request(method, path, params=query, json=body)
         if answer.is_success:
@@ -168,7 +168,7 @@ class HttpEngine(Engine):
 
     @asynccontextmanager
     async def _talking(self, path: str, limit_s: float) -> AsyncIterator[None]:
-        """Turn what may happen on the way into `EngineDown`."""
+        """Convert transport errors and timeouts to `EngineDown`."""
         try:
             async with asyncio.timeout(limit_s):
                 yield
@@ -176,13 +176,13 @@ class HttpEngine(Engine):
             raise EngineDown(f"{self.name} has not answered {path} within {limit_s:g} s") from None
         except (EngineDown, EngineFailed, Refused):
             raise
-        except Exception as error:  # of httpx, or what its parts raise where a connection ends at a bad moment
+        except Exception as error:  # of httpx, or of its dependencies if a connection ends at a bad moment
             raise EngineDown(f"{self.name} is unreachable ({path}: {str(error) or type(error).__name__})") from error
 
     def _failure(self, path: str, answer: httpx.Response) -> Exception:
-        """Meaning of an answer that is no success."""
+        """Convert an error response to an exception."""
         if answer.status_code in REFUSED:
-            return Refused(_message(answer))  # which the sender may read
+            return Refused(_message(answer))  # whose message the client may see
         message = f"{self.name} answers {path} with {answer.status_code}: {_message(answer)}"
         if answer.status_code in (401, 403):
             return EngineFailed(f"{message}; give it the key that it was started with (api_key, or VLLM_API_KEY)")
@@ -192,7 +192,7 @@ class HttpEngine(Engine):
 
 
 async def _chunks(answer: httpx.Response) -> AsyncIterator[Any]:
-    """JSON objects of a stream of events, or the only one."""
+    """JSON objects of an event stream, or the single JSON object of a plain response."""
     if not answer.headers.get("content-type", "").startswith("text/event-stream"):
         yield json.loads(await answer.aread())
         return
@@ -232,7 +232,7 @@ def _json(answer: httpx.Response) -> Any:
 
 
 def _message(answer: httpx.Response) -> str:
-    """The engine's own words, from whichever form of error it uses."""
+    """The engine's error message, from any of the error formats."""
     try:
         error = answer.json()
     except ValueError:

@@ -1,8 +1,8 @@
-"""Needs of a request: features of an engine by name, or what no engine has, so that the backend's sampler does it.
+"""Features that a request needs of an engine, or the reason why only the backend's sampler can draw it.
 
-Log-probabilities are those of the model as it is (`raw`), or at the request's temperature and after its filters
-(`processed`): an engine has one of the two ways. They are never made of one another, so each request goes where what it
-asks for comes out. At temperature 1 without filters both are the same.
+An engine reports log-probabilities either of the unmodified model (`raw`), or after temperature and filters
+(`processed`). They are never converted, so each request goes to an engine that reports the requested kind. At
+temperature 1 without filters, both are equal.
 """
 
 from skyrl.backends.operations import Sample
@@ -10,31 +10,31 @@ from skyrl.types import LoraConfig
 
 RAW, PROCESSED = "logprobs:raw", "logprobs:processed"
 BY_PLACE = "seeds by place"
-"""A token follows from the seed, its place and what is before it: samples can be gone on with elsewhere, to the bit."""
+"""Each token depends only on seed, position and preceding tokens: samples resume elsewhere with identical tokens."""
 WHOLE = "whole models"
-"""Versions of models of which all weights are trained."""
+"""Versions of fully trained models."""
 BASE = "base model"
-"""Samples of the base model stay its own while adapters are there."""
+"""Correct samples of the base model while adapters are loaded."""
 GROUPS = ("attn", "mlp", "unembed")
-"""Groups of modules that an adapter may be on."""
+"""Groups of modules that an adapter may cover."""
 COLDEST = 0.01
-"""Temperatures between 0 and this are taken for this by vLLM."""
+"""vLLM replaces temperatures between 0 and this by this."""
 
 
 def adapter_feature(group: str) -> str:
-    """Feature of engines that adapt the modules of a group."""
+    """Feature of engines that apply adapters to the modules of a group."""
     return f"adapter:{group}"
 
 
 def needs_of_adapter(config: LoraConfig) -> frozenset[str]:
-    """Features that adapters of this kind need, or versions of whole models."""
+    """Features needed for adapters of this configuration, or for versions of fully trained models (rank 0)."""
     if config.rank == 0:
         return frozenset({WHOLE})
     return frozenset(adapter_feature(group) for group in GROUPS if getattr(config, f"train_{group}"))
 
 
 def needs_of(request: Sample, max_logprobs: int) -> frozenset[str] | str:
-    """Features that a request needs beside those of its adapter; or why engines cannot draw it."""
+    """Features that a request needs in addition to its adapter's, or the reason why engines cannot draw it."""
     temperature = request.params.temperature
     if request.topk_sample_logprobs > max_logprobs:
         return f"topk_sample_logprobs={request.topk_sample_logprobs} is above max_logprobs={max_logprobs}"
@@ -52,13 +52,13 @@ def needs_of(request: Sample, max_logprobs: int) -> frozenset[str] | str:
 
 
 def _filters(request: Sample) -> bool:
-    """Return True if anything but the temperature changes what may be drawn."""
+    """Return True if an option other than the temperature changes the distribution."""
     params, options = request.params, request.options
     return bool(params.top_k > 0 or params.top_p < 1 or options.min_p or options.min_tokens or options.penalises)
 
 
 def has_scores(request: Sample) -> bool:
-    """Return True if its prompt is to be scored, which the backend's sampler does."""
+    """Return True if the request asks for scores of its prompt, which the backend's sampler computes."""
     return bool(
         request.prompt_logprobs
         or request.topk_prompt_logprobs

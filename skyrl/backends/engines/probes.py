@@ -1,4 +1,4 @@
-"""Random adapters to try engines with, one on each group of modules, and the scores that they are compared with."""
+"""Random test adapters, one for each group of modules."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,26 +14,27 @@ from skyrl.types import BackendInfo, LoraConfig
 
 Version = TypeVar("Version")
 Score = Callable[[str | None, np.ndarray], Awaitable[np.ndarray]]
-"""Log-probabilities float32 of all tokens but the first, under a version in memory or the base model (None)."""
+"""Scoring function: float32 log-probabilities of all tokens but the first, under a version (None: the base model)."""
 
 FARTHER = 5
-"""A probe is so many bounds away from the base model, on average, that an engine without it is found out."""
+"""Minimum mean difference between a probe and the base model, as a multiple of the bound, so that an engine without it
+is detected."""
 FIRST_SCALE, LARGEST_SCALE = 0.05, 10.0
-"""Standard deviation of a probe's numbers, which is doubled until the probe is far away."""
+"""First and largest standard deviation of a probe's weights. It doubles until the probe is far from the base model."""
 TOKENS = 48
-"""Tokens by which it is measured how far away it is."""
+"""Tokens on which that difference is measured."""
 
 
 class Probes(Generic[Version]):
-    """Probes of a backend, made when they are asked for first and kept.
+    """Test adapters of a backend, created on first use and kept.
 
     Args:
-        make: A random adapter of a configuration, the same each time, whose numbers have this standard deviation.
-        exports: Writes them.
-        versions: Holds them.
-        score: The backend's own sampler.
+        make: Returns a deterministic random adapter with this configuration and standard deviation of weights.
+        exports: Writes the adapters.
+        versions: Pool that the adapters are published to.
+        score: Scoring function of the backend's own sampler.
         info: Facts about the backend.
-        bound: Mean difference of log-probabilities that engines are allowed.
+        bound: Allowed mean difference of log-probabilities for engines.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Probes(Generic[Version]):
         self._made: asyncio.Task[dict[str, tuple[str, str]]] | None = None
 
     async def __call__(self) -> dict[str, tuple[str, str]]:
-        """(version in memory, name in the folder) by group of modules."""
+        """(version in memory, name in the folder) of each group's probe."""
         if self._made is None or (self._made.done() and self._made.exception() is not None):
             self._made = asyncio.create_task(self._make_all())
         return await asyncio.shield(self._made)

@@ -1,7 +1,6 @@
-"""Protocol of a sampling engine: token ids in, token ids and log-probabilities out, adapters by immutable names.
+"""Interface of a sampling engine: token ids in, token ids and log-probabilities out, adapters with immutable names.
 
-Every call ends within a time limit of its own. `EngineDown` is the engine's end as far as we are concerned: it has to
-be admitted anew. Anything else leaves it in use.
+Every call has a timeout. After `EngineDown`, the engine has to be admitted again. After other errors, it stays in use.
 """
 
 from abc import ABC, abstractmethod
@@ -15,37 +14,37 @@ from skyrl.types import Origin, SamplingOptions, TokenTable
 
 
 class EngineDown(Exception):
-    """The engine does not answer, or not like the one that was admitted."""
+    """The engine does not answer, or is not the one that was admitted."""
 
 
 class EngineFailed(Exception):
-    """The engine could not do it, for a reason of its own: another may be able to."""
+    """The engine failed for a reason of its own; another engine may succeed."""
 
 
 class AdapterMissing(EngineDown):
-    """The engine does not have an adapter that was loaded: it was started again."""
+    """The engine lacks an adapter that was loaded, for example after a restart."""
 
 
 class Refused(Exception):
-    """The engine does not take the request as it is. The message is the engine's."""
+    """The engine rejected the request. The message is the engine's."""
 
 
 class Mismatch(Exception):
-    """The engine is well, but does not serve what we train. The message says why that may be."""
+    """The engine works, but serves other weights than ours. The message names likely causes."""
 
 
 class NoEngine(Exception):
-    """No engine is there that could draw the sample."""
+    """No available engine can draw the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One sequence to draw."""
+    """Request for one sequence."""
 
     prompt: np.ndarray
     """int32 `[prompt]`."""
     adapter: str | None
-    """Its name on the engine; None is the base model."""
+    """Name of the adapter on the engine; None: the base model."""
     max_tokens: int
     seed: int
     """int64, at least 0."""
@@ -54,32 +53,32 @@ class Draw:
     """0: off."""
     top_p: float = 1.0
     stop_ids: tuple[int, ...] = ()
-    """All tokens that end the sequence: the engine knows of no EOS beside them."""
+    """All tokens that end the sequence, EOS included."""
     stop_strings: tuple[str, ...] = ()
     options: SamplingOptions = field(default_factory=SamplingOptions)
     """`stop_token_ids` are among `stop_ids`."""
     top: int = 0
-    """Most likely tokens to tell at each place."""
+    """Number of most likely tokens to report at each position."""
     salt: str = "none"
-    """Requests of different salts share no cached prefixes."""
+    """Requests with different salts share no cached prefixes."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Sample that was drawn."""
+    """A generated sequence, or a piece of one."""
 
     tokens: np.ndarray
-    """int32 `[n]`, the stop token included."""
+    """int32 `[n]`, including the stop token."""
     logprobs: np.ndarray
-    """float32 `[n]`, of the engine's log-probability mode."""
+    """float32 `[n]`, in the engine's log-probability mode."""
     stopped: bool
-    """False if it ended for its length."""
+    """False if the sequence ended at its maximum length."""
     top: TokenTable | None = None
-    """`[n, top]`."""
+    """Most likely tokens and their log-probabilities, `[n, top]`."""
     cached: int = 0
-    """Tokens of the prompt that were not computed, where the engine tells."""
+    """Prompt tokens served from the prefix cache, if the engine reports them."""
     origins: tuple[Origin, ...] = ()
-    """Origins as the engine stamped them; `version` is the name of the adapter that it says it has drawn with."""
+    """Origins reported by the engine; `version` is the adapter name in its response."""
 
 
 @dataclass(frozen=True)
@@ -87,87 +86,88 @@ class EngineFacts:
     """Facts that an engine reports about itself."""
 
     base: str
-    """Name by which its base model is asked for."""
+    """Name of its base model in requests."""
     root: str
-    """Path or hub id from which it was loaded."""
+    """Path or hub id of its base model."""
     longest: int
-    """Tokens of a sequence at most."""
+    """Maximum tokens per sequence."""
     version: str
     adapters: Mapping[str, str]
-    """Path of each adapter that is loaded, by name."""
+    """Paths of loaded adapters, by name."""
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """Facts found of an engine that may be used."""
+    """Result of a successful admission."""
 
     longest: int
     features: frozenset[str]
     adapters: list[str]
-    """Our adapters that it has."""
+    """Our adapters that are loaded."""
     base: str = ""
     """Content id of its base weights."""
     difference: float = 0.0
-    """Largest mean difference of its log-probabilities from ours, where it has what we have."""
+    """Largest mean difference between its log-probabilities and ours, among the features that passed."""
 
 
 class Engine(ABC):
-    """One engine. Its methods are called in one thread's event loop."""
+    """One engine. All methods are called from one thread's event loop."""
 
     name: str
     """Address, for messages."""
     max_requests: int
-    """Sequences that it is given at a time."""
+    """Maximum concurrent sequences."""
     max_loras: int
-    """Adapters that it holds at a time."""
+    """Maximum loaded adapters."""
     max_logprobs: int
     """Largest `Draw.top`."""
     base_id: str = ""
-    """Content id of its base weights, once they were proved or replaced from here. Empty: not known."""
+    """Content id of its base weights, once verified or replaced by us. Empty: unknown."""
 
     @abstractmethod
     async def facts(self) -> EngineFacts:
-        """Ask what it serves. Forgets what was known of it."""
+        """Query the served model, and reset cached knowledge about the engine."""
 
     @abstractmethod
     async def health(self) -> None:
-        """Raise `EngineDown` if it is not well."""
+        """Raise `EngineDown` if the engine is unhealthy."""
 
     @abstractmethod
     async def generate(self, draw: Draw, pieces: list[Drawn] | None = None) -> Drawn:
-        """Draw and stamp a sequence. Raises `EngineDown`, `EngineFailed`, `Refused`. Cancelling ends it there, too.
+        """Generate a sequence. Raises `EngineDown`, `EngineFailed`, `Refused`. Cancellation also aborts it there.
 
         Args:
-            draw: What is asked for.
-            pieces: Where consecutive pieces of the sequence are put as they come, if the engine sends such.
+            draw: The request.
+            pieces: List to which consecutive pieces of the sequence are appended as they arrive, if the engine streams.
         """
 
     @abstractmethod
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load the adapter in the folder `path` as `name`, which no other weights ever have. Raises as `generate`."""
+        """Load the adapter in the folder `path` under an immutable name. Raises the errors of `generate`."""
 
     @abstractmethod
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; no matter if it is not there."""
+        """Unload an adapter. Does nothing if it is not loaded."""
 
     @abstractmethod
     async def update_base(self, path: str) -> None:
-        """Replace the base weights by those of the folder `path`, of the same shapes, and forget cached prefixes."""
+        """Replace the base weights with those in the folder `path`, of the same shapes, and clear the prefix cache."""
 
     @abstractmethod
     async def base_version(self) -> str:
-        """Content id of the base weights that it was given last, by whomever. Empty: none since it was started."""
+        """Content id of the base weights loaded last, by any client. Empty: none since startup."""
 
     @abstractmethod
     async def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:
-        """Draw nothing more until `resume`. What runs is given up, is finished first, or goes on after it."""
+        """Stop generating until `resume`. Running sequences are aborted, finished ("wait") or continued later
+        ("keep")."""
 
     @abstractmethod
     async def resume(self) -> None: ...
 
     @abstractmethod
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Give up the device's memory. Level 2 forgets the weights, too, so that `update_base` has to follow."""
+        """Free the device memory. Level 2 also discards the weights, so `update_base` has to follow."""
 
     @abstractmethod
     async def wake(self) -> None: ...

@@ -1,7 +1,7 @@
-"""A request that engines draw: what each of its samples asks for, and the answer that is made of them.
+"""A request that engines draw: its sampling requests, and the result assembled from their responses.
 
-Sequences end by our own rules: engines are told of them so that they stop early, and what comes back is read token by
-token as if it were drawn here.
+Our own stopping rules decide where sequences end. Engines get them only to stop early; responses are checked token by
+token as if they had been generated here.
 """
 
 import dataclasses
@@ -22,30 +22,30 @@ from skyrl.utils.tokenizer import Tokenizer
 
 @dataclass(eq=False)
 class EngineRequest:
-    """A request from its arrival to its result."""
+    """A request from arrival to result."""
 
     job: Job
     claim: Claim
-    """Claim of its version."""
+    """Claim on its version."""
     needs: frozenset[str]
     """Capabilities that an engine must have."""
     version: object = None
-    """Weights of its version here, which stay in memory as long as engines may be compared with them."""
+    """Its version's weights, which must stay in memory for comparisons with engines."""
     adapter: str | None = None
-    """Name of its adapter, once it is pinned."""
+    """Name of its adapter, once pinned."""
     tickets: dict[Ticket, int] = field(default_factory=dict)
-    """Its samples by their numbers, once they are handed on."""
+    """Its samples, with their indices, once submitted."""
     scores: SampleOutput | None = None
-    """Scores of its prompt."""
+    """Scores of its prompt, once computed."""
     hits: int | None = None
-    """Tokens of the prompt that the engine of the sample that ended first had in its cache."""
+    """Prefix cache hits, in tokens of the prompt, of the sample that ended first."""
 
     @property
     def request_id(self) -> str:
         return self.job.request.request_id
 
     def hand_out(self) -> list[Ticket]:
-        """Its samples, each of which is drawn by itself."""
+        """Create the tickets, one for each sample."""
         request = self.job.request
         one = dataclasses.replace(request, num_samples=1)
         for index in range(request.num_samples):
@@ -54,23 +54,23 @@ class EngineRequest:
         return list(self.tickets)
 
     def take(self, ticket: Ticket, drawn: Drawn, tokenizer: Tokenizer) -> None:
-        """A sample was drawn."""
+        """Add a finished sample."""
         if self.hits is None:
             self.hits = drawn.cached
         sequence = Sequence(self.job, self.tickets[ticket], tokenizer, [], [])
-        version = self.job.request.version  # which the adapter of that name on engines is
+        version = self.job.request.version  # to which the adapter's name on engines corresponds
         sequence.origins = tuple(dataclasses.replace(origin, version=version) for origin in drawn.origins)
         for place, (token, logprob) in enumerate(zip(drawn.tokens, drawn.logprobs, strict=True)):
             top = None if drawn.top is None else (drawn.top[0][place], drawn.top[1][place])
             if sequence.push(int(token), float(logprob), top):
                 return
-        reason = "stop" if drawn.stopped else "length"  # for a reason that only the engine knows
+        reason = "stop" if drawn.stopped else "length"  # a reason known only to the engine
         self.job.finished[sequence.index] = GeneratedSequence(
             drawn.tokens, drawn.logprobs, reason, drawn.top, sequence.origins
         )
 
     def output(self) -> SampleOutput:
-        """The result, once all samples, and the scores if they were asked for, are there."""
+        """The result, once all samples and any requested scores are complete."""
         sequences = [self.job.finished[index] for index in range(self.job.request.num_samples)]
         answer = self.scores or SampleOutput([])
         return dataclasses.replace(answer, sequences=sequences, prompt_cache_hit_tokens=self.hits or 0)
@@ -108,6 +108,6 @@ class EngineRequest:
 
 
 def _seed(words: tuple[int, int], index: int) -> int:
-    """Seed of one sample, in 0 .. 2^63 - 1: equal for equal requests, whatever was drawn before."""
+    """Seed of one sample, in 0 .. 2^63 - 1, which depends only on the request's seed and the index."""
     numbers = np.asarray([*words, index], np.uint64).tobytes()
     return int.from_bytes(blake2b(numbers, digest_size=8).digest()) >> 1

@@ -1,8 +1,8 @@
-"""Engines that are reserved for models of which all weights are trained: each holds one version at a time, as its base.
+"""Engines reserved for fully trained models: each serves one version at a time, as its base weights.
 
-To the fleet such a version is an adapter, of which the engine has one: it waits for a slot, gives way once nothing
-samples it any more, and is compared before its first sample. To load it is to replace the engine's base weights, from
-the folder of the version. An engine tells which weights it was given last, so one that was started again is noticed.
+The fleet treats such a version as an adapter, and the engine as having one adapter slot: a version waits for the slot,
+is evicted when it has no more samples, and is compared before its first sample. Loading it replaces the engine's base
+weights with the version's folder. Before each sample, the engine reports its current weights, which reveals restarts.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from skyrl.backends.engines.protocol import AdapterMissing, Draw, Drawn, Engine,
 
 
 class _Stamped(list[Drawn]):
-    """Pieces of a sample, each stamped with the version that the engine has as its base."""
+    """List of pieces of a sample that also appends each piece, with its origin rewritten, to another list."""
 
     def __init__(self, pieces: list[Drawn], stamp: "Stamp"):
         super().__init__()
@@ -25,13 +25,13 @@ class _Stamped(list[Drawn]):
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """Stamp of samples in the place of the engine's base weights."""
+    """Rewrites origins: from the engine's base weights to the version that they are."""
 
     base_id: str
-    """Content id of the base weights that a sample has to be of."""
+    """Expected content id of the engine's base weights."""
     version: str | None
     of: str
-    """Content id of the model that the version was made of."""
+    """Content id of the base model from which the version was trained."""
 
     def __call__(self, drawn: Drawn) -> Drawn:
         origins = tuple(
@@ -44,7 +44,7 @@ class Stamp:
 
 
 class ReservedEngine(Engine):
-    """An engine whose base weights are those of one version after the other."""
+    """An engine whose base weights are replaced by one version after another."""
 
     max_loras = 1
 
@@ -52,9 +52,9 @@ class ReservedEngine(Engine):
         self._engine = engine
         self.name, self.max_requests, self.max_logprobs = engine.name, engine.max_requests, engine.max_logprobs
         self._held: str | None = None
-        """Version that it has; None is the base model."""
+        """Its current version; None: the base model."""
         self._whole = False
-        """False while weights are replaced, and after that has failed."""
+        """False during a replacement of weights, and after a failed one."""
 
     async def facts(self) -> EngineFacts:
         facts = await self._engine.facts()
@@ -78,7 +78,7 @@ class ReservedEngine(Engine):
             await self._replace(name, path)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget it. The engine has its weights until the next one's take their place."""
+        """Mark the version as unloaded. Its weights stay on the engine until the next replacement."""
         self._whole = self._whole and self._held != name
 
     async def update_base(self, path: str) -> None:

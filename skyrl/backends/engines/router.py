@@ -1,10 +1,10 @@
 """Routing of samples to engines, as pure state: no threads, no clock, no I/O.
 
-Samples that wait begin in the order of `FairQueue`, fairly between tenants, on an engine that has room and the sample's
-adapter, or a slot for it. One that finds no slot is passed by those behind it until as many of these have begun as all
-engines hold; then an adapter gives way on some engine: nothing more begins there with it, and what runs of it ends. So
-no engine is given more than it holds, and the wait of a lone tenant's adapter is bounded. Samples of a lost engine go
-before all others.
+Waiting samples start in the order of `FairQueue`, fairly between tenants, on an engine with a free place and either the
+sample's adapter or a slot for it. Later samples may overtake one that finds no slot. After as many of them have started
+as all engines hold, an adapter is drained on some engine: no more of its samples start there, and the running ones
+complete. So no engine exceeds its capacity, and the wait of a lone tenant's adapter is bounded. Samples of a lost
+engine precede all others.
 """
 
 from collections import Counter, deque
@@ -20,67 +20,67 @@ from skyrl.backends.executor.fair_queue import FairQueue
 from skyrl.backends.operations import Sample
 
 LOOK_AT = 512
-"""Waiting samples that are looked at, at most, unless there are more tenants."""
+"""Maximum waiting samples that are considered, unless there are more tenants."""
 LOOK_PAST = 64
-"""Samples among those that find no slot for their adapter, at most."""
+"""Maximum considered samples that find no slot for their adapter."""
 STICKY = 0.2
-"""Load, as a part of what an engine holds, that the engine of a sample's like may have more than others."""
+"""Affinity bonus of the preferred engine, in units of relative load."""
 LOADING, EVICTING = 0.3, 0.5
-"""The same for engines that have the adapter, beside those with a free slot and those that forget another for it."""
+"""Cost of loading an adapter into a free slot, and of evicting another adapter for it, in the same units."""
 PREFIX = 64
-"""Tokens at the beginning of prompts by which they are alike."""
+"""Leading prompt tokens that define the affinity of samples."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One sequence to draw, from its arrival to its end."""
+    """One sequence to draw, from arrival to end."""
 
     request: Sample
-    """Request for one sample; its id is the ticket's own."""
+    """Request for one sample; its id is the ticket's id."""
     draw: Draw
     """Request to an engine."""
     needs: frozenset[str] = frozenset()
     """Capabilities that an engine must have."""
     attempts: int = 0
-    """Engines that were lost, or failed, with it."""
+    """Failed attempts, including those on lost engines."""
     avoid: set[str] = field(default_factory=set)
-    """Engines that could not do it, which are asked again only if no other is there."""
+    """Engines on which it failed. They are used again only if no other engine is available."""
     delivered: Drawn | None = None
-    """Tokens of it that lost engines have drawn."""
+    """Tokens delivered by previous engines."""
     pieces: list[Drawn] = field(default_factory=list)
-    """Tokens of the rest that the engine has sent."""
+    """Pieces received from the current engine."""
     by_place: bool = True
-    """True if all that was delivered is of engines that draw by seed and place."""
+    """True if all delivered tokens are from engines that derive randomness from seed and position."""
     passed_by: int = 0
-    """Samples behind it that began while it found no slot."""
+    """Later samples that started while this one found no slot."""
 
     @property
     def adapter(self) -> str | None:
-        """Name of its adapter; None is the base model."""
+        """Name of its adapter; None: the base model."""
         return self.draw.adapter
 
     @property
     def tokens(self) -> int:
-        """Length of its sequence at most, prompt included."""
+        """Maximum length of its sequence, including the prompt."""
         return len(self.draw.prompt) + self.draw.max_tokens
 
     @cached_property
     def likeness(self) -> bytes:
-        """Equal for samples that probably share a prefix."""
+        """Affinity key, equal for samples that probably share a prefix."""
         key = self.request.routing_key
         shared = self.request.prompt[:PREFIX].tobytes() if key is None else key.encode()
         return b"\0".join((self.request.tenant.encode(), (self.adapter or "").encode(), shared))
 
 
 class Start(NamedTuple):
-    """Draw a sample on an engine, which has its adapter."""
+    """Move: draw a sample on an engine that has its adapter."""
 
     ticket: Ticket
     engine: str
 
 
 class Load(NamedTuple):
-    """Load an adapter on an engine, which is to forget another first if one is named."""
+    """Move: load an adapter on an engine, after unloading `instead_of` if it is not None."""
 
     engine: str
     adapter: str
@@ -95,7 +95,7 @@ class _Adapter:
 
 @dataclass
 class _Place:
-    """An engine that is in use."""
+    """An engine in use."""
 
     name: str
     max_requests: int
@@ -114,31 +114,31 @@ class _Place:
         return ticket.needs <= self.features and ticket.tokens <= self.longest
 
     def idle_adapter(self) -> str | None:
-        """The least recently used adapter that may be forgotten."""
+        """The least recently used adapter without running samples, or None."""
         idle = (name for name, held in self.adapters.items() if held.state == "loaded" and not held.running)
         return next(idle, None)
 
 
 class Router:
-    """Engines, what runs on them and what waits."""
+    """Engines in use, with their running samples, and the queue."""
 
     def __init__(self) -> None:
         self._line: FairQueue[Ticket] = FairQueue()
         self._again: deque[Ticket] = deque()
-        """Samples of engines that were lost."""
+        """Samples that were running on lost engines, or failed."""
         self._places: dict[str, _Place] = {}
         self._running: dict[str, tuple[Ticket, _Place]] = {}
-        """By ticket's id."""
+        """By ticket id."""
         self._wanted: Counter[str | None] = Counter()
-        """Waiting samples by adapter."""
+        """Number of waiting samples by adapter."""
         self._closing: dict[str, tuple[str, str]] = {}
-        """(engine, adapter) that gives way, by the adapter that waits for it."""
+        """(engine, adapter) that is being drained, by the adapter that waits for its slot."""
 
     # -- engines ------------------------------------------------------------------------------------------------------
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Those that are in use."""
+        """Names of engines in use."""
         return tuple(self._places)
 
     def join(
@@ -151,13 +151,13 @@ class Router:
         features: frozenset[str],
         adapters: list[str],
     ) -> None:
-        """Use an engine, which has these adapters, `max_loras` at most."""
+        """Add an engine, with its loaded adapters, of which there are at most `max_loras`."""
         assert name not in self._places and len(adapters) <= max_loras, (name, adapters)
         held = {adapter: _Adapter("loaded") for adapter in adapters}
         self._places[name] = _Place(name, max_requests, max_loras, longest, features, held)
 
     def leave(self, name: str) -> list[Ticket]:
-        """Do not use an engine any more. Its samples wait again, before all others; returns them."""
+        """Remove an engine. Its samples go to the head of the queue and are returned."""
         place = self._places.pop(name, None)
         if place is None:
             return []
@@ -169,7 +169,7 @@ class Router:
         return lost
 
     def loaded(self, engine: str, adapter: str, well: bool) -> None:
-        """A `Load` has ended; not well if the engine refuses the adapter."""
+        """Record the end of a `Load`. `well` is False if it failed."""
         place = self._places.get(engine)
         if place is None or adapter not in place.adapters:
             return
@@ -180,46 +180,46 @@ class Router:
 
     @property
     def adapters(self) -> set[str]:
-        """Those that engines have, or are about to."""
+        """Adapters that are loaded or loading on engines."""
         return {adapter for place in self._places.values() for adapter in place.adapters}
 
     def servable(self, ticket: Ticket) -> bool:
-        """Return True if an engine that is in use could draw it."""
+        """Return True if an engine in use supports this sample."""
         return any(place.serves(ticket) for place in self._places.values())
 
     @property
     def running(self) -> list[tuple[Ticket, str]]:
-        """Drawn sequences, and the engine that drew them."""
+        """Running samples, each with its engine."""
         return [(ticket, place.name) for ticket, place in self._running.values()]
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Set the weights of tenants. Before anything is added."""
+        """Set the weights of tenants. Must be called before the first sample is added."""
         self._line.weigh(weights)
 
     def __len__(self) -> int:
-        """Samples that wait."""
+        """Number of waiting samples."""
         return len(self._line) + len(self._again)
 
     @property
     def waiting(self) -> list[Ticket]:
-        """All that wait, in no order."""
+        """All waiting samples, unordered."""
         return [*self._again, *self._line]
 
     def add(self, ticket: Ticket) -> None:
-        """A sample begins to wait."""
+        """Add a sample to the queue."""
         self._line.add(ticket.request, ticket)
         self._wanted[ticket.adapter] += 1
 
     def again(self, ticket: Ticket) -> None:
-        """A sample that ran could not be drawn there, and waits before all others."""
+        """Return a running sample that failed to the head of the queue."""
         self._end(ticket)
         self._again.append(ticket)
         self._wanted[ticket.adapter] += 1
 
     def remove(self, ticket: Ticket) -> None:
-        """A sample is not wanted any more, wherever it is."""
+        """Remove a sample, waiting or running."""
         if ticket in self._again:
             self._again.remove(ticket)
             self._waits_no_more(ticket)
@@ -228,7 +228,7 @@ class Router:
         self._end(ticket)
 
     def ended(self, ticket: Ticket, tokens: int, cached: int) -> None:
-        """A sample was drawn: its tenant is charged for the tokens, and for what of its prompt was computed."""
+        """Remove a completed sample, and charge its tenant for its tokens without cached prompt tokens."""
         self._end(ticket)
         self._line.charge(ticket.request.tenant, tokens - min(cached, len(ticket.request.prompt)))
 
@@ -247,7 +247,7 @@ class Router:
         """Return the moves that are possible now, and apply them to this state."""
         moves: list[Start | Load] = []
         lacking: list[Ticket] = []
-        waits: dict[Hashable, Literal["no slot"] | None] = {}  # what holds for all alike: room and slots only get fewer
+        waits: dict[Hashable, Literal["no slot"] | None] = {}  # outcome for all alike: room and slots only get fewer
         capacity = sum(place.max_requests for place in self._places.values())
         free = sum(place.room for place in self._places.values())
         for ticket in self._in_order() if free > 0 else ():
@@ -281,7 +281,7 @@ class Router:
         return chain(list(self._again), self._line.order(LOOK_AT))
 
     def _able(self, ticket: Ticket) -> list[_Place]:
-        """Engines that have room for a sample and serve it; those that could not do it only if there are no others."""
+        """Engines with a free place that support a sample. Those on which it failed are a last resort."""
         able = [place for place in self._places.values() if place.room > 0 and place.serves(ticket)]
         return [place for place in able if place.name not in ticket.avoid] or able if ticket.avoid else able
 
@@ -318,7 +318,7 @@ class Router:
         return best[2]
 
     def _favourite(self, ticket: Ticket) -> str:
-        """The engine of all samples like this one, few of which change theirs when engines come and go (rendezvous)."""
+        """Preferred engine for samples like this, by rendezvous hashing: few move when engines join or leave."""
         likeness = ticket.likeness
         return max(self._places, key=lambda name: blake2b(name.encode() + likeness, digest_size=8).digest())
 
@@ -335,7 +335,7 @@ class Router:
         if ticket.adapter is not None:
             held = place.adapters.pop(ticket.adapter)
             held.running += 1
-            place.adapters[ticket.adapter] = held  # used last
+            place.adapters[ticket.adapter] = held  # most recently used
 
     def _waits_no_more(self, ticket: Ticket) -> None:
         self._wanted[ticket.adapter] -= 1
@@ -350,7 +350,7 @@ class Router:
         return load
 
     def _give_way(self, ticket: Ticket) -> None:
-        """A sample was passed by too often: what has least left to do somewhere begins nothing more there."""
+        """Start draining an adapter for a sample that was overtaken too often: the one with fewest running samples."""
         assert ticket.adapter is not None
         closing = set(self._closing.values())
         able = [place for place in self._places.values() if place.serves(ticket)]

@@ -1,8 +1,7 @@
-"""`SamplerLoop` that samples with engines. The backend's own sampler takes the requests that no engine can.
+"""`SamplerLoop` that samples with engines. The backend's own sampler draws requests that no engine supports.
 
-A request claims its version when it arrives. When the version is in memory, it is written to the folder that engines
-read, and the request's samples wait in the fleet's line. Prompts are scored by the backend's own sampler, at the same
-version.
+A request claims its version on arrival. Once the version is in memory, it is written to the folder that engines read,
+and the request's samples enter the fleet's queue. The backend's own sampler scores prompts, at the same version.
 """
 
 import asyncio
@@ -51,22 +50,22 @@ log = logging.getLogger(__name__)
 Version = TypeVar("Version")
 
 SCORES = " (scores)"
-"""End of the ids of what the backend's own sampler is given beside requests."""
+"""Suffix of the ids of scoring requests to the backend's own sampler."""
 ABSENT = "no sampling engine is there that could draw this; the server's log says why; send it again later"
 
 
 class EngineSampler(Generic[Version]):
-    """`SamplerLoop` of a backend whose samples engines draw.
+    """`SamplerLoop` of a backend that samples with engines.
 
     Args:
-        options: Where engines are. There are some.
+        options: Options with at least one engine.
         own: The backend's own sampler.
         versions: The published versions.
-        exports: Writes them for engines.
-        probe: See `Probes`.
+        exports: Writes versions for engines.
+        probe: Makes test adapters; see `Probes`.
         info: Facts about the backend.
-        tokenizer: For stop strings.
-        notify: Called, from any thread, when there may be something to do.
+        tokenizer: Tokenizer for stop strings.
+        notify: Called from any thread when there may be work.
         base: Folder of the base model.
     """
 
@@ -92,19 +91,19 @@ class EngineSampler(Generic[Version]):
         self._options, self._own, self._versions, self._exports = options, own, versions, exports
         self._tokenizer, self._notify = tokenizer, notify
         self._requests: dict[str, EngineRequest] = {}
-        """Those that engines draw, or are about to."""
+        """Requests that engines draw, or will draw."""
         self._unread: dict[str, EngineRequest] = {}
-        """Requests among those whose version is being read."""
+        """Requests whose version is still being read."""
         self._looked: int | None = None
-        """`changes` of the versions when those were looked at last."""
+        """`changes` of the version pool when unread requests were last checked."""
         self._news: deque[Callable[[], list[Completion]]] = deque()
-        """Events of other threads, which `burst` handles."""
+        """Callbacks from other threads, which `burst` runs."""
         self._scoring: dict[str, Future[np.ndarray]] = {}
-        """Answers to admissions, by request."""
+        """Futures of scores requested by the fleet, by request id."""
         self._numbers = count()
         self._heard = threading.Event()
         self._told: set[str] = set()
-        """Reasons that were logged for which requests are sampled here."""
+        """Logged reasons for sampling here instead of on engines."""
         probes = Probes(probe, exports, versions, self._score, info, options.logprob_bound)
         prompt = FixedPrompt(info, self._score)
         self.fleet = Fleet(
@@ -119,9 +118,9 @@ class EngineSampler(Generic[Version]):
         )
 
     def open(self, progress: Callable[[str], None]) -> None:
-        """Wait until an engine is in use, and all others have been tried.
+        """Wait until an engine is in use and all others have been tried.
 
-        Raises `RequestError` if none comes, or one of them serves something else.
+        Raises `RequestError` if no engine joins in time, or one serves other weights.
         """
         urls, until = self._options.urls, time.monotonic() + self._options.start_timeout_s
         progress(f"waiting for {len(urls)} sampling engine(s): {', '.join(urls)}")
@@ -143,7 +142,7 @@ class EngineSampler(Generic[Version]):
             self._heard.clear()
 
     def _first_sleep(self) -> None:
-        """Put all to sleep, which is how phases begin. Raises `RequestError` if one of them cannot."""
+        """Put all engines to sleep, the initial state of phases. Raises `RequestError` if one cannot sleep."""
         names = set(self.fleet.engines)
         self.fleet.pause().result()
         self.fleet.sleep().result()
@@ -159,7 +158,7 @@ class EngineSampler(Generic[Version]):
         return "; ".join([self.fleet.why_absent(), *ended])
 
     def _replacing(self, admission: Admission) -> Callable[[Engine], Awaitable[Admitted]]:
-        """Admission that replaces engines which were started from here and hang."""
+        """Wrap admission so that hung engines that we launched are replaced."""
         if self._launcher is None:
             return admission
         return Replacing(admission, self._launcher, self._options.timeout_s, self._options.start_timeout_s)
@@ -169,7 +168,7 @@ class EngineSampler(Generic[Version]):
         return ReservedEngine(engine) if self._options.whole else engine
 
     def options_of(self, url: str) -> EngineOptions:
-        """Options for an engine; those that were started from here have a key of their own."""
+        """Options for an engine; engines that we launched have their own key."""
         launcher = self._launcher
         if launcher is None or url not in launcher.urls:
             return self._options
@@ -182,34 +181,34 @@ class EngineSampler(Generic[Version]):
 
     @property
     def busy(self) -> bool:
-        """True if a burst has something to do here: what engines do counts once they have done it."""
+        """True if `burst` has something to do. Samples on engines count once they are complete."""
         unread = bool(self._unread) and self._looked != self._versions.changes
         return bool(self._news) or unread or self._own.busy
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Requests that the backend's own sampler works on."""
+        """Requests in the backend's own sampler."""
         return tuple(
             request_id.removesuffix(SCORES) for request_id in self._own.running if request_id not in self._scoring
         )
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """Requests whose samples engines draw."""
+        """Requests whose samples are drawn by engines."""
         return tuple(request_id for request_id, request in self._requests.items() if request.tickets)
 
     @property
     def statistics(self) -> Statistics:
-        """Counters and load of what is sampled here; engines tell of their own."""
+        """Counters and load of the backend's own sampler; engines report their own."""
         return self._own.statistics
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Set the weights of tenants. Before anything is added."""
+        """Set the weights of tenants. Must be called before the first request is added."""
         self._own.weigh(weights)
         self.fleet.weigh(weights)
 
     def add(self, request: Sample) -> None:
-        """Queue a checked request. Raises `RequestError` if it can never run, or its version is not known."""
+        """Queue a checked request. Raises `RequestError` if it can never run or its version is unknown."""
         needs = needs_of(request, self._options.max_logprobs)
         if why := needs if isinstance(needs, str) else self._why_here(request, needs):
             self._sample_here(request, why)
@@ -227,13 +226,13 @@ class EngineSampler(Generic[Version]):
             self._looked = None
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request wherever it is. Unknown ids are ignored."""
+        """Cancel a request. Unknown ids are ignored."""
         self._own.cancel(request_id)
         if (request := self._requests.get(request_id)) is not None:
             self._forget(request)
 
     def burst(self) -> list[Completion]:
-        """Take in what engines have drawn, hand on what waited for its version, and advance what is sampled here."""
+        """Process results of engines, submit requests whose version is now in memory, and run our own sampler."""
         completions: list[Completion] = []
         while self._news:
             completions += self._news.popleft()()
@@ -247,16 +246,16 @@ class EngineSampler(Generic[Version]):
         return completions
 
     def close(self) -> None:
-        """Leave the engines, with what they have loaded, and end those that were started from here."""
+        """Stop the fleet and the engines that we launched. Other engines keep running, with their adapters."""
         self.fleet.close()
         if self._launcher is not None:
             self._launcher.close()
         self._exports.close()
 
-    # -- requests that engines draw -----------------------------------------------------------------------------------
+    # -- requests for engines -----------------------------------------------------------------------------------------
 
     def _why_here(self, request: Sample, needs: frozenset[str]) -> str:
-        """Reason, in words, why no engine known so far can draw this request; empty if one can."""
+        """Reason why no engine known so far supports this request; empty if one does."""
         assert request.params.max_tokens is not None
         engines = list(self.fleet.known.values())
         able = [engine for engine in engines if needs <= engine.features]
@@ -269,7 +268,7 @@ class EngineSampler(Generic[Version]):
         return ""
 
     def _place(self, request: EngineRequest) -> None:
-        """Hand a request on once its version is where engines see it. Raises what is wrong with it."""
+        """Submit a request once its version is written for engines. Raises the request's error."""
         claim = request.claim
         self._unread.pop(request.request_id, None)
         if claim.version is None:
@@ -281,7 +280,7 @@ class EngineSampler(Generic[Version]):
             config = self._exports.lora_of(version)
             request.needs |= needs_of_adapter(config)
             if why := self._why_here(request.job.request, request.needs):
-                # by the name that the version has now: it may have been dropped meanwhile
+                # under the claim's version name: the version may have been dropped meanwhile
                 self._sample_here(dataclasses.replace(request.job.request, version=claim.version), why)
                 self._forget(request)
                 return
@@ -289,7 +288,7 @@ class EngineSampler(Generic[Version]):
             written.add_done_callback(lambda written: self._hear(partial(self._written, request, written)))
 
     def _written(self, request: EngineRequest, written: "Future[str]") -> list[Completion]:
-        """A request's adapter is where engines see it."""
+        """Handle the end of writing a request's adapter."""
         error = written.exception()
         if self._requests.get(request.request_id) is not request:
             if error is None:
@@ -306,7 +305,7 @@ class EngineSampler(Generic[Version]):
         self.fleet.submit(request.hand_out())
 
     def _take_in(self, ticket: Ticket, outcome: Outcome) -> list[Completion]:
-        """Record the outcome of a sample. Return the completions that follow from it."""
+        """Record the outcome of a sample. Returns the resulting completions."""
         request = self._requests.get(ticket.request.request_id.rpartition("/")[0])
         if request is None or ticket not in request.tickets:
             return []
@@ -334,7 +333,7 @@ class EngineSampler(Generic[Version]):
         return []
 
     def _forget(self, request: EngineRequest) -> None:
-        """Free everything a request holds."""
+        """Release all resources of a request."""
         del self._requests[request.request_id]
         self._unread.pop(request.request_id, None)
         self._own.cancel(request.request_id + SCORES)
@@ -344,7 +343,7 @@ class EngineSampler(Generic[Version]):
         if not request.job.done:
             self.fleet.cancel([ticket.request.request_id for ticket in request.tickets])
 
-    # -- what is computed here ----------------------------------------------------------------------------------------
+    # -- requests of the backend's own sampler ------------------------------------------------------------------------
 
     def _sample_here(self, request: Sample, why: str) -> None:
         if why not in self._told:
@@ -355,7 +354,7 @@ class EngineSampler(Generic[Version]):
     def _done_here(self, completion: Completion) -> list[Completion]:
         request_id, result = completion.request_id, completion.result
         if (answer := self._scoring.pop(request_id, None)) is not None:
-            if not answer.set_running_or_notify_cancel():  # what it was asked for was interrupted
+            if not answer.set_running_or_notify_cancel():  # the check that wanted it was interrupted
                 return []
             if isinstance(result, SampleOutput) and result.prompt_logprobs is not None:
                 answer.set_result(result.prompt_logprobs[1:])
@@ -371,7 +370,7 @@ class EngineSampler(Generic[Version]):
         return self._complete_if_done(request)
 
     async def _score(self, version: str | None, tokens: np.ndarray) -> np.ndarray:
-        """See `Score`. Called in the fleet's thread; computed by bursts."""
+        """Implement `Score`. Called in the fleet's thread; computed by `burst`."""
         answer: Future[np.ndarray] = Future()
         request = Sample(
             request_id=f"{next(self._numbers)}{SCORES}",

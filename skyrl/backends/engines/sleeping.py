@@ -1,7 +1,7 @@
-"""Sleep of engines that share their devices with the trainer: while it trains they draw nothing, and give up memory.
+"""Sleep of engines that share devices with the trainer: during training they generate nothing and free their memory.
 
-Samples that run when the devices change hands go back to the line, with the tokens that were delivered, and are gone on
-with as if their engine had been lost. Whatever an engine had before it slept is compared again after that.
+Samples that run when sampling stops return to the queue with their delivered tokens, and resume as if their engine had
+been lost. After waking, versions on engines are compared again.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Sleep:
-    """Says whether engines may be used now, and hands their devices over.
+    """Pauses the use of engines, and puts them to sleep and wakes them.
 
     Args:
-        lost: Called with an engine that cannot be put to sleep, or woken, and why.
+        lost: Called with an engine that failed to sleep or wake, and the error.
     """
 
     def __init__(self, lost: Callable[[Engine, EngineDown], None]):
@@ -30,21 +30,21 @@ class Sleep:
 
     @property
     def holds(self) -> bool:
-        """True while nothing may be drawn."""
+        """True while sampling is paused."""
         return self._held.is_set()
 
     def hold(self) -> None:
-        """Let nothing be drawn until `let_go`."""
+        """Pause sampling until `let_go`."""
         self._awake.clear()
         self._held.set()
 
     def let_go(self) -> None:
-        """Let samples be drawn."""
+        """Resume sampling."""
         self._held.clear()
         self._awake.set()
 
     async def while_awake(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do something with an engine while engines may be used. What is interrupted by their sleep begins anew."""
+        """Run work on an engine while engines are awake. Work that is interrupted by a pause is restarted."""
         while True:
             await self._awake.wait()
             task, held = asyncio.ensure_future(work()), asyncio.ensure_future(self._held.wait())
@@ -59,7 +59,7 @@ class Sleep:
                     await task
 
     async def fall_asleep(self, engines: Iterable[Engine]) -> None:
-        """Let engines give up their memory."""
+        """Put engines to sleep, to free their memory."""
 
         async def sleep(engine: Engine) -> None:
             await engine.pause("abort")
@@ -69,7 +69,7 @@ class Sleep:
         await self._with_each(engines, sleep)
 
     async def wake(self, engines: Iterable[Engine]) -> None:
-        """Let engines take it back, and forget what they have cached."""
+        """Wake engines and clear their prefix caches."""
 
         async def wake(engine: Engine) -> None:
             await engine.wake()

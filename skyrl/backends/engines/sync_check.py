@@ -1,7 +1,7 @@
-"""Check of each version on each engine, before its first sample there: the engine draws, and our own sampler scores.
+"""Comparison of each version on each engine with ours before its first sample: the engine generates, we score.
 
-Whatever has gone wrong on the way of an adapter (a load that fails silently, a slot that has another's weights, files
-that are not what they were) shows here, and not in what is trained on.
+This detects failures in the delivery of an adapter, such as silent load errors, slots with another adapter's weights
+and corrupted files, before they reach training data.
 """
 
 import asyncio
@@ -21,22 +21,22 @@ log = logging.getLogger(__name__)
 
 Version = TypeVar("Version")
 Check = Callable[[Engine, Ticket, Admitted], Awaitable[None]]
-"""Compares the version that a sample is asked of, on an engine, with ours. Raises `Mismatch`, or as `generate`."""
+"""Compares the version of a sample on an engine with ours. Raises `Mismatch` or the errors of `Engine.generate`."""
 
 TIMES = 10
-"""A version may differ so many times more than base model and probes did when the engine was admitted."""
+"""Allowed difference of a version, as a multiple of the difference measured at admission."""
 LEAST = 1e-3
-"""Nats that it may differ in any case."""
+"""Minimum bound, in nats."""
 
 
 class SyncCheck(Generic[Version]):
     """Compares versions on engines with ours.
 
     Args:
-        options: With the bound.
-        prompt: What is drawn.
-        exports: Knows versions by their names on engines.
-        versions: Holds them, for our own sampler.
+        options: Options, which include the bound.
+        prompt: The fixed prompt.
+        exports: Maps names on engines to versions.
+        versions: Pool to which versions are published for our own sampler.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SyncCheck(Generic[Version]):
         return min(max(TIMES * admitted.difference, LEAST), self._options.logprob_bound)
 
     async def __call__(self, engine: Engine, ticket: Ticket, admitted: Admitted) -> None:
-        """Compare the version that a sample is asked of. Raises `Mismatch`, or as `Engine.generate`."""
+        """Compare the version that a sample needs. Raises `Mismatch` or the errors of `Engine.generate`."""
         if ticket.adapter is None:
             drawn = await engine.generate(self._prompt.draw())
             self._compare(engine, ticket, admitted, await self._prompt.difference(drawn, None))
@@ -81,23 +81,23 @@ class SyncCheck(Generic[Version]):
 
 
 class Checks:
-    """Versions that were compared on engines, each once as long as an engine has it.
+    """Results of comparisons, each run once while an engine has the version.
 
     Args:
-        check: Compares one.
-        path: Folder of an adapter.
+        check: Compares one version.
+        path: Returns the folder of an adapter.
     """
 
     def __init__(self, check: Check, path: Callable[[str], str]):
         self._check, self._path = check, path
         self._begun: dict[tuple[str, str | None], asyncio.Task[None]] = {}
-        """By engine and adapter."""
+        """Tasks by engine and adapter."""
         self._woken: set[str] = set()
-        """Engines whose base model is to be compared again, too."""
+        """Engines whose base model has to be compared again, after sleeping."""
 
     async def passed(self, engine: Engine, ticket: Ticket, admitted: Admitted) -> None:
-        """Wait until a sample's version was compared on its engine. Raises as `Check`, and is tried anew after that."""
-        if ticket.adapter is None and engine.name not in self._woken:  # admission has compared it
+        """Wait for the comparison of a sample's version on its engine. Raises as `Check`; the next call retries."""
+        if ticket.adapter is None and engine.name not in self._woken:  # compared at admission
             return
         key = engine.name, ticket.adapter
         if key not in self._begun:
@@ -105,20 +105,20 @@ class Checks:
         await asyncio.shield(self._begun[key])
 
     def forget(self, engine: str, adapter: str | None = None, woken: bool = False) -> None:
-        """An engine is about to lose an adapter, or was lost with all of them, or sleeps, so that all may be lost."""
+        """Drop the result for one adapter of an engine, or for all (None) if the engine is lost or sleeps (`woken`)."""
         if adapter is None:
             (self._woken.add if woken else self._woken.discard)(engine)
         for key in [key for key in self._begun if key[0] == engine and adapter in (None, key[1])]:
             self._begun.pop(key).cancel()
 
     async def _compare(self, engine: Engine, ticket: Ticket, adapter: str | None, admitted: Admitted) -> None:
-        """Compare a version; where it differs, load it again, and fail if it differs then too."""
+        """Compare a version. On a mismatch, reload it and fail if it mismatches again."""
         try:
             try:
                 await self._check(engine, ticket, admitted)
             except Mismatch as error:
                 if adapter is None:
-                    raise EngineDown(str(error)) from error  # and is admitted anew, or not
+                    raise EngineDown(str(error)) from error  # the engine has to be admitted again
                 log.error("%s", error)
                 await engine.unload_adapter(adapter)
                 await engine.load_adapter(adapter, self._path(adapter))

@@ -1,4 +1,4 @@
-"""Samples that no engine in use could draw, and how long they have waited for one."""
+"""Waiting samples that no engine in use supports, and their timeouts."""
 
 from asyncio import AbstractEventLoop, TimerHandle
 from collections.abc import Callable, Iterable
@@ -7,12 +7,12 @@ from skyrl.backends.engines.router import Ticket
 
 
 class StrandedTickets:
-    """Times since which tickets cannot be drawn. Those that have waited too long are given up.
+    """Tickets that cannot be drawn at present. Each fails after a timeout.
 
     Args:
-        loop: The event loop in which everything happens.
-        limit_s: Seconds that they wait.
-        give_up: Called with the id of each that has waited too long.
+        loop: The event loop that runs everything.
+        limit_s: Timeout in seconds.
+        give_up: Called with the id of each ticket that timed out.
     """
 
     def __init__(self, loop: AbstractEventLoop, limit_s: float, give_up: Callable[[str], None]):
@@ -21,7 +21,7 @@ class StrandedTickets:
         self._timer: TimerHandle | None = None
 
     def look(self, waiting: Iterable[Ticket], servable: Callable[[Ticket], bool]) -> None:
-        """Note which of those that wait cannot be drawn now."""
+        """Start or clear the timeouts of waiting tickets, depending on `servable`."""
         for ticket in waiting:
             if servable(ticket):
                 self.forget(ticket)
@@ -30,11 +30,11 @@ class StrandedTickets:
         self._set_timer()
 
     def forget(self, ticket: Ticket) -> None:
-        """A ticket can be drawn, or is not wanted any more."""
+        """Clear the timeout of a ticket."""
         self._since.pop(ticket.request.request_id, None)
 
     def clear(self) -> None:
-        """Nobody waits for an engine now, as none may be used."""
+        """Clear all timeouts, while sampling is paused."""
         self._since.clear()
 
     def _set_timer(self) -> None:

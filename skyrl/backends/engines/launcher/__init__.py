@@ -1,8 +1,8 @@
-"""Engines that are started from here, on this machine.
+"""Engines that we launch on this machine.
 
-options     what to start, how often, and where
-vllm        the command of a vLLM server that fits the backend
-launcher    starts, takes over, replaces and ends them
-hangs       replaces those that have stopped answering
-launched    what each begins as: it leaves a record of itself, and becomes the engine
+options     command, number and devices of engines
+vllm        command of a vLLM server that matches the backend
+launcher    starts, adopts, replaces and stops engines
+hangs       replacement of engines that stopped answering
+launched    entry point of the engine process: writes its record, then executes the engine
 """

@@ -1,7 +1,7 @@
-"""Engines that were started from here and have stopped answering, though their processes have not ended.
+"""Replacement of launched engines that stopped answering although their processes still run.
 
-`Replacing` stands before admission, which is tried as long as an engine is not in use. If it hears nothing of an engine
-for too long, it ends the engine's processes, so that the launcher starts another one in its place.
+`Replacing` wraps admission, which is retried while an engine is not in use. If an engine does not answer for too long,
+its processes are killed, and the launcher starts another engine.
 """
 
 import logging
@@ -15,13 +15,13 @@ log = logging.getLogger(__name__)
 
 
 class Replacing:
-    """Admission that replaces engines which hang.
+    """Admission that replaces hung engines.
 
     Args:
         admit: Admits an engine. Raises `EngineDown` if it does not answer.
-        launcher: Has started engines.
-        hang_s: Seconds without an answer after which one that has been in use hangs.
-        start_s: The same for one that was not, which has its model to load.
+        launcher: Launcher of the engines.
+        hang_s: Seconds without an answer after which an engine that was in use counts as hung.
+        start_s: The same for an engine that was never in use and may still be loading its model.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class Replacing:
         self._admit, self._launcher = admit, launcher
         self._hang_s, self._start_s = hang_s, start_s
         self._silent: dict[str, float] = {}
-        """Times since which engines have not answered."""
+        """Start of the silence of engines that do not answer."""
         self._used: set[str] = set()
-        """Engines that have been in use since they were started."""
+        """Engines in use at least once since their last start."""
 
     async def __call__(self, engine: Engine) -> Admitted:
-        """Raises as `admit` does."""
+        """Admit an engine. Raises the errors of `admit`."""
         since = self._silent.setdefault(engine.name, time.monotonic())
         try:
             admitted = await self._admit(engine)

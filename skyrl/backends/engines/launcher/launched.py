@@ -1,7 +1,7 @@
-"""Becomes an engine: `python -m skyrl.backends.engines.launcher.launched RECORD START COMMAND...`.
+"""Entry point of an engine process: `python -m skyrl.backends.engines.launcher.launched RECORD START COMMAND...`.
 
-The record, with the identity of this process, is there before the engine is, so that whoever starts engines finds those
-that are left of a driver that was killed at any moment.
+The process writes its identity to the record before it executes the engine. So the next driver finds all engines of a
+driver that was killed at any moment.
 """
 
 import json
@@ -14,7 +14,7 @@ from skyrl.utils.process_identity import ProcessIdentity
 
 
 def main(record: str, start: str, command: list[str]) -> None:
-    """Become an engine, unless whoever has started this is gone and the record is of another start."""
+    """Execute the engine, unless the record belongs to a newer start."""
     path, identity = Path(record), ProcessIdentity.of(os.getpid())
     assert identity is not None
     facts = json.loads(path.read_text())

@@ -1,8 +1,8 @@
-"""Engines that are started from here: found again after a restart of the driver, replaced when they end, ended with us.
+"""Launched engines: adopted after a restart of the driver, restarted if they exit, stopped on shutdown.
 
-An engine is a command with a port of this machine. Its record (identity of its process, port, key, hash of the command)
-is a file: a driver that finds the record of an engine that still runs, started with the same command, takes it over, as
-loading a model takes minutes; it ends any other that a killed driver has left.
+An engine is a command with a port of this machine. Its record is a file with its process identity, port, key, and hash
+of the command. Loading a model takes minutes, so a driver adopts a running engine whose record has the same command.
+It kills all other engines that a killed driver left.
 """
 
 import contextlib
@@ -33,25 +33,25 @@ log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
-"""Seconds between two starts of an engine that ends."""
+"""Backoff in seconds between two starts of an engine that exits."""
 STEADY_S = 60.0
-"""Seconds after which an engine that ends counts as one that had been well."""
+"""Seconds of running after which an exit does not count as a startup failure."""
 TAIL = 2000
-"""Characters of an engine's log that a message has."""
+"""Characters of an engine's log in a message."""
 
 
 @dataclass
 class _Launched:
-    """One engine, from the first start to the last."""
+    """One engine, across restarts."""
 
     number: int
     port: int
     folder: Path
     identity: ProcessIdentity | None = None
     child: "subprocess.Popen[bytes] | None" = None
-    """None: a driver before this one has started it."""
+    """None: started by a previous driver."""
     failures: int = 0
-    """Ends in a row, soon after a start."""
+    """Consecutive exits soon after a start."""
 
     @property
     def url(self) -> str:
@@ -70,24 +70,24 @@ class Launcher:
     """Engines of one driver.
 
     Args:
-        options: Command and number.
-        folder: For records and logs. One driver at a time has it.
+        options: Command and number of engines.
+        folder: Folder for records and logs. Only one driver at a time may use it.
     """
 
     def __init__(self, options: LaunchOptions, folder: Path):
         self._options, self._folder = options, folder
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.key = secrets.token_hex(16)
-        """Key that the engines ask for."""
+        """API key of the engines."""
         self._stop, self._stopped = os.pipe()
-        """Its reading end is readable once all are to end."""
+        """Pipe whose read end becomes readable on shutdown."""
         self._closing = False
         self._lock = threading.Lock()
         self._engines: list[_Launched] = []
         self._threads: list[threading.Thread] = []
 
     def start(self) -> list[str]:
-        """Take over engines that run, start the others, and keep all running. Returns their addresses."""
+        """Adopt running engines, start the others, and restart any that exit. Returns their addresses."""
         records = {path: _record(path) for path in sorted(self._folder.glob("engine-*.json"))}
         usable = [record for record in records.values() if self._is_ours(record)][: self._options.count]
         if usable:
@@ -113,7 +113,7 @@ class Launcher:
         return self.urls
 
     def close(self) -> None:
-        """End all engines."""
+        """Stop all engines."""
         with self._lock:
             self._closing = True
         os.write(self._stopped, b"x")
@@ -126,19 +126,19 @@ class Launcher:
         os.close(self._stopped)
 
     def replace(self, url: str) -> None:
-        """End an engine that hangs; another is started in its place as if it had ended by itself."""
+        """Kill a hung engine; another is started in its place as after an exit."""
         for engine in self._engines:
             if engine.url == url and (identity := engine.identity) is not None:
                 end_group(identity)
 
     @property
     def urls(self) -> list[str]:
-        """Their addresses."""
+        """Addresses of the engines."""
         return [engine.url for engine in self._engines]
 
     @property
     def troubles(self) -> list[str]:
-        """Messages about engines that end soon after they are started."""
+        """Messages about engines that exited soon after their start."""
         return [
             f"{engine.url} has ended {engine.failures} times; the end of {engine.log}: "
             f"{engine.log.read_text(errors='replace')[-TAIL:]}"
@@ -147,12 +147,12 @@ class Launcher:
         ]
 
     def _watch(self, engine: _Launched) -> None:
-        """Start an engine again whenever it ends, until all are to end."""
+        """Restart an engine whenever it exits, until shutdown."""
         while True:
             begun = time.monotonic()
             if self._wait_for_end(engine):
                 return
-            self._end(engine)  # with what is left of its group
+            self._end(engine)  # with the rest of its process group
             engine.failures = engine.failures + 1 if time.monotonic() - begun < STEADY_S else 0
             log.warning("sampling engine %s has ended (log: %s) and is started again", engine.url, engine.log)
             pause = pause_s(engine.failures - 1, FIRST_PAUSE_S, LONGEST_PAUSE_S) if engine.failures else 0.0
@@ -167,7 +167,7 @@ class Launcher:
         return bool(select.select([self._stop], [], [], seconds)[0])
 
     def _wait_for_end(self, engine: _Launched) -> bool:
-        """Wait until an engine ends, or until all are to end: True."""
+        """Wait until an engine exits or shutdown begins. Return True on shutdown."""
         handle = None if engine.identity is None else engine.identity.handle()
         if handle is None:
             return False
@@ -198,7 +198,7 @@ class Launcher:
         engine.identity = ProcessIdentity.of(engine.child.pid)
 
     def _end(self, engine: _Launched) -> None:
-        """End an engine's whole group, once. A child that was not waited for keeps its number, which is the group's."""
+        """Kill an engine's process group, once. The pid of a child stays reserved until it is reaped."""
         if engine.child is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(engine.child.pid, signal.SIGKILL)
@@ -209,13 +209,13 @@ class Launcher:
 
     @property
     def _hash(self) -> str:
-        """Hash of all that an engine is started with."""
+        """Hash of command, environment and devices of the engines."""
         devices = self._options.gpus, self._options.first_gpu
         text = json.dumps([self._options.command, dict(self._options.env), devices], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _is_ours(self, record: Mapping[str, Any]) -> bool:
-        """Return True for an engine that runs, started with the command of now."""
+        """Return True if the record's engine is running and was started with the current command."""
         identity = _identity(record)
         same = record.get("command") == self._hash and record["number"] < self._options.count
         return same and identity is not None and identity.runs
@@ -230,12 +230,12 @@ def _filled(part: str, places: Mapping[str, str]) -> str:
 def _record(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
-    except ValueError:  # it was being written
+    except ValueError:  # incomplete write
         return {}
 
 
 def _identity(record: Mapping[str, Any]) -> ProcessIdentity | None:
-    """The process of a record; None where none was started."""
+    """Process identity of a record; None if none was started."""
     return ProcessIdentity(record["pid"], record["start_time"], record["boot_id"]) if "pid" in record else None
 
 

@@ -1,11 +1,11 @@
-"""Options of engines that are started from here."""
+"""Options of launched engines."""
 
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
-"""Variable from which a vLLM server takes its key, too."""
+"""Environment variable with the API key, also read by vLLM servers."""
 OURS = {
     "model": "the server's base model, or trainer.policy.model.path",
     "tokenizer": "the server's base model, or trainer.policy.model.path",
@@ -23,38 +23,38 @@ OURS = {
     "api_key": "nothing else; the key is new at each start",
     "served_model_name": "nothing else; engines are asked for the model's path",
 }
-"""Arguments of vLLM that follow from other options, and from which."""
+"""Arguments of vLLM that other options determine, and those options."""
 
 
 class LaunchOptions(BaseModel):
-    """Engines that we start ourselves, on this machine."""
+    """Engines to launch on this machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     python: str | None = None
-    """Python of an environment that has vLLM, such as /opt/vllm/bin/python: the engines are vLLM servers of the
-    backend's model."""
+    """Python of an environment with vLLM, such as /opt/vllm/bin/python. Engines are vLLM servers of the backend's
+    model."""
 
     arguments: dict[str, Any] = {}
-    """More arguments of these, by their names in vLLM: {"enforce_eager": true, "tensor_parallel_size": 2}."""
+    """More arguments of these servers, by their names in vLLM: {"enforce_eager": true, "tensor_parallel_size": 2}."""
 
     command: tuple[str, ...] = ()
     """Command of any other engine, such as [/opt/vllm/bin/python, -m, vllm.entrypoints.openai.api_server, --model,
-    MODEL, --host, 127.0.0.1, --port, "{port}", --enable-lora]. `{port}` stands for a free port, which each has for
-    ever, and `{number}` for its number from 0. Its environment has our key as VLLM_API_KEY, and
-    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
+    MODEL, --host, 127.0.0.1, --port, "{port}", --enable-lora]. `{port}` is replaced by a free port, the same across
+    restarts of the engine, and `{number}` by the engine's number from 0. The environment contains our key as
+    VLLM_API_KEY, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
 
     count: int = Field(default=1, ge=1)
-    """Engines to start."""
+    """Number of engines."""
 
     env: dict[str, str] = {}
-    """Environment beside ours."""
+    """Additional environment variables."""
 
     gpus: int = Field(default=0, ge=0)
-    """GPUs of each engine, one engine's after the other's. 0: each sees all there are."""
+    """GPUs per engine, assigned consecutively. 0: each engine sees all GPUs."""
 
     first_gpu: int = Field(default=0, ge=0)
-    """Number of the first engine's first GPU."""
+    """Index of the first engine's first GPU."""
 
     @field_validator("command")
     @classmethod

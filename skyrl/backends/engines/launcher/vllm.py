@@ -1,6 +1,6 @@
-"""Command of a vLLM server that fits a backend: its model, number format, lengths and adapters.
+"""Command of a vLLM server that matches a backend: its model, dtype, lengths and adapters.
 
-What follows from the backend is never an option of its own, so that the two cannot disagree.
+Arguments that follow from the backend are not options, so the two cannot disagree.
 """
 
 import json
@@ -15,53 +15,53 @@ from skyrl.errors import RequestError
 
 MODULE = "vllm.entrypoints.openai.api_server"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of --max-lora-rank that vLLM takes."""
+"""Values of --max-lora-rank that vLLM accepts."""
 STREAM_INTERVAL = 16
-"""Tokens of a piece of a stream, each of which costs some 50 microseconds here."""
+"""Tokens per chunk of a stream. Each chunk costs about 50 microseconds here."""
 WORKER = Path(__file__).parent / "worker"
-"""Folder with an extension of vLLM's workers."""
+"""Folder of our vLLM worker extension."""
 RELOAD = "skyrl_reload"
-"""Method of that by which weights are replaced."""
+"""Method of the extension that replaces weights."""
 BATCHED_TOKENS = 8192
-"""Tokens that an engine on a CPU computes at once, if nothing else is said."""
+"""Default --max-num-batched-tokens of an engine on a CPU."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """Model and limits that engines have to serve."""
+    """Model and limits for the engines."""
 
     model: Path
     dtype: str
     longest: int
-    """Tokens of a sequence at most."""
+    """Maximum tokens per sequence."""
     max_requests: int
     max_logprobs: int
     max_loras: int
-    """0: they serve no adapters."""
+    """0: no adapters."""
     max_lora_rank: int
     on_gpu: bool
     cache_gib: float
-    """GiB for keys and values on a CPU."""
+    """GiB of KV cache on a CPU."""
     colocated: bool
-    """True if they sleep while the backend trains."""
+    """True if engines sleep while the backend trains."""
     development: bool
-    """True if weights are replaced, or engines sleep, which vLLM lets nobody do but in its development mode."""
+    """True if weights are replaced or engines sleep, which vLLM allows only in its development mode."""
 
 
 def with_command(options: LaunchOptions, served: Served) -> LaunchOptions:
-    """Options with the command of a vLLM server, if they name a Python that has vLLM. Raises `RequestError`."""
+    """Return options with the command of a vLLM server if they name a Python with vLLM. Raises `RequestError`."""
     if options.python is None:
         return options
     environment = {} if served.on_gpu else {"VLLM_CPU_KVCACHE_SPACE": str(max(1, round(served.cache_gib)))}
     if not served.on_gpu and options.arguments.get("enforce_eager"):
-        environment["TORCH_COMPILE_DISABLE"] = "1"  # else the first log-probabilities compile something for a minute
+        environment["TORCH_COMPILE_DISABLE"] = "1"  # otherwise the first log-probabilities compile for a minute
     if served.development:
         environment["VLLM_SERVER_DEV_MODE"] = "1"
-    apart = ["env", "-u", "PYTHONHOME", f"PYTHONPATH={WORKER}"]  # of our interpreter they are not theirs
+    apart = ["env", "-u", "PYTHONHOME", f"PYTHONPATH={WORKER}"]  # variables of our interpreter do not apply to theirs
     given = dict(options.arguments)
     if not served.on_gpu and "enable_chunked_prefill" not in given:
-        # vLLM 0.32 dies on a CPU when a prompt of a sample with a seed is read in parts
+        # vLLM 0.32 on a CPU crashes on chunked prefill of a sample with a seed
         tokens = max(served.longest, given.get("max_num_batched_tokens", BATCHED_TOKENS))
         given |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
     arguments = [*_flags(_required(served)), *_flags(given)]
@@ -82,7 +82,7 @@ def _required(served: Served) -> dict[str, Any]:
         "max_logprobs": served.max_logprobs,
         "stream_interval": STREAM_INTERVAL,
     }
-    if served.colocated and served.on_gpu:  # vLLM has no sleep on a CPU, and refuses the flag
+    if served.colocated and served.on_gpu:  # vLLM does not support sleep on a CPU, and rejects the flag
         required["enable_sleep_mode"] = True
     assert required.keys() <= OURS.keys()
     if served.max_loras:
@@ -97,7 +97,7 @@ def _required(served: Served) -> dict[str, Any]:
 
 
 def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Flags of a command line, as vLLM spells them."""
+    """Command line flags in vLLM's spelling."""
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if value is None:
@@ -111,7 +111,7 @@ def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def devices_of(options: LaunchOptions, number: int) -> dict[str, str]:
-    """Variable that leaves an engine its GPUs; empty where it may take any."""
+    """Environment variable that assigns an engine its GPUs; empty if it may use any."""
     if not options.gpus:
         return {}
     first = options.first_gpu + number * options.gpus

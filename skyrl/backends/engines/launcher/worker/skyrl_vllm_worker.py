@@ -1,7 +1,7 @@
-"""Extension of vLLM's workers (--worker-extension-cls skyrl_vllm_worker.Worker), which runs in vLLM's environment.
+"""Extension of vLLM's workers (--worker-extension-cls skyrl_vllm_worker.Worker). It runs in vLLM's environment.
 
-vLLM 0.32 packs the output embedding anew on a CPU when weights are reloaded, but not where it is tied to the input's:
-logits were then of the old weights.
+On a CPU, vLLM 0.32 repacks the output embedding when weights are reloaded, but not if it is tied to the input
+embedding: logits would then use the old weights.
 """
 
 import importlib
@@ -12,7 +12,7 @@ class Worker:
     """Methods for `/collective_rpc`."""
 
     def skyrl_reload(self: Any, weights_path: str) -> None:
-        """Replace the weights by those of a model folder, tied ones included."""
+        """Replace the weights with those of a model folder, including tied ones."""
         self.model_runner.reload_weights(weights_path=weights_path)
         head = getattr(self.model_runner.get_model(), "lm_head", None)
         if self.device.type == "cpu" and head is not None:
