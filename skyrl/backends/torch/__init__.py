@@ -1,11 +1,11 @@
-"""The torch backend: `backend` tells a group of workers what to do.
+"""The torch backend: `backend` sends commands to a group of workers.
 
-config, overrides    its options, and which of them a trainer's configuration asks for
-runner               sampling, as calls of the first worker
+config, overrides    options of the backend, and their translation from a trainer's configuration
+runner               sampling, as calls to a worker
 models               models and versions in the driver, and their files
-workers              one worker, and groups of them, wherever they are
-training, sampling   what a worker computes
-base_model           what it computes with: a model of transformers, its weights, adapters on it
+workers              one worker, and groups of workers in local or remote processes
+training, sampling   computations of a worker
+base_model           a model of transformers, its weights, and adapters on it
 """
 
 from skyrl.backends.torch.backend import TorchBackend

@@ -1,6 +1,6 @@
-"""The torch backend: any causal language model of transformers, many LoRA adapters, workers wherever they are.
+"""The torch backend: any causal language model of transformers, many LoRA adapters, local or remote workers.
 
-What is computed is done by a group of workers; here is what each is told, and which handles belong to which model.
+Workers compute. This module decides the commands for them, and keeps the handles of each model's buffers.
 """
 
 import shutil
@@ -60,7 +60,7 @@ from skyrl.utils.tokenizer import Tokenizer
 class TorchBackend(ModelBackend[TorchState, TorchVersion]):
     """`AbstractBackend` on torch. `base_model` is a hub id or a model folder.
 
-    Raises `RequestError` if the base model cannot be loaded or is not served.
+    Raises `RequestError` if the base model cannot be loaded or is not supported.
     """
 
     config: TorchBackendConfig
@@ -73,7 +73,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         self.max_lora_rank, self.max_lora_adapters = config.max_lora_rank, config.max_lora_adapters
         self.gradient_reduction = config.gradient_reduction
         self._folder = self._computed = model_folder(base_model)
-        """Folder that it was asked for, and the one that workers load."""
+        """The requested model folder, and the folder that workers load."""
         if config.config_overrides:
             self._computed = overridden(self._folder, config.config_overrides, config.offload_folder)
             self._forget = weakref.finalize(self, shutil.rmtree, self._computed.parent, ignore_errors=True)
@@ -148,11 +148,11 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         if config.engines.count:
             self.phase_s = config.engines.phase_s
             try:
-                self.info().check_samples()  # with whose scores those of engines are compared
+                self.info().check_samples()  # the scores that engines are compared with
                 assert isinstance(self.sampler, Sampler)
                 self.sampler = self._engines = self._engine_sampler(self.sampler)
                 self._engines.open(progress)
-            except BaseException:  # also an interruption, as loading a model into engines takes minutes
+            except BaseException:  # including interruptions: loading a model into engines takes minutes
                 if self._engines is not None:
                     self._engines.close()
                 self.group.close()
@@ -163,12 +163,12 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
 
     @property
     def _cache_bytes(self) -> int:
-        """Most bytes of keys and values on a worker."""
+        """Maximum bytes of KV cache on a worker."""
         asked = int(self.config.kv_cache_gib * GIB)
         return min(asked, self.group.facts.decided.plan.cache) if self.config.gpu_memory_utilization else asked
 
     def _samplers(self) -> Sampler[TorchVersion] | RankSamplers[TorchVersion]:
-        """A sampler of each worker that has the whole base model; one where they share it, or engines sample."""
+        """One sampler for each worker with a whole base model; a single one if workers share it or engines sample."""
         if self.group.facts.is_sharded or self.group.world == 1 or self.config.engines.count:
             return self._own_sampler()
         turn = Turn()
@@ -201,7 +201,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         )
 
     def _ask(self, rank: int, turn: Turn | None, *command: Any) -> Any:
-        """Result of a command of a worker; the turn is passed on meanwhile."""
+        """Return the result of a worker's command. Other ranks' samplers run in the meantime."""
         with nullcontext() if turn is None else turn.passed_on():
             return self.group.wait(self.group.on(rank, *command), command[0], rank)
 
@@ -225,7 +225,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         )
 
     def _with_command(self, options: EngineOptions) -> EngineOptions:
-        """Options of engines whose command, if vLLM is started from here, fits this backend."""
+        """Return options of engines. If we launch vLLM, they contain a command that matches this backend."""
         if options.launch is None:
             return options
         served = Served(
@@ -247,7 +247,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         return open_group(self.config, self._computed, self.lose)
 
     def _shapes(self) -> tuple[TileShape, TileShape]:
-        """Sizes of micro-batches: with gradients, and without."""
+        """Tile shapes of passes with and without gradients."""
         config, facts = self.config, self.group.facts
         tokens = tile_tokens(config.train_tile_tokens, facts.device.partition(":")[0])
         rows = config.train_micro_batch_size if facts.packs else 1
@@ -291,7 +291,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             colocated=bool(engines.count) and engines.colocated,
         )
 
-    # -- devices that are shared with engines -------------------------------------------------------------------------
+    # -- devices shared with engines ----------------------------------------------------------------------------------
 
     def pause(self) -> "Future[Any] | None":
         return None if self._engines is None else self._engines.fleet.pause()
@@ -303,7 +303,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
 
     @property
     def _offloads(self) -> bool:
-        """True if models leave a device of their own for the host's memory. On a CPU they are there already."""
+        """True if models move from a device with its own memory to host memory. On a CPU they are there already."""
         return self.config.offload_after_step and not self.group.facts.device.startswith("cpu")
 
     def wake(self, phase: Phase) -> "Future[Any] | None":
@@ -315,10 +315,10 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
 
     @staticmethod
     def record_memory(path: Path) -> None:
-        """Write what this process has in memory to a file, as JSON."""
+        """Write a memory snapshot of this process to a file, as JSON."""
         write_snapshot(path)
 
-    # -- what the executor asks for -----------------------------------------------------------------------------------
+    # -- hooks of the executor ----------------------------------------------------------------------------------------
 
     def most_together(self, kind: Any) -> int:
         return 1 if kind is None else self.group.tiles_at_once
@@ -331,7 +331,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         return answers.result() if self.config.workers == "in_process" else answers
 
     def _alone(self, quantum: Quantum) -> "Future[list[Any]]":
-        """Answer to a command of all ranks together. Its failure is an answer too, as that of a tile."""
+        """Run a command on all ranks. A failure of it is its result, as for tiles."""
         outcome: Future[list[Any]] = Future()
         outcome.set_running_or_notify_cancel()
 
@@ -381,7 +381,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         return outputs.result(), sums
 
     def _together(self, kind: Kind, weights: int | None, sums: int | None) -> tuple[Any, ...]:
-        """Kind of a tile: ranks may compute those of one kind at once, as they meet in the same collectives."""
+        """Key of tiles that ranks may compute at the same time, because they take part in the same collectives."""
         facts = self.group.facts
         return pass_of(facts.targets, kind, weights, sums) if facts.is_sharded else (TILE,)
 

@@ -1,4 +1,4 @@
-"""Options of the torch backend. Those that the JAX backend has, too, have its names and meanings."""
+"""Options of the torch backend. Options in common with the JAX backend have the same names and meanings."""
 
 from typing import Any, Literal
 
@@ -15,170 +15,167 @@ Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
 class TorchBackendConfig(BaseModel):
-    """Options of loading, training and sampling on torch. Unknown names are refused."""
+    """Options for loading, training and sampling on torch. Unknown options are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_lora_adapters: int = Field(default=32, ge=2)
-    """Adapters for sampling at once, slot 0 (the base model) included. Not the number of models."""
+    """Maximum adapters for concurrent sampling, including slot 0 (the base model). Not the number of models."""
 
     max_lora_rank: int = Field(default=32, ge=1)
-    """Largest rank a model may ask for."""
+    """Largest allowed adapter rank."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the base weights. `auto`: the checkpoint's on a GPU, float32 on CPU. Adapters are float32."""
+    """Dtype of the base weights. `auto`: the checkpoint's on a GPU, float32 on CPU. Adapters are float32."""
 
     load_format: Literal["auto", "dummy"] = "auto"
-    """`dummy`: random base weights, so that a folder with configuration and tokenizer will do. To measure, not to
-    use."""
+    """`dummy`: random base weights, so a folder with configuration and tokenizer suffices. For measurements only."""
 
     config_overrides: dict[str, Any] = Field(default_factory=dict)
-    """Values in the place of those in the model's config.json, for training, sampling and exports."""
+    """Values that override those in the model's config.json, for training, sampling and exports."""
 
     device: str | None = None
-    """Device of the workers, such as cpu or cuda:0. None: a GPU for each, if there are any, else the CPU."""
+    """Device of the workers, such as cpu or cuda:0. None: one GPU per worker if there are GPUs, else the CPU."""
 
     first_gpu: int = Field(default=0, ge=0)
-    """GPU of the first worker of this machine, if others compute on those before it. Not on Ray, which gives each its
-    GPU."""
+    """Index of the first worker's GPU on this machine, if other processes use the GPUs before it. Ignored on Ray, which
+    assigns GPUs itself."""
 
     workers: Workers = "in_process"
     """Executor of the workers: this process (one worker), processes of this machine, or actors of a Ray cluster."""
 
     num_workers: int = Field(default=1, ge=1)
-    """Ranks, each of which has a share of the micro-batches."""
+    """Number of ranks. Each computes a share of the micro-batches."""
 
     ray_address: str | None = None
-    """The Ray cluster to join, which is never stopped; `auto`: the one that this machine is in. None: that of the
-    variable RAY_ADDRESS, or else one of our own on this machine, which ends with the workers."""
+    """Address of the Ray cluster to join, which is never stopped; `auto`: this machine's cluster. None: the address in
+    RAY_ADDRESS, or else a new local cluster, which is stopped with the workers."""
 
     ray_resources: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """Resources that Ray reserves for a worker, {"GPU": 1, "CPU": 8}, of its own resources or the cluster's; part of a
-    GPU leaves the rest to others. Empty: a GPU and a CPU; a CPU if `device` is cpu or the cluster has no GPUs."""
+    """Ray resources per worker, {"GPU": 1, "CPU": 8}, including custom resources of the cluster. A fraction of a GPU
+    leaves the rest to others. Empty: a GPU and a CPU, or a CPU if `device` is cpu or the cluster has no GPUs."""
 
     ray_workers_per_node: int = Field(default=0, ge=0)
-    """Workers of each node, on as many nodes as that takes. 0: where there is room, as `ray_strategy` says."""
+    """Workers per node, on as many nodes as needed. 0: placed according to `ray_strategy`."""
 
     ray_strategy: Strategy = "PACK"
-    """Placement on nodes that are not counted: together if possible (PACK), or always; apart (SPREAD), or always."""
+    """Placement strategy without a fixed number per node: together if possible (PACK), apart if possible (SPREAD), or
+    strictly so (STRICT_PACK, STRICT_SPREAD)."""
 
     ray_env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of workers on Ray, such as GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME."""
 
     fsdp_size: int = Field(default=0, ge=-1)
-    """Ranks that share one copy of the base weights, as FSDP2 shards them. -1: all do. 1: each rank has a copy of its
-    own. 0: a copy each where memory has room for that, else all share one. What shares weights computes and samples
-    together."""
+    """Ranks that share one copy of the base weights, sharded by FSDP2. -1: all ranks. 1: each rank has its own copy. 0:
+    own copies if memory allows, else all ranks share one. Ranks that share weights compute and sample together."""
 
     reshard_after_forward: bool | int = True
-    """Gather a layer's weights that are shared again for the backward pass, instead of keeping them. A number: from so
-    many ranks, which keep them together meanwhile."""
+    """Free a layer's gathered weights after the forward pass, and gather them again for the backward pass. A number:
+    keep them sharded over this many ranks in between."""
 
     cpu_offload: bool = False
-    """Keep the weights that are shared in the host's memory; a layer visits the device when it is its turn."""
+    """Keep sharded weights in host memory; each layer is moved to the device when needed."""
 
     float32_parts: bool = False
-    """Keep weights that are shared in float32, whatever type they compute in: gradients of models that are trained as
-    a whole are not rounded to that type once they are added up over workers. Twice the memory of bfloat16."""
+    """Keep sharded weights in float32 whatever the dtype of computations, so that reduced gradients of fully trained
+    models are not rounded to it. Takes twice the memory of bfloat16."""
 
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which workers that share weights add up gradients of models that are trained as a whole."""
+    """Dtype for the reduction of gradients of fully trained models over workers that share weights."""
 
     sequence_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that share each micro-batch (Ulysses): each has a part of the tokens, and in attention a part of the
-    heads. For sequences that are too long for one."""
+    """Ranks that share each micro-batch (Ulysses): each has a part of the tokens, and in attention a part of the heads.
+    For sequences too long for one rank."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that share each matrix of the layers, by the plan that transformers has for the model. They compute and
-    sample together, adapters only."""
+    """Ranks that share each matrix of the layers, by the model's plan in transformers. They compute and sample
+    together, and train adapters only."""
 
     dispatch_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a micro-batch or an optimizer step of workers in other processes is given up, and the engine
-    started again."""
+    """Timeout in seconds of a micro-batch or optimizer step of workers in other processes. When it expires, the engine
+    is restarted."""
 
     start_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
-    """Seconds that workers in other processes have to start, and to load the base model. More for large models on slow
-    disks."""
+    """Timeout in seconds for workers in other processes to start and load the base model. Increase it for large models
+    on slow disks."""
 
     train_micro_batch_size: int = Field(default=0, ge=0)
-    """Sequences per training micro-batch at most. 0: as many as fit into `train_tile_tokens`."""
+    """Maximum sequences per training micro-batch. 0: as many as fit into `train_tile_tokens`."""
 
     forward_micro_batch_size: int = Field(default=0, ge=0)
-    """The same for passes without gradients. 0: as `train_micro_batch_size`."""
+    """Maximum sequences per micro-batch of passes without gradients. 0: as `train_micro_batch_size`."""
 
     train_tile_tokens: int = Field(default=0, ge=0)
-    """Tokens per training micro-batch, from 32 on; a longer sequence has one of its own. 0: 1024 on CPU, else 8192."""
+    """Tokens per training micro-batch, at least 32. A longer sequence gets its own. 0: 1024 on CPU, else 8192."""
 
     gradient_checkpointing: Checkpointing = "auto"
-    """Compute layers again in the backward pass instead of keeping them, which takes a third more time. `auto`: where a
-    micro-batch has no room else."""
+    """Recompute activations of layers in the backward pass, which takes a third more time. `auto`: only if a
+    micro-batch does not fit otherwise."""
 
     gradient_reduction: GradientReduction = "sum"
-    """Reduction by optim_step of the gradients since the last one: their sum, or `mean`, which divides it by the number
-    of sequences. Trainers reduce losses themselves, and refuse `mean`."""
+    """Reduction of gradients accumulated since the last optim_step: their sum, or `mean`, which divides it by the
+    number of sequences. Trainers reduce losses themselves, and reject `mean`."""
 
     loss_chunk_size: int = Field(default=1024, ge=0)
-    """Tokens whose logits are in memory at once. A longer micro-batch computes them again in its backward pass. 0: all
+    """Tokens whose logits are in memory at once. Longer micro-batches recompute logits in the backward pass. 0: all
     tokens of a micro-batch."""
 
     compile_scores: bool = False
-    """Let torch.compile make one kernel of what follows logits: log-probabilities and entropies. Takes a minute once,
-    and a C++ compiler."""
+    """Fuse the computation of log-probabilities and entropies from logits with torch.compile. Takes a minute at
+    startup, and a C++ compiler."""
 
     sample_max_num_sequences: int = Field(default=32, ge=1)
-    """Sequences decoded at once."""
+    """Maximum sequences decoded at once."""
 
     sample_max_num_batched_tokens: int = Field(default=0, ge=0)
-    """Tokens that a call of the sampler computes at most, from 32 on: of a prompt, or one of each sequence. 0: 256 of a
-    prompt, and as many as there are sequences."""
+    """Maximum tokens per call of the sampler, at least 32: of prompts, or one for each sequence. 0: 256 of prompts, or
+    one for each of `sample_max_num_sequences`."""
 
     prefix_caching: bool = True
-    """Keep keys and values of beginnings of prompts for requests that begin alike. The samples of one request share its
-    prompt in any case."""
+    """Cache keys and values of prompt prefixes for later requests with the same prefix. Samples of one request share
+    their prompt in any case."""
 
     chunked_prefill: bool = True
-    """Let running sequences go on between the chunks of a long prompt. False: it is read to its end first."""
+    """Let running sequences decode between the chunks of a long prompt. False: the whole prompt is prefilled first."""
 
     kv_cache_gib: float = Field(default=2.0, gt=0, allow_inf_nan=False)
-    """Most memory, in GiB, for keys and values."""
+    """Maximum GiB of KV cache."""
 
     max_context_length: int = Field(default=0, ge=0)
-    """Longest sequence (tokens) to train on or sample, at most what the model was made for. 0: that, 8192 at most."""
+    """Longest sequence in tokens for training and sampling, at most the model's limit. 0: that limit, at most 8192."""
 
     memory_limit_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Memory, in GiB, that base model, cache, training and models share on a worker. 0: what its device has, or its
-    part of the machine's memory."""
+    """Memory in GiB that base model, cache, training and models share on a worker. 0: all memory of its device, or its
+    share of the machine's memory."""
 
     gpu_memory_utilization: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    """Fraction of that memory which base weights and the cache of keys and values take at most. 0: no such bound; that
-    of `kv_cache_gib` holds as well."""
+    """Maximum fraction of that memory for base weights and KV cache, in addition to `kv_cache_gib`. 0: no limit."""
 
     adapter_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """GiB on a worker for the weights, gradient sums and moments of models. More are moved to disk. 0: as planned from
-    what is left."""
+    """GiB on a worker for weights, gradient sums and moments of models. Models beyond that are moved to disk. 0:
+    planned from the remaining memory."""
 
     version_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """GiB for published versions. Those that are on disk leave memory, least recently used first. 0: as planned from
-    what is left."""
+    """GiB for published versions. Beyond that, versions that are on disk are evicted from memory, least recently used
+    first. 0: planned from the remaining memory."""
 
     engines: EngineOptions = EngineOptions()
-    """Sampling engines that were started elsewhere, {"urls": [...], "folder": "..."}, or are started here, {"launch":
-    {"python": "/opt/vllm/bin/python", "count": 2}, "folder": "..."}. They draw samples of adapters and of the base
-    model; what they cannot do is sampled here."""
+    """Sampling engines that run already, {"urls": [...], "folder": "..."}, or that are launched here, {"launch":
+    {"python": "/opt/vllm/bin/python", "count": 2}, "folder": "..."}. They sample from adapters and the base model. This
+    backend samples requests that they do not support."""
 
     offload_after_step: bool = True
-    """Let models that are not at work leave the device: to disk where it has no room for all, and to host memory while
-    engines that share it sample (engines.colocated). False: they stay, and one for which there is no room is
-    refused."""
+    """Move inactive models off the device: to disk if they do not all fit, and to host memory while engines that share
+    the device sample (engines.colocated). False: they stay, and a model that does not fit is rejected."""
 
     offload_folder: str | None = None
-    """Folder for models that memory has no room for. None: where temporary files are."""
+    """Folder for models that do not fit into memory. None: the directory for temporary files."""
 
     value_head: str = "value_head"
     """Name of a critic's value head: `<value_head>.weight` is exported."""
 
     deterministic: bool = False
-    """Results of sampling do not depend, bit for bit, on what else is running. Those of training never do."""
+    """Make results of sampling bit-identical whatever else is running. Results of training always are."""
 
     @model_validator(mode="after")
     def _check(self) -> "TorchBackendConfig":

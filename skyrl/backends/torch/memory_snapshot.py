@@ -1,4 +1,4 @@
-"""Snapshot of a process's memory: the tensors that there are, and the segments of CUDA's allocator."""
+"""Snapshot of a process's memory: its tensors, and the segments of CUDA's allocator."""
 
 import gc
 import json
@@ -11,13 +11,13 @@ import torch
 
 
 def write_snapshot(path: Path) -> None:
-    """Write the snapshot of this process to a file."""
+    """Write a snapshot of this process to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(snapshot(), indent=1))
 
 
 def snapshot() -> dict[str, Any]:
-    """Tensors by device, type and shape, the largest groups first, and what CUDA's allocator has, if it is used.
+    """Tensors by device, dtype and shape, largest groups first, and segments of CUDA's allocator if it is in use.
 
     Memory that several tensors share is counted once, in the group of the largest of them.
     """
@@ -36,10 +36,10 @@ def snapshot() -> dict[str, Any]:
 
 
 def _largest_by_storage() -> dict[int, torch.Tensor]:
-    """Of each piece of memory, the tensor that shows most of it."""
+    """The largest tensor of each storage."""
     found: dict[int, torch.Tensor] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some objects warn if they are asked for their class
+        warnings.simplefilter("ignore")  # some objects warn when their class is read
         for thing in gc.get_objects():
             if (
                 not issubclass(type(thing), torch.Tensor)

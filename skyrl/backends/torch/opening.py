@@ -1,4 +1,4 @@
-"""Workers of a torch backend as its configuration asks for them."""
+"""Creation of the workers of a torch backend, from its configuration."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +16,11 @@ from skyrl.backends.torch.workers.worker import WorkerOptions
 from skyrl.errors import BackendLost
 
 VLLM_UTILIZATION = 0.92
-"""Part of a GPU that vLLM takes if it is not told."""
+"""Default fraction of a GPU that vLLM uses."""
 
 
 def open_group(config: TorchBackendConfig, folder: Path, lose: Callable[[BackendLost], None]) -> WorkerGroup:
-    """Start the workers, which load the model of a folder. `lose` is told why they were lost."""
+    """Start the workers, which load the model in `folder`. `lose` is called with an error when they are lost."""
     options = worker_options(config, folder)
     if config.workers == "in_process":
         return InProcess(options, lose)
@@ -37,7 +37,7 @@ def open_group(config: TorchBackendConfig, folder: Path, lose: Callable[[Backend
 
 
 def engine_share(config: TorchBackendConfig) -> float:
-    """Part of each GPU that vLLM servers take by turns with the workers. 0: none, or servers that are not ours."""
+    """Fraction of each GPU that vLLM servers use in turns with the workers. 0: no such servers, or not ours."""
     engines = config.engines
     if not engines.colocated or engines.launch is None or engines.launch.python is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""Dotted overrides of the trainer configuration as options of the torch backend."""
+"""Translation of dotted overrides of the trainer configuration to options of the torch backend."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,15 @@ SECTIONS = ("data.", "environment.", "generator.", "trainer.")
 
 
 def native(given: Any) -> Any:
-    """Given options of `TorchBackendConfig`, in which dotted overrides are replaced by what they mean.
+    """Return options of `TorchBackendConfig`, with dotted overrides translated.
 
-    Options that are given by their own names are laid over those. Raises `ConfigError` as `server_options`.
+    Options given by their own names take precedence. Raises the `ConfigError`s of `server_options`.
     """
     if not isinstance(given, Mapping):
         return given
     dotted = {name: value for name, value in given.items() if name.startswith(SECTIONS)}
     own = {name: value for name, value in given.items() if name not in dotted}
-    if dotted and "engines" in own:  # which fields of engines are about, too
+    if dotted and "engines" in own:  # fields of engines can be dotted overrides too
         dotted["trainer.fsdp2.engines"] = own.pop("engines")
     options = server_options(dotted) if dotted else {}
     both = {name for name in own.keys() & options.keys() if isinstance(own[name], Mapping)}

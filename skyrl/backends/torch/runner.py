@@ -1,4 +1,4 @@
-"""`ModelRunner` of the torch backend: calls of a worker, which holds the cache."""
+"""`ModelRunner` of the torch backend: calls to a worker, which holds the cache."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -16,16 +16,16 @@ CHUNKS_WHILE_IDLE = 8  # 2,048 tokens forward: less than a training micro-batch 
 
 
 class TorchRunner(ModelRunner[TorchVersion]):
-    """Sampling by a worker of a group, or by all together where they share weights.
+    """Sampling on one worker of a group, or on all together if they share weights.
 
     Args:
         group: The workers.
         versions: The pool whose slots are sampled from.
-        token_bytes: Keys and values of one token in all layers.
-        max_rows: Sequences decoded at once.
-        deterministic: Whether shapes do not depend on what else runs, and each version is decoded alone.
-        max_tokens: Tokens of a prompt that a call reads at most; 0: as many as are read at once.
-        call: Result of a command of the worker.
+        token_bytes: Bytes of KV cache per token in all layers.
+        max_rows: Maximum sequences decoded at once.
+        deterministic: If True, shapes do not depend on other requests, and each version is decoded alone.
+        max_tokens: Maximum tokens of prompts per call; 0: the default chunk sizes.
+        call: Sends a command to the worker and returns its result.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TorchRunner(ModelRunner[TorchVersion]):
 
     @property
     def lost(self) -> bool:
-        """Never: a call that fails leaves the pages of others as they were."""
+        """Always False: a failed call leaves the pages of other requests unchanged."""
         return False
 
     def clear(self) -> None:

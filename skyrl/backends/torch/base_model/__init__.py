@@ -1,8 +1,8 @@
-"""Base models of the torch backend on one rank: `model` is what is computed with.
+"""The base model on one rank. `model` is the entry point.
 
-loading, base_weights           weights from files; whole, sharded, or cut by a plan of tensor parallelism
-memory                          what fits into a device, planned before weights are read
-lora                            adapters on linear maps
-attention                       over packed sequences, or over pages of a KV cache
-sequence_ranks, tensor_ranks    ranks that share tokens, or matrices
+loading, base_weights           loading of weights; whole, sharded, or split by a tensor parallel plan
+memory                          memory budget of a device, planned before weights are loaded
+lora                            adapters on linear layers
+attention                       attention over packed sequences, or over pages of a KV cache
+sequence_ranks, tensor_ranks    sequence and tensor parallelism
 """

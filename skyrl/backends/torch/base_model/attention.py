@@ -1,8 +1,8 @@
-"""One attention function for every model of transformers: over packed sequences, or over pages of a KV cache.
+"""One attention function for all models of transformers, over packed sequences or over pages of a KV cache.
 
-Models of transformers call a registered function with queries, keys and values that are rotated already, so where keys
-come from and which of them a query sees is decided here, for all architectures alike. An architecture that asks for
-what this function does not compute (sinks, biases of positions) is left to its own attention, and trained only.
+Models of transformers call a registered function with queries, keys and values after rotary embedding. So this function
+decides which keys each query sees, for all architectures. An architecture that needs features not implemented here
+(sinks, position biases) keeps its own attention, and can be trained but not sampled.
 """
 
 import itertools
@@ -17,30 +17,30 @@ from torch import Tensor, nn
 from skyrl.backends.torch.base_model.sequence_ranks import ALONE, SequenceRanks
 
 HELD_BYTES = 2**30
-"""Keys and values of a burst's rows that are kept side by side at most. More are read from the cache at each step."""
+"""Maximum bytes of a burst's contiguous copy of keys and values. Above that, they are read from the cache each step."""
 NAMES = itertools.count()
 SERVED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal"}
-"""Arguments that mean something here."""
+"""Implemented arguments."""
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "layer_idx"}
-"""Arguments that models pass and that change nothing of what is computed."""
+"""Arguments that models pass and that do not affect the result."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences in one row, one after the other; none sees another, nor the padding after them."""
+    """Consecutive sequences in one row, with padding after them. Sequences do not see each other or the padding."""
 
     lengths: Sequence[int]
     ranks: SequenceRanks = ALONE
-    """Ranks that have a share of the row each."""
+    """Ranks that each hold a share of the row."""
 
 
 class PagedCache:
-    """Keys and values of all layers, in pages that sequences own.
+    """KV cache of all layers, in pages that sequences own.
 
     Args:
-        pages: How many there are.
-        page_size: Tokens of each.
-        shapes: Of each layer, (key heads, key width, value width).
+        pages: Number of pages.
+        page_size: Tokens per page.
+        shapes: (key heads, key width, value width) of each layer.
     """
 
     def __init__(self, pages: int, page_size: int, shapes: Sequence[tuple[int, int, int]], dtype: Any, device: Any):
@@ -55,7 +55,7 @@ class PagedCache:
         return sum(cells[0].nbytes for cells in (*self.keys, *self.values))
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy pages, int64 `[n]` each."""
+        """Copy pages. Indices are int64 `[n]` each."""
         offsets = torch.arange(self.page_size, device=sources.device)
         source, target = ((pages[:, None] * self.page_size + offsets).reshape(-1) for pages in (sources, targets))
         for cells in (*self.keys, *self.values):
@@ -63,14 +63,14 @@ class PagedCache:
 
 
 class Paged:
-    """Rows of new tokens whose earlier ones are in a cache, to which the new ones are written.
+    """View of rows of new tokens, whose earlier tokens are in a cache. New keys and values are written to the cache.
 
     Args:
-        cache: Where keys and values are.
+        cache: The cache.
         table: int64 `[rows, blocks]`: pages of each row's sequence, in order.
         positions: int64 `[rows, tokens]` of the new tokens.
-        reach: Positions that are looked at, above all of these; None: as few as there have to be.
-        first: Whether the new tokens are the first ones of their sequences, all from position 0 on.
+        reach: Number of positions to attend to, above all of these; None: the minimum.
+        first: True if the new tokens are the first of their sequences, from position 0.
     """
 
     def __init__(
@@ -83,18 +83,18 @@ class Paged:
         blocks = min(-(-reach // size), table.shape[1])
         cells = (table[:, :blocks, None] * size + torch.arange(size, device=table.device)).reshape(len(table), -1)
         self._pages = cells
-        """int64 `[rows, reach]`: where each position is or will be."""
+        """int64 `[rows, reach]`: cache cell of each position."""
         context = torch.arange(cells.shape[1], device=table.device)
-        # The rest of a page may hold NaN of its last owner, which masks do not keep from a row.
+        # The rest of a page may hold NaN from its previous owner, and masks do not remove NaN.
         self.cells = torch.where(context <= positions.amax(1, keepdim=True), cells, cells[:, :1])
-        """int64 `[rows, context]`: where each position of a row's sequence is, and the first one's for later ones."""
+        """int64 `[rows, context]`: cell of each position of a row's sequence; that of position 0 for later ones."""
         self.written = torch.gather(cells, 1, positions).reshape(-1)
         self.positions = positions
         self._seen: dict[int | None, Tensor] = {}
-        """By window."""
+        """Masks by window."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep new keys and values `[rows, heads, tokens, width]`. Returns all, `[rows, heads, context, width]`."""
+        """Store new keys and values `[rows, heads, tokens, width]`. Returns all, `[rows, heads, context, width]`."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         for cells, new in ((keys, key), (values, value)):
             cells[self.written] = new.transpose(1, 2).reshape(-1, *cells.shape[1:])
@@ -107,8 +107,8 @@ class Paged:
         return cells.index_select(0, self.cells.reshape(-1)).view(*self.cells.shape, *cells.shape[1:])
 
     def seen(self, window: int | None) -> Tensor:
-        """bool `[rows, 1, tokens, context]`: which positions each new token sees."""
-        if window not in self._seen:  # which all layers of this window share
+        """Attention mask, bool `[rows, 1, tokens, context]`."""
+        if window not in self._seen:  # shared by all layers with this window
             context = torch.arange(self.cells.shape[1], device=self.cells.device)
             seen = context[None, None] <= self.positions[:, :, None]
             if window is not None:
@@ -118,7 +118,7 @@ class Paged:
 
 
 class PagedParts:
-    """New tokens of several sequences, one after the other in one row; each sees its own sequence."""
+    """View of new tokens of several sequences, concatenated in one row. Each token sees only its own sequence."""
 
     def __init__(self, parts: Sequence[Paged]):
         self.parts = parts
@@ -128,13 +128,13 @@ class PagedParts:
 
 
 class Burst(Paged):
-    """Rows that go on by one token at a time, whose keys and values are read from the cache once and kept side by side.
+    """View of rows that advance by one token at a time, with a contiguous copy of their keys and values.
 
     Args:
-        cache: Where keys and values are.
-        table: int64 `[rows, blocks]`.
-        positions: int64 `[rows, 1]` of the first new token of each.
-        reach: Positions that are looked at, above those of all steps.
+        cache: The cache.
+        table: int64 `[rows, blocks]`: pages of each row's sequence, in order.
+        positions: int64 `[rows, 1]` of the first new token of each row.
+        reach: Number of positions to attend to, above those of all steps.
     """
 
     def __init__(self, cache: PagedCache, table: Tensor, positions: Tensor, reach: int):
@@ -145,13 +145,13 @@ class Burst(Paged):
         """Positions that are not in the cache yet."""
 
     def to(self, positions: Tensor) -> None:
-        """Go on to these positions, int64 `[rows, 1]`."""
+        """Advance to these positions, int64 `[rows, 1]`."""
         self.positions = positions
         self._later.append(positions)
         self._seen.clear()
 
     def keep(self) -> None:
-        """Write to the cache what only this has."""
+        """Write keys and values that are only in the copy to the cache."""
         if not self._later:
             return
         positions = torch.cat(self._later, 1)
@@ -171,17 +171,17 @@ class Burst(Paged):
 
 
 class Attention:
-    """The attention of one loaded model. `view` says what its queries see, while the model is called."""
+    """The attention of one loaded model. Set `view` to define what queries see, before the model is called."""
 
     def __init__(self) -> None:
         self.view: Packed | Paged | PagedParts | None = None
         self.name = f"skyrl_{next(NAMES)}"
-        """Under which transformers knows it."""
+        """Name in the registry of transformers."""
         self.recorded: dict[int, tuple[int, int, int]] | None = None
-        """Shape of each layer that was called, (key heads, key width, value width), while somebody asks for it."""
+        """(key heads, key width, value width) of each layer called so far, while recording; None: not recording."""
 
     def register(self) -> None:
-        """Make it known to transformers, which then makes no masks."""
+        """Register this attention with transformers, which then creates no masks."""
         from transformers import AttentionInterface
 
         AttentionInterface.register(self.name, self)
@@ -199,7 +199,7 @@ class Attention:
         softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """`[rows, tokens, heads, width]` of queries, keys and values `[rows, heads, tokens, width]`."""
+        """Attend with inputs `[rows, heads, tokens, width]`. Returns `[rows, tokens, heads, width]`."""
         asked = {name for name, value in others.items() if value is not None} - SERVED - HARMLESS
         if asked:
             raise ValueError(f"the model's attention asks for {sorted(asked)}, which is not computed here")
@@ -217,7 +217,7 @@ class Attention:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
-"""(query, key, value, mask) -> output, where None is a causal mask."""
+"""(query, key, value, mask) -> output. Mask None means causal."""
 
 
 def _attend(scaling: float | None, softcap: float | None) -> Attend:
@@ -231,7 +231,7 @@ def _attend(scaling: float | None, softcap: float | None) -> Attend:
         return plain
 
     def capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend as `plain` does, with logits kept between +-`softcap` by tanh."""
+        """Attend as `plain` does, with logits capped to +-`softcap` by tanh."""
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         logits = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
@@ -269,7 +269,7 @@ def _paged(
         mask = None if window is None or window >= tokens else view.seen(window)[..., :tokens]
         return call(query, keys, values, mask).transpose(1, 2).contiguous()
     groups = heads // keys.shape[1]
-    # Queries that share keys are rows of one product, so keys are not repeated.
+    # Queries that share keys become rows of one product, so keys need not be repeated.
     query = query.reshape(rows, keys.shape[1], groups * tokens, width)
     mask = view.seen(window)
     if tokens > 1:

@@ -1,7 +1,7 @@
-"""Weights of a base model on one rank: whole, sharded over ranks by FSDP2, or cut by a plan of tensor parallelism.
+"""Base weights on one rank: whole, sharded over ranks by FSDP2, or split by a tensor parallel plan.
 
-What computes does not know which: it calls `run`, and for the time of a pass weights of a model that is trained as a
-whole take the base model's place. A rank's part of a parameter is its rows of the first dimension.
+Callers need not know which: they compute inside `run`. During a pass of a fully trained model, its weights replace the
+base weights. With FSDP, a rank's part of a parameter is a range of rows (first dimension).
 """
 
 import contextlib
@@ -24,25 +24,24 @@ from skyrl.backends.torch.base_model.tensor_ranks import TensorRanks
 Result = TypeVar("Result")
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK = 2**21
-"""Bytes from which memory is mapped and unmapped by itself."""
+"""Minimum size in bytes of allocations that get their own memory mapping."""
 
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """Shares of ranks: in weights (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), tokens."""
+    """Distribution of weights (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) and tokens."""
 
     fsdp_size: int = 1
-    """Ranks that share a copy. 1: each has its own. Copies are replicated over the rest."""
+    """Ranks that share one copy of the weights. 1: each rank has its own. Copies are replicated over the others."""
     reshard_after_forward: bool | int = True
-    """Gather a layer's weights again for the backward pass, from all that share them or from so many ranks, instead of
-    keeping them."""
+    """Free a layer's gathered weights after the forward pass, and gather them again for the backward pass. A number:
+    keep them sharded over this many ranks in between."""
     cpu_offload: bool = False
-    """Keep parts in the host's memory."""
+    """Keep shards in host memory."""
     float32_parts: bool = False
-    """Keep parts in float32 where the model computes in another type, so that gradients that were added up over ranks
-    are not rounded to it."""
+    """Keep shards in float32 whatever the dtype of computations, so that reduced gradients are not rounded to it."""
     reduce_dtype: str = "float32"
-    """Type in which gradients are added up over ranks."""
+    """Dtype for the reduction of gradients over ranks."""
     sequence_parallel_size: int = 1
     """Ranks that share each micro-batch."""
     tensor_parallel_size: int = 1
@@ -50,30 +49,30 @@ class ShardOptions:
 
 
 WHOLE = ShardOptions()
-"""Nothing: all weights on each rank, which has micro-batches of its own."""
+"""No sharing: each rank has all weights, and its own micro-batches."""
 
 
 class BaseWeights(ABC):
-    """Parameters of a base model, by Hugging Face's names, on this rank."""
+    """Parameters of a base model on this rank, by their Hugging Face names."""
 
     parameters: dict[str, nn.Parameter]
     shapes: dict[str, tuple[int, ...]]
     """Shapes of whole parameters."""
     shards: int
-    """Ranks that share a copy."""
+    """Ranks that share one copy."""
 
     @property
     def is_sharded(self) -> bool:
-        """True if a pass is one of all ranks together."""
+        """True if all ranks take part in each pass."""
         return self.shards > 1
 
     @abstractmethod
     def run(self, compute: Callable[[], Result]) -> Result:
-        """Call what uses the parameters. Its result's tensors lead to them in a backward pass."""
+        """Call a function that uses the parameters. The backward pass of its result reaches them."""
 
     @abstractmethod
     def replaced(self, parts: Mapping[str, Tensor], with_gradients: bool) -> AbstractContextManager[None]:
-        """Compute with other weights, of which these are this rank's parts, until the end of the backward pass."""
+        """Replace the weights by these parts of this rank, until the end of the backward pass."""
 
     @abstractmethod
     def part(self, name: str) -> Tensor:
@@ -81,15 +80,15 @@ class BaseWeights(ABC):
 
     @abstractmethod
     def gradient(self, name: str) -> Tensor | None:
-        """This rank's part of a gradient that the last backward pass left, which is taken away."""
+        """Return and clear this rank's part of the gradient from the last backward pass."""
 
     @abstractmethod
     def cut(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor that has a parameter's shape."""
+        """Return this rank's part of a tensor with a parameter's shape."""
 
     @abstractmethod
     def joined(self, part: Tensor, shape: Sequence[int]) -> Tensor:
-        """The whole of which each rank has a part."""
+        """Gather a whole tensor from the parts of all ranks."""
 
     @abstractmethod
     def total(self, value: Tensor) -> Tensor:
@@ -139,12 +138,12 @@ class Replicated(BaseWeights):
 
 
 class TensorParallel(Replicated):
-    """A rank's part of each matrix of a model, which it computes with as it is.
+    """This rank's part of each matrix of a model.
 
     Args:
-        model: Whose matrices are cut.
-        ranks: Those that share them.
-        shapes: Of whole parameters, by name.
+        model: Model whose matrices are split.
+        ranks: Ranks that share them.
+        shapes: Shapes of whole parameters, by name.
     """
 
     def __init__(self, model: nn.Module, ranks: TensorRanks, shapes: dict[str, tuple[int, ...]]):
@@ -157,20 +156,20 @@ class TensorParallel(Replicated):
 
 
 def _return_large_blocks() -> None:
-    """Let memory of a gathered layer go back to the system. The C library would keep it in pieces, up to all layers."""
-    with contextlib.suppress(OSError, AttributeError):  # other systems' do not
+    """Return memory of gathered layers to the system when freed. The C library would keep it for all layers."""
+    with contextlib.suppress(OSError, AttributeError):  # not supported by other systems
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def _widen(module: nn.Module) -> None:
-    """Make the parameters of a module float32, but for those that are parts already."""
+    """Convert the parameters of a module to float32, except those that are sharded already."""
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.float()
 
 
 class _Root(nn.Module):
-    """A model whose parameters outside its layers are gathered for whatever is computed with it."""
+    """Wrapper of a model. Its forward pass runs a function with the parameters outside of layers gathered."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -181,16 +180,16 @@ class _Root(nn.Module):
 
 
 class Sharded(BaseWeights):
-    """A rank's part of a model's weights. Layers are gathered when it is their turn.
+    """This rank's shard of a model's weights. Each layer is gathered when it is needed.
 
     Args:
-        model: On the CPU, or on `device`; its parameters become parts on `device`, or on the CPU with
-            `options.cpu_offload`, its buffers are copied to it.
-        layers: Its modules that are gathered one at a time.
-        fill: Gives a module its weights, before they are cut into parts: a layer, and then what is outside of layers.
-        device: Where this rank computes.
-        options: How ranks share.
-        world: Ranks there are, a multiple of `options.fsdp_size`.
+        model: Model on the CPU, or on `device`. Its parameters become shards on `device`, or on the CPU with
+            `options.cpu_offload`. Its buffers are copied to `device`.
+        layers: Modules that are gathered one at a time.
+        fill: Loads the weights of a module before it is sharded: of each layer, and then of the rest of the model.
+        device: Device of this rank.
+        options: Sharding options.
+        world: Number of ranks, a multiple of `options.fsdp_size`.
     """
 
     def __init__(
@@ -234,8 +233,8 @@ class Sharded(BaseWeights):
         shard(self._root, False)
         self._units = [module for module in self._root.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
-            unit.set_gradient_divide_factor(1.0)  # gradients are sums over tokens, whichever rank has them
-            unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+            unit.set_gradient_divide_factor(1.0)  # gradients are sums over tokens of all ranks
+            unit.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
         self.parameters = dict(model.named_parameters())
         self._has_run = False
 
@@ -249,7 +248,7 @@ class Sharded(BaseWeights):
 
     @torch.no_grad()
     def _first_run(self, compute: Callable[[], Result]) -> Result:
-        """Run what FSDP takes the types of its reductions from: those of parameters that have gradients then."""
+        """Run with gradients enabled on all parameters: FSDP derives the dtype of its reductions from those."""
         self._has_run = True
         for parameter in self.parameters.values():
             parameter.requires_grad_(True)
@@ -272,7 +271,7 @@ class Sharded(BaseWeights):
 
     def _set(self, parts: Mapping[str, Tensor], with_gradients: bool) -> None:
         for unit in self._units:
-            unit.reshard()  # what is gathered of the weights before
+            unit.reshard()  # frees weights that were gathered before
         for name, parameter in self.parameters.items():
             self.part(name).copy_(parts[name])
             parameter.requires_grad_(with_gradients)

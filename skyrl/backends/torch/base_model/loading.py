@@ -1,6 +1,7 @@
-"""Base models as transformers loads them: whole, or as a skeleton whose layers are filled one at a time.
+"""Loading of base models from transformers: whole, or as a skeleton whose layers are filled one at a time.
 
-Ranks that share weights have no room for all of them, so each fills a layer, keeps its part, and goes on to the next.
+Ranks that share weights have no memory for all of them. So each rank loads one layer, keeps its part, and continues
+with the next layer.
 """
 
 import logging
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Checkpointing = bool | Literal["auto"]
-"""Activation checkpointing of layers; "auto": where memory asks for it."""
+"""Activation checkpointing of layers; "auto": only if needed to fit into memory."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ class LoadOptions:
     dtype: Dtype = "auto"
     random_weights: bool = False
     gradient_checkpointing: Checkpointing = False
-    """Compute layers again in the backward pass instead of keeping them. To be decided before a model is loaded."""
+    """Recompute activations of layers in the backward pass. "auto" must be resolved before a model is loaded."""
 
 
 def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
-    """A model with all its weights as they are to be on a device, where random ones are already."""
+    """Load a model with all weights, in the dtype for a device. Random weights are created on the device."""
     from transformers import AutoModelForCausalLM
 
     check_linear(skeleton(folder, device, options), folder)
@@ -45,7 +46,7 @@ def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
     try:
         if options.random_weights:
             with torch.device(device):
-                torch.manual_seed(0)  # the same on all ranks
+                torch.manual_seed(0)  # equal on all ranks
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
@@ -55,9 +56,9 @@ def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
 
 
 def load_onto(where: torch.device, folder: Path, device: torch.device, options: LoadOptions) -> Any:
-    """A model as `load` makes it for a device, whose weights are read onto `where`, one tensor after the other.
+    """Load a model as `load` does for a device, with weights read onto `where`, one tensor after the other.
 
-    Where files have other names than the model, all of it is in the host's memory first.
+    If tensor names in the files differ from the model's, the whole model is loaded into host memory first.
     """
     if not options.random_weights:
         model = skeleton(folder, device, options)
@@ -70,9 +71,9 @@ def load_onto(where: torch.device, folder: Path, device: torch.device, options: 
 
 
 def load_by_layers(folder: Path, device: torch.device, options: LoadOptions) -> tuple[Any, Callable[[nn.Module], None]]:
-    """A model on the CPU, as `load` makes it for a device, and what gives a module of it the weights it has not yet.
+    """Return a model on the CPU, as from `load` for a device, and a function that loads missing weights of a module.
 
-    Where files have other names than the model, or there are none, it has all of them already.
+    If tensor names in the files differ from the model's, or weights are random, the model is complete already.
     """
     if not options.random_weights:
         model = skeleton(folder, device, options)
@@ -86,7 +87,7 @@ def load_by_layers(folder: Path, device: torch.device, options: LoadOptions) -> 
 
 
 def skeleton(folder: Path, device: torch.device, options: LoadOptions) -> Any:
-    """A model as `load` makes it, but that its large weights are on the meta device. Its buffers are on the CPU."""
+    """Return a model as from `load`, but with its large weights on the meta device. Its buffers are on the CPU."""
     from transformers import AutoModelForCausalLM
 
     config, dtype = _settings(folder, device, options)
@@ -99,7 +100,7 @@ def skeleton(folder: Path, device: torch.device, options: LoadOptions) -> Any:
 
 
 def check_linear(model: Any, folder: Path) -> None:
-    """Raise `RequestError` for a model that has no linear map in its layers. Its skeleton is enough."""
+    """Raise `RequestError` for a model without linear maps in its layers. A skeleton suffices."""
     layers = _layers(model) or [model.base_model]
     modules = [(name.rpartition(".")[2], module) for layer in layers for name, module in layer.named_modules()]
     if any(isinstance(module, nn.Linear) for _, module in modules):
@@ -117,7 +118,7 @@ def check_linear(model: Any, folder: Path) -> None:
 
 
 def layers_of(model: Any, folder: Path) -> Sequence[nn.Module]:
-    """Modules that are gathered one at a time where weights are shared. Raises `RequestError` if there are none."""
+    """Modules that are gathered one at a time if weights are sharded. Raises `RequestError` if there are none."""
     if layers := _layers(model):
         return layers
     raise RequestError(
@@ -126,7 +127,7 @@ def layers_of(model: Any, folder: Path) -> Sequence[nn.Module]:
 
 
 def _layers(model: Any) -> Sequence[nn.Module]:
-    """Decoder blocks of a model; none where it has no list of them."""
+    """Decoder blocks of a model; empty if it has no list of them."""
     count = int(model.config.num_hidden_layers)
     lists = (module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
     return next((list(module) for module in lists if len(module) == count), [])
@@ -136,9 +137,9 @@ class WeightFiles:
     """Safetensors files of a model's folder, from which a skeleton is filled.
 
     Args:
-        folder: The model's.
-        model: Its skeleton.
-        device: Where its weights are to be.
+        folder: Folder of the model.
+        model: Skeleton of the model.
+        device: Device for its weights.
     """
 
     def __init__(self, folder: Path, model: nn.Module, device: torch.device = CPU):
@@ -153,22 +154,22 @@ class WeightFiles:
                 raise RequestError(f"base_model={folder}: {path.name} cannot be read: {error}; fetch it") from error
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
-        """Modules of a parameter, of which a tied one has several."""
+        """Modules of each parameter, by `id()`; a tied parameter has several."""
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 self._names.setdefault(id(parameter), f"{prefix}.{name}".removeprefix("."))
                 self._owners.setdefault(id(parameter), []).append((module, name))
         self._parameters = list(model.parameters())
-        """Kept, so that they stay what their ids say."""
+        """References that keep the ids valid."""
         self._buffers = dict(model.named_buffers())
 
     @property
     def fit(self) -> bool:
-        """True if files have the model's own names and numbers; transformers renames, joins or dequantises others."""
+        """True if the files have the model's tensor names and are not quantized. Otherwise transformers converts."""
         return not self._quantised and set(self._names.values()) <= self._places.keys()
 
     def fill(self, module: nn.Module) -> None:
-        """Give a module its weights, as far as it has none."""
+        """Load the weights of a module that are not loaded yet."""
         for parameter in list(module.parameters()):
             if id(parameter) in self._names:
                 values = self._read(self._names[id(parameter)], parameter)
@@ -177,24 +178,24 @@ class WeightFiles:
                     setattr(owner, name, filled)
 
     def fill_buffers(self) -> None:
-        """Give buffers what files have of them."""
+        """Load buffers that are in the files."""
         for name, buffer in self._buffers.items():
             if name in self._places:
-                buffer.copy_(self._read(name, buffer))  # which stays where it is until the model moves
+                buffer.copy_(self._read(name, buffer))  # on its current device, until the model moves
 
     def _read(self, name: str, like: Tensor) -> Tensor:
-        with safe_open(self._places[name], "pt") as file:  # a file that stays open stays in memory
+        with safe_open(self._places[name], "pt") as file:  # an open file stays in memory
             values = file.get_tensor(name)
         if values.shape != like.shape:
             raise RequestError(
                 f"base_model: {name} has shape {tuple(values.shape)} in its files and {tuple(like.shape)} by its "
                 "config.json; use files that belong together"
             )
-        return values.to(self._device, like.dtype)  # the file's memory, where nothing has to be changed
+        return values.to(self._device, like.dtype)  # shares the file's memory if nothing has to be converted
 
 
 class _Unfilled(TorchFunctionMode):
-    """Tensors that are about to be filled have no memory; those that are computed have."""
+    """Mode in which `torch.empty` allocates on the meta device. Computed tensors are unaffected."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -204,7 +205,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 def _settings(folder: Path, device: torch.device, options: LoadOptions) -> tuple[Any, torch.dtype]:
-    """Configuration of a model without dropout, and type of its weights."""
+    """Configuration of a model, with dropout off, and dtype of its weights."""
     from transformers import AutoConfig
     from transformers.utils import logging as hf_logging
 

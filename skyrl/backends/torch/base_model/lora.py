@@ -1,8 +1,9 @@
-"""LoRA for the linear maps of any model of transformers: adapters are plain tensors that hooks look up.
+"""LoRA for the linear maps of any model of transformers. Adapters are plain tensors, applied by forward hooks.
 
-The modules stay as transformers made them, so that names, state dicts and parallel plans stay Hugging Face's. An
-adapter adds scaling * (x A) B to a linear map (Hu et al. 2021, https://arxiv.org/abs/2106.09685). What one model trains
-is a flat float32 buffer whose parts a `Layout` names: the same order on every worker and at every world size.
+Modules remain as transformers created them, so names, state dicts and parallel plans are Hugging Face's. An adapter
+adds scaling * (x A) B to a linear map (Hu et al. 2021, https://arxiv.org/abs/2106.09685). The trained parameters of a
+model are a flat float32 buffer, whose tensors a `Layout` names: in the same order on all workers and at all world
+sizes.
 """
 
 import re
@@ -24,17 +25,17 @@ from skyrl.backends.torch.base_model.tensor_ranks import TensorRanks, is_attenti
 from skyrl.types import AdapterConfig, LoraConfig, ModuleGroup
 
 STATE_SPACE = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"})
-"""Types of models whose layers read the weights of the maps below without calling them."""
+"""Model types whose layers read the weights of the maps below without calling their modules."""
 READ_UNCALLED = frozenset({"dt_proj", "out_proj"})
 
 
 class Target(NamedTuple):
-    """A linear map that can be adapted."""
+    """A linear map that can have an adapter."""
 
     module: str
-    """Its name in Hugging Face's model."""
+    """Module name in Hugging Face's model."""
     group: ModuleGroup
-    """Switch of LoraConfig's train_* that selects it."""
+    """Group of LoraConfig's train_* switches."""
     in_features: int
     out_features: int
 
@@ -48,17 +49,17 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors of a model's flat buffers, one after the other."""
+    """Tensors in a model's flat buffers, in order."""
 
     parts: tuple[Part, ...]
 
     @cached_property
     def size(self) -> int:
-        """Numbers in a buffer."""
+        """Number of values in a buffer."""
         return sum(prod(part.shape) for part in self.parts)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors of a buffer, by name."""
+        """Tensors of a buffer, by name."""
         pieces = flat.split([prod(part.shape) for part in self.parts])
         return {part.name: piece.view(part.shape) for part, piece in zip(self.parts, pieces, strict=True)}
 
@@ -66,7 +67,7 @@ class Layout:
 def targets_of(model: nn.Module, unembedding: str) -> list[Target]:
     """Linear maps of a model, in the order of its modules; `unembedding` is the vocabulary projection's name.
 
-    Left out are those on which an adapter would change nothing, at least with some kernels.
+    Excludes maps on which an adapter would have no effect, at least with some kernels.
     """
     uncalled = READ_UNCALLED if getattr(model.config, "model_type", None) in STATE_SPACE else frozenset()
     targets = []
@@ -78,7 +79,7 @@ def targets_of(model: nn.Module, unembedding: str) -> list[Target]:
 
 
 def is_trained(target: Target, config: LoraConfig) -> bool:
-    """True if the configuration selects this linear map."""
+    """Return True if the configuration selects this linear map."""
     return config.selects(target.module, target.group)
 
 
@@ -94,7 +95,7 @@ def lora_layout(targets: Sequence[Target], kind: Kind, hidden: int) -> Layout:
 
 
 def whole_layout(shapes: Mapping[str, tuple[int, ...]], kind: Kind, hidden: int) -> Layout:
-    """Layout of a model that is trained as a whole: its parameters by Hugging Face's names, a critic's head."""
+    """Layout of a fully trained model: its parameters by Hugging Face's names, and a critic's head."""
     return Layout((*(Part(name, shape) for name, shape in shapes.items()), *_head_part(kind, hidden)))
 
 
@@ -103,9 +104,9 @@ def _head_part(kind: Kind, hidden: int) -> list[Part]:
 
 
 def initial_lora(layout: Layout, config: LoraConfig, seed: int) -> np.ndarray:
-    """A fresh adapter as a flat buffer: B = 0, and A uniform in +-1 / sqrt(in), which is PEFT's default, or as asked.
+    """Create a new adapter as a flat buffer: B = 0, and A uniform in +-1 / sqrt(in) (PEFT's default) or Gaussian.
 
-    Values depend on the seed (any integer), rank, module and layer only: those that the JAX backend draws, too.
+    Values depend only on the seed (any integer), rank, module and layer. The JAX backend creates the same values.
     """
     flat = np.zeros(layout.size, np.float32)
     start = 0
@@ -125,32 +126,32 @@ def initial_lora(layout: Layout, config: LoraConfig, seed: int) -> np.ndarray:
 
 
 def initial_value_head(hidden: int, seed: int) -> np.ndarray:
-    """A critic's head float32 `[hidden]` from N(0, 1 / (hidden + 1)), which makes small values."""
+    """Create a critic's head float32 `[hidden]` from N(0, 1 / (hidden + 1)), which gives small values."""
     return np.random.default_rng([seed % 2**64, HEAD_STREAM]).normal(0, 1 / (hidden + 1), hidden).astype(np.float32)
 
 
 def stream_of(module: str) -> tuple[str, int]:
-    """Key of a module's draws: its path without the model's prefix and the layer's number; that number."""
+    """Key of a module's random stream: its path without the model's prefix and layer number, and the layer number."""
     path = module.removeprefix("model.")
     found = re.search(r"\.(\d+)\.", path)
     return (path, 0) if found is None else (path[: found.start()] + "." + path[found.end() :], int(found[1]))
 
 
 class Bank(NamedTuple):
-    """Adapters side by side, of which each row of a call uses one or none."""
+    """Several adapters in one matrix per module. Each row of a call uses one of them, or none."""
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
-    """By module, A `[in, columns]` and B `[columns, out]`."""
+    """A `[in, columns]` and B `[columns, out]`, by module."""
     columns: Mapping[str, Tensor]
-    """By module, float32 `[slots, columns]`: the scaling of a slot's adapter in its own columns, 0 in others."""
+    """float32 `[slots, columns]` by module: scaling of a slot's adapter in its own columns, 0 in others."""
 
     def masks(self, slots: Tensor) -> dict[str, Tensor]:
-        """Columns of rows whose adapters are in these slots, int64 `[rows]`."""
+        """Masks of columns for rows with adapters in these slots, int64 `[rows]`."""
         return {name: columns[slots] for name, columns in self.columns.items()}
 
 
 class Hooks:
-    """Hooks on a model's linear maps. What they add is set for the time of a call and its backward pass."""
+    """Forward hooks on a model's linear maps. They apply adapters set for a call and its backward pass."""
 
     def __init__(self, model: nn.Module, targets: Sequence[Target], ranks: TensorRanks):
         self._ranks = ranks
@@ -158,7 +159,7 @@ class Hooks:
         self._scaling = 1.0
         self._dropout: DropoutArrays | None = None
         self._masks: Mapping[str, Tensor] | None = None
-        """By module, `[rows, columns]`, where rows use different adapters."""
+        """`[rows, columns]` by module, if rows use different adapters."""
         for target in targets:
             model.get_submodule(target.module).register_forward_hook(self._hook(target.module))
 
@@ -166,7 +167,7 @@ class Hooks:
     def adapter(
         self, tensors: Mapping[str, Tensor], scaling: float, dropout: DropoutArrays | None = None
     ) -> Iterator[None]:
-        """Add one adapter, given by the tensors of its layout."""
+        """Apply one adapter, given by the tensors of its layout."""
         modules = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
         self._pairs = {name: (tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]) for name in modules}
         self._scaling, self._dropout = scaling, dropout
@@ -177,7 +178,7 @@ class Hooks:
 
     @contextmanager
     def bank(self, bank: Bank, masks: Mapping[str, Tensor]) -> Iterator[None]:
-        """Add to each row the adapter of a bank that its masks select."""
+        """Apply to each row the adapter of a bank that its masks select."""
         self._pairs, self._masks = bank.pairs, masks
         try:
             yield
@@ -206,7 +207,7 @@ class Hooks:
 
 
 def _dropped(x: Tensor, dropout: DropoutArrays) -> Tensor:
-    """Inverted dropout, as `nn.Dropout`, whose mask is a function of the key: the same where it is computed again."""
+    """Inverted dropout, as `nn.Dropout`, with a mask that depends only on the key, so recomputation gives the same."""
     seed, rate = int(dropout.key.view(np.uint64)[0]) >> 1, float(dropout.rate)
     generator = torch.Generator(x.device).manual_seed(seed)
     kept = torch.rand(x.shape, generator=generator, device=x.device) >= rate
@@ -214,10 +215,10 @@ def _dropped(x: Tensor, dropout: DropoutArrays) -> Tensor:
 
 
 def bank_of(adapters: Sequence[tuple[Mapping[str, Tensor], float]], empty: int) -> Bank:
-    """A bank with a slot for each adapter, and `empty` ones after them that change nothing.
+    """Create a bank with a slot for each adapter, followed by `empty` slots that have no effect.
 
-    An adapter that is not finite has zeros in its place and a scaling of NaN, so that the rows of others, which meet
-    all columns, stay as they are.
+    A non-finite adapter gets zeros and a scaling of NaN. Its values would otherwise affect the rows of other adapters,
+    because all rows are multiplied with all columns.
     """
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
     widths: dict[str, list[tuple[int, int, float]]] = {}

@@ -1,7 +1,7 @@
-"""Memory of a worker's device, planned from a model's skeleton before its weights are read.
+"""Memory plan of a worker's device, computed from a model's skeleton before its weights are loaded.
 
-What a training call keeps is counted, not measured: an adapted linear map keeps what it reads in float32, and what it
-gives is kept by what follows, so a layer keeps about 4 bytes of each number that goes in or out of its linear maps.
+Activation memory of a training call is estimated, not measured: an adapted linear map keeps its inputs in float32, and
+later operations keep its outputs. So a layer keeps about 4 bytes for each input and output value of its linear maps.
 """
 
 import socket
@@ -36,17 +36,17 @@ from skyrl.types import LoraConfig
 from skyrl.utils.machine import host_memory
 
 CPU_TILE, GPU_TILE = 1024, 8192
-"""Tokens of a training micro-batch, unless others are asked for."""
+"""Default tokens per training micro-batch."""
 GATHERED_AT_ONCE = 2
-"""Layers whose shared weights a rank has at once: the one that computes, and the next."""
+"""Number of sharded layers that a rank gathers at once: the current one and the next."""
 LOGITS_COPIES = 5
-"""Float32 arrays as large as the logits that are there at once, in a backward pass."""
+"""Float32 arrays of the logits' size that exist at once in a backward pass."""
 DRAWING_COPIES = 6
-"""Float32 arrays as large as the logits of all rows that drawing tokens makes, two of them in float64."""
+"""Float32 arrays of the size of all rows' logits for token sampling, of which two in float64."""
 IN_A_STEP = NEW_IN_A_STEP + 2
-"""Arrays as large as a model's weights that an optimizer step makes, divided gradients and the update included."""
+"""Arrays of the size of a model's weights in an optimizer step, including divided gradients and the update."""
 AUTO = 0
-"""`fsdp_size` that leaves it to the plan."""
+"""`fsdp_size` that lets the plan decide."""
 WAYS_OUT = (
     "a smaller kv_cache_gib, train_tile_tokens or loss_chunk_size, gradient_checkpointing=true, more workers that "
     "share weights (num_workers with fsdp_size=-1, or tensor_parallel_size)"
@@ -55,27 +55,27 @@ WAYS_OUT = (
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Sizes of what a device holds beside the base weights."""
+    """Memory options other than the base weights."""
 
     limit: int = 0
-    """Bytes to plan with; 0: what the device has."""
+    """Bytes to plan with; 0: the rank's share of the device."""
     cache: int = 2 * GIB
-    """Bytes of keys and values at most."""
+    """Maximum bytes of KV cache."""
     rows: int = 32
-    """Sequences decoded at once."""
+    """Maximum sequences decoded at once."""
     max_context_length: int = 0
-    """Tokens of the longest sequence as configured."""
+    """Configured length of the longest sequence in tokens."""
     tile_tokens: int = 0
-    """Tokens of a micro-batch as configured."""
+    """Configured tokens per micro-batch."""
     max_lora_rank: int = 32
     utilization: float = 0.0
-    """Part of the memory that base weights and cache take at most; 0: any."""
+    """Maximum fraction of memory for base weights and KV cache; 0: no limit."""
     engines: float = 0.0
-    """Part of the device that engines take while they sample, by turns with training."""
+    """Fraction of the device that engines use while they sample, in turns with training."""
     whole: bool = False
-    """True if what engines sample are models that are trained as a whole."""
+    """True if engines sample fully trained models."""
     offload: bool = True
-    """True if models leave the device meanwhile."""
+    """True if models leave the device while engines sample."""
 
 
 DEFAULTS = MemoryOptions()
@@ -86,41 +86,41 @@ class Place(NamedTuple):
 
     device: torch.device
     total: int
-    """Bytes there for this rank."""
+    """Bytes for this rank."""
     world: int
-    """Ranks there are."""
+    """Number of ranks."""
     whole: int = 0
-    """Bytes of the device; 0: `total`, which may be fewer."""
+    """Bytes of the device; 0: `total`, which may be less."""
 
     @classmethod
     def of(cls, device: torch.device, world: int, limit: int) -> "Place":
-        """A rank's place with the memory that is there, or with `limit` bytes, if that is not 0. All ranks call it."""
+        """Return a rank's place with its share of the device's memory, or with `limit` bytes if not 0. Collective."""
         there = device_memory(device, world)
         return cls(device, limit or there, world, there)
 
 
 class Decided(NamedTuple):
-    """A plan, and what it leaves to workers."""
+    """A plan, and the decisions that were left to it."""
 
     plan: Plan
     fsdp_size: int
     """Ranks that share a copy of the base weights."""
     gradient_checkpointing: bool
     notes: tuple[str, ...]
-    """Decisions, for whoever starts the workers."""
+    """Decisions, to report when workers start."""
 
 
 def device_of(asked: str | None, rank: int, first: int = 0, gpus: int | None = None) -> torch.device:
-    """Device of a rank: the one that is asked for, else a GPU if there are any.
+    """Select the device of a rank: the configured one, else a GPU if there is one, else the CPU.
 
     Args:
-        asked: Name of a device.
-        rank: The rank's number, counted from the first GPU of all.
-        first: GPUs before those of its group.
-        gpus: GPUs of the machine; None: those that torch finds.
+        asked: Name of a device, or None.
+        rank: Number of the rank, counted from the machine's first GPU.
+        first: GPUs used by other groups, before those of this group.
+        gpus: Number of GPUs of the machine; None: as detected by torch.
 
     Raises:
-        RequestError: There are none left for its group.
+        RequestError: No GPU is left for this group.
     """
     if gpus is None:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -135,17 +135,17 @@ def device_of(asked: str | None, rank: int, first: int = 0, gpus: int | None = N
 
 
 def tile_tokens(asked: int, device_type: str) -> int:
-    """Tokens of a training micro-batch."""
+    """Tokens per training micro-batch."""
     return asked or (CPU_TILE if device_type == "cpu" else GPU_TILE)
 
 
 def made_for(config: Any) -> int:
-    """Tokens of the longest sequence that a model was made for."""
+    """Longest sequence in tokens that a model supports."""
     return int(getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT_CONTEXT)
 
 
 def device_memory(device: torch.device, world: int) -> int:
-    """Bytes that this rank may use: its part of the device, of the ranks' parts the smallest. All ranks call this."""
+    """Bytes that this rank may use: its share of the device, minimum over ranks. Collective."""
     total = host_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
     if world == 1:
         return total
@@ -167,19 +167,19 @@ def decided(
     chunk: int,
     options: MemoryOptions,
 ) -> Decided:
-    """Return the memory plan of a skeleton: its size, what ranks share, and what is computed again.
+    """Plan memory from a skeleton: sizes, sharding of the base weights, and activation checkpointing.
 
     Args:
-        model: The skeleton, which is cut where ranks share matrices.
-        folder: The model's.
-        place: Where it will be.
-        shards: What ranks share. `fsdp_size` may be `AUTO`: nothing where the weights fit, else all share.
-        asked: Whether layers are computed again in the backward pass; "auto": where a micro-batch has no room else.
+        model: The skeleton. Its matrices are split if ranks share them.
+        folder: Folder of the model.
+        place: Device of the rank.
+        shards: Sharing between ranks. If `fsdp_size` is `AUTO`, ranks share weights only if a copy each does not fit.
+        asked: Activation checkpointing; "auto": only if a micro-batch does not fit without it.
         chunk: Tokens whose logits are in memory at once; 0: all of a micro-batch.
-        options: What is to have room beside the weights.
+        options: Other uses of memory.
 
     Raises:
-        RequestError: It does not fit, or cannot be cut.
+        RequestError: The model does not fit or cannot be split.
     """
     sizes = Sizes(model, folder, place, shards, chunk, options)
     may_share = _may_share(shards, place.world)
@@ -222,7 +222,7 @@ def decided(
 
 
 def _may_share(shards: ShardOptions, world: int) -> bool:
-    """Return True if ranks share the base weights if, and only if, memory has no room for a copy each."""
+    """Return True if the plan decides whether ranks share the base weights."""
     says_how = shards.cpu_offload or shards.reshard_after_forward is not True
     return shards.fsdp_size == AUTO and world > 1 and shards.tensor_parallel_size == 1 and not says_how
 
@@ -230,11 +230,11 @@ def _may_share(shards: ShardOptions, world: int) -> bool:
 def _asked_size(shards: ShardOptions, world: int) -> int:
     if shards.fsdp_size != AUTO:
         return shards.fsdp_size
-    return 1 if shards.tensor_parallel_size > 1 else world  # who says how weights are shared wants them shared
+    return 1 if shards.tensor_parallel_size > 1 else world  # options about sharding imply sharding
 
 
 class Sizes:
-    """Bytes of what a model takes on one rank. Arguments are those of `decided`."""
+    """Memory in bytes of a model on one rank. Arguments are those of `decided`."""
 
     def __init__(
         self,
@@ -265,20 +265,20 @@ class Sizes:
         count = int(getattr(config, "num_hidden_layers", None) or 1)
         features = sum(one.in_features + one.out_features for one in _linear_maps(model) if one is not head)
         self._kept = 4 * (features // count + 2 * self._hidden)
-        """Bytes that a layer keeps of a token."""
+        """Bytes that a layer keeps per token."""
         self._count = count
         self._rows = (
             options.rows
             * longest_of(options.max_context_length, made_for(config))
             * _token_bytes(config, self._item, shards.tensor_parallel_size)
         )
-        """Keys and values of all rows, each as long as it may be."""
-        self._cache = min(options.cache, 2 * self._rows)  # as much again for prefixes
+        """Bytes of KV cache for all rows at maximum length."""
+        self._cache = min(options.cache, 2 * self._rows)  # the same again for cached prefixes
         self._utilization = options.utilization
         self._logits = 4 * DRAWING_COPIES * options.rows * self._vocab
 
     def base(self, fsdp_size: int) -> int:
-        """Base weights: a copy, or a share of one and what is gathered of the others'."""
+        """Base weights: a copy, or a shard plus the gathered layers."""
         if fsdp_size == 1:
             return self._base
         layers = [_nbytes(layer) for layer in layers_of(self._model, self._folder)]
@@ -288,22 +288,22 @@ class Sizes:
         )
         own = 0 if self._shards.cpu_offload and self._device == "accelerator" else shared
         again = self._shards.reshard_after_forward
-        kept = sum(layers) // max(1, int(again))  # by all, or by so many ranks
+        kept = sum(layers) // max(1, int(again))  # gathered from all, or from this many ranks
         return own + self._base - sum(layers) + (GATHERED_AT_ONCE * max(layers) if again is True else kept)
 
     def training(self, tokens: int, again: bool) -> int:
-        """A training call, or an optimizer step if that takes more."""
+        """Maximum of a training call and an optimizer step."""
         tokens = -(-tokens // self._shards.sequence_parallel_size)
         layer = tokens * self._kept
         logits = 4 * LOGITS_COPIES * min(tokens, self._chunk or tokens) * self._vocab
-        if again:  # a layer is there when the logits have gone
+        if again:  # a layer's activations exist after the logits are freed
             kept = tokens * self._count * self._hidden * self._item + max(layer, logits)
         else:
             kept = self._count * layer + logits
         return max(kept + 2 * self._adapter, IN_A_STEP * self._adapter)
 
     def _room_for_cache(self, base: int) -> int:
-        """Bytes that `gpu_memory_utilization` leaves beside base weights. Raises `RequestError` if there are none."""
+        """Bytes that `gpu_memory_utilization` leaves for the cache. Raises `RequestError` if there are none."""
         if not self._utilization:
             return self._cache
         room = int(self._utilization * self._place.total) - base
@@ -315,12 +315,12 @@ class Sizes:
         return room
 
     def decoding(self) -> int:
-        """A decode call: keys and values of its rows side by side, those of a layer once more, and the draw."""
+        """A decode call: contiguous keys and values of its rows, those of one layer once more, and token sampling."""
         held = min(self._rows, HELD_BYTES)
         return held + held // self._count + self._logits
 
     def _shared(self, fsdp_size: int) -> SharedDevice | None:
-        """Part of the device that engines leave; None if there are none on it."""
+        """Part of the device that engines leave to training; None if no engines share it."""
         options = self._options
         if not options.engines or self._device == "host":
             return None
@@ -328,12 +328,12 @@ class Sizes:
         return SharedDevice(left, self._whole(fsdp_size) if options.whole else self._adapter, options.offload)
 
     def _whole(self, fsdp_size: int) -> int:
-        """A rank's float32 weights of a model that is trained as a whole."""
+        """A rank's float32 weights of a fully trained model."""
         return sum(4 * -(-len(x) // fsdp_size) * x[:1].numel() for x in self._model.parameters())
 
     def plan(self, fsdp_size: int, asked: Checkpointing) -> tuple[Plan, bool]:
-        """The plan, and whether layers are computed again."""
-        per_rank = self._adapter * 2 + (COPIES - 2) * -(-self._adapter // self._place.world)  # moments are shared
+        """The plan, and True if activations are recomputed."""
+        per_rank = self._adapter * 2 + (COPIES - 2) * -(-self._adapter // self._place.world)  # moments are sharded
         base = self.base(fsdp_size)
         cache = min(self._cache, self._room_for_cache(base))
         plan = Plan(self._place.total, base, cache, 0, per_rank, self._device, self.decoding(), self._shared(fsdp_size))
@@ -344,7 +344,7 @@ class Sizes:
 
 
 def _token_bytes(config: Any, item: int, ranks: int) -> int:
-    """Keys and values of a token in all layers."""
+    """Bytes of KV cache per token in all layers."""
     queries = int(getattr(config, "num_attention_heads", None) or 1)
     heads = int(getattr(config, "num_key_value_heads", None) or queries) // ranks
     width = int(getattr(config, "head_dim", None) or config.hidden_size // queries)

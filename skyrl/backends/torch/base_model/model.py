@@ -1,8 +1,9 @@
-"""A causal language model of transformers as workers compute with it: hidden states, logits, adapters, own weights.
+"""A causal language model of transformers with the operations of workers: hidden states, logits, adapters, weights.
 
-Any architecture is trained whose logits are its vocabulary projection's, perhaps scaled. Sequences share a row, and are
-sampled, where tokens meet in attention of transformers' interface alone; others are computed one at a time, and trained
-only. All of this is tried on loading, against the model's own forward pass.
+An architecture can be trained if its logits are those of its vocabulary projection, possibly scaled. It can pack
+sequences into a row, and be sampled, if its tokens interact only through the attention interface of transformers.
+Other architectures compute one sequence at a time and are trained only. All of this is tested when a model is loaded,
+by comparison with its own forward pass.
 """
 
 import logging
@@ -36,38 +37,38 @@ from skyrl.errors import RequestError
 log = logging.getLogger(__name__)
 
 TRIED = (5, 3)
-"""Tokens of the sequences that a model is tried with."""
+"""Lengths of the test sequences."""
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""Difference of logits, beside the largest of them, that order of summation explains."""
+"""Tolerance of logits, relative to the largest, for differences in the order of summation."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """This rank's weights of a model. In their place None is the base model."""
+    """This rank's weights of a model. None stands for the base model."""
 
     kind: Kind
     tensors: Mapping[str, Tensor]
-    """By the names of the model's layout."""
+    """Tensors by their names in the model's layout."""
 
 
 class LoadedModel:
-    """A base model on a device, and what models trained on it consist of.
+    """A base model on a device, and the layouts of models trained on it.
 
     Args:
-        folder: Its files.
-        device: Where it computes.
-        options: How it is loaded.
-        shards: What ranks share.
-        world: Ranks there are. With more than one, a process group has been made.
+        folder: Folder of the model.
+        device: Device for computations.
+        options: Loading options.
+        shards: Sharing between ranks.
+        world: Number of ranks. If there are several, the process group must exist.
 
     Raises:
-        RequestError: It cannot be loaded, or is not computed as it should be.
+        RequestError: The model cannot be loaded, or computes wrong results here.
     """
 
     packs: bool
-    """True if several sequences may be in one row, as tokens meet in the attention here and nowhere else."""
+    """True if a row may hold several sequences, because tokens interact only through attention."""
     cache_shapes: tuple[tuple[int, int, int], ...]
-    """(key heads, key width, value width) of each layer on this rank; empty for a model that is not sampled."""
+    """(key heads, key width, value width) of each layer on this rank; empty for a model that cannot be sampled."""
 
     def __init__(
         self,
@@ -78,11 +79,11 @@ class LoadedModel:
         world: int = 1,
     ):
         in_parts = shards.tensor_parallel_size > 1
-        self.device = torch.device("cpu") if in_parts else device  # which may have no room for the whole of it
+        self.device = torch.device("cpu") if in_parts else device  # the whole model may not fit on the device
         self.attention = Attention()
         self.attention.register()
         self._by_itself = False
-        """True if its attention is transformers', not the one here."""
+        """True if the model uses the attention of transformers instead of ours."""
         self.hf: Any
         if shards.fsdp_size > 1:
             self.hf, fill = load_by_layers(folder, device, options)
@@ -95,15 +96,15 @@ class LoadedModel:
         names = {id(module): name for name, module in self.hf.named_modules()}
         self.targets = targets_of(self.hf, names[id(self._head)])
         self.tensor_ranks = tensor_ranks(shards.tensor_parallel_size, world, device)
-        """Ranks that share matrices with this one."""
+        """Tensor parallel ranks of this rank."""
         self.hooks = Hooks(self.hf, self.targets, self.tensor_ranks)
         self.hf.requires_grad_(False)
         self.dtype: torch.dtype = self._head.weight.dtype  # pyright: ignore[reportAttributeAccessIssue]
-        """Type that the base model computes in."""
+        """Dtype of the base model's computations."""
         own = {name: int(getattr(self.config, name)) for name in ("hidden_size", "vocab_size")}
         self.hidden_size, self.vocab_size = own["hidden_size"], own["vocab_size"]
         self.ranks = sequence_ranks(shards.sequence_parallel_size, world, device)
-        """Ranks that share micro-batches with this one."""
+        """Sequence parallel ranks of this rank."""
         shapes = {name: tuple(x.shape) for name, x in self.hf.named_parameters()}
         inputs = self.hf.get_input_embeddings().weight
         self.embedding = next(name for name, x in self.hf.named_parameters() if x is inputs)
@@ -124,33 +125,33 @@ class LoadedModel:
                 self._try_together(folder, wanted)
             self.cache_shapes = self.base.run(self._cache_shapes)
         if options.gradient_checkpointing:
-            renamed = getattr(self.hf, "activation_checkpointing_enable", None)  # its name since transformers 5
+            renamed = getattr(self.hf, "activation_checkpointing_enable", None)  # renamed in transformers 5
             (renamed or self.hf.gradient_checkpointing_enable)({"use_reentrant": False})
-            self.hf.train()  # without which transformers keeps everything; there is no dropout
+            self.hf.train()  # transformers checkpoints only in training mode; there is no dropout
 
     @property
     def tile_ranks(self) -> int:
-        """Ranks that compute each micro-batch together."""
+        """Number of ranks that compute each micro-batch together."""
         return self.ranks.size * self.tensor_ranks.size
 
     @property
     def is_first(self) -> bool:
-        """True if this rank is the first of these."""
+        """True if this rank is the first of those."""
         return self.ranks.place == self.tensor_ranks.place == 0
 
     @property
     def meets_others(self) -> bool:
-        """True if ranks compute a pass together, so that all of them have to come to the same collectives."""
+        """True if ranks compute a pass together, so that all must take part in the same collectives."""
         return self.base.is_sharded or self.ranks.size > 1
 
     def layout(self, kind: Kind) -> Layout:
-        """Tensors that a model of this kind trains."""
+        """Layout of a model of this kind."""
         if kind.is_whole:
             return whole_layout(self.base.shapes, kind, self.hidden_size)
         return lora_layout(self.targets, kind, self.hidden_size)
 
     def part_layout(self, kind: Kind) -> Layout:
-        """This rank's parts of them. A value head is on every rank."""
+        """Layout of this rank's parts of such a model. Every rank has the whole value head."""
         if not kind.is_whole:
             return self.layout(kind)
         return whole_layout(
@@ -160,7 +161,7 @@ class LoadedModel:
     def using(
         self, weights: Weights | None, with_gradients: bool = False, dropout: DropoutArrays | None = None
     ) -> AbstractContextManager[None]:
-        """Compute with a model's weights, until the end of the backward pass."""
+        """Compute with a model's weights until the end of the backward pass."""
         if weights is None:
             return nullcontext()
         if weights.kind.is_whole:
@@ -168,7 +169,7 @@ class LoadedModel:
         return self.hooks.adapter(weights.tensors, weights.kind.lora_config.scaling, dropout)
 
     def hidden(self, tokens: Tensor, positions: Tensor, view: Packed | Paged | PagedParts) -> Tensor:
-        """Final hidden states `[rows, tokens, hidden]` of `tokens` int64 `[rows, tokens]`. Within `base.run`."""
+        """Final hidden states `[rows, tokens, hidden]` of `tokens` int64 `[rows, tokens]`. Call within `base.run`."""
         if self._by_itself:
             return self.hf.base_model(input_ids=tokens, use_cache=False, return_dict=True).last_hidden_state
         self.attention.view = view
@@ -176,14 +177,14 @@ class LoadedModel:
         return output.last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., vocab]` of hidden states. Within `base.run`."""
+        """Logits `[..., vocab]` of hidden states. Call within `base.run`."""
         logits = self._head(hidden) * float(getattr(self.config, "logit_scale", None) or 1.0)
         logits = logits / float(getattr(self.config, "logits_scaling", None) or 1.0)
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _cache_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Those of all layers; none if keys and values here are not all that a token needs of those before it."""
+        """Cache shapes of all layers; empty if a token depends on earlier ones through more than keys and values."""
         if self._by_itself or not self.packs:
             return ()
         self.attention.recorded = recorded = {}
@@ -194,10 +195,10 @@ class LoadedModel:
         return tuple(recorded[layer] for layer in layers) if sorted(recorded) == list(layers) else ()
 
     def _try(self, folder: Path) -> tuple[Tensor, bool]:
-        """Logits of transformers' own forward pass, with which those of this one are compared.
+        """Compare this model's logits with those of transformers' own forward pass. Call it within `base.run`.
 
-        Returns also whether packed sequences are computed as alone. Within `base.run`, as `_cache_shapes`.
-        Raises `RequestError` for a model whose logits are not what is computed here, with any attention.
+        Returns the logits of transformers, and True if packed sequences have the same logits as single ones. Raises
+        `RequestError` for a model whose logits differ with any attention.
         """
         rows, places = self._tried()
         self.hf.set_attn_implementation("eager")
@@ -207,7 +208,7 @@ class LoadedModel:
             log.warning("%s computes attention by itself and is not sampled: %s", self.config.model_type, why)
             self._by_itself = True
             self.hf.set_attn_implementation("eager")
-            longer = [torch.cat([row, rows[0]], 1) for row in rows]  # as with padding after them
+            longer = [torch.cat([row, rows[0]], 1) for row in rows]  # like padding
             own = torch.cat([self._logits_of(row, row, ())[: -TRIED[0]] for row in longer])
             if not self._agree(wanted, own):
                 raise RequestError(
@@ -223,7 +224,7 @@ class LoadedModel:
         return wanted, agree
 
     def _gradients_agree(self) -> bool:
-        """Return whether gradients of packed sequences are the sum of those of each alone."""
+        """Return True if gradients of packed sequences are the sum of those of single sequences."""
         rows, places = self._tried()
         alone = [self._slopes_of(row, place, row.shape[1:]) for row, place in zip(rows, places, strict=True)]
         agree = self._agree(torch.stack(alone).sum(0), self._slopes_of(torch.cat(rows, 1), torch.cat(places, 1), TRIED))
@@ -232,7 +233,7 @@ class LoadedModel:
         return agree
 
     def _slopes_of(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Gradient of the tokens' own log-probabilities in an adapter of rank 1 on the first linear map."""
+        """Gradient of the tokens' own log-probabilities with respect to a rank-1 adapter on the first linear map."""
         target = self.targets[0]
         generator = torch.Generator().manual_seed(0)
         shapes = (target.in_features, 1), (1, target.out_features)
@@ -253,7 +254,7 @@ class LoadedModel:
         return inner.grad
 
     def _why_not_here(self, rows: list[Tensor], places: list[Tensor], wanted: Tensor) -> str:
-        """Reason why a model cannot use the attention of this backend; empty if it can, which it is left with."""
+        """Reason why a model cannot use this backend's attention; empty if it can. Leaves that attention selected."""
         try:
             self.hf.set_attn_implementation(self.attention.name)
             here = [self._logits_of(row, place, row.shape[1:]) for row, place in zip(rows, places, strict=True)]
@@ -265,7 +266,7 @@ class LoadedModel:
         return self.logits(self.hidden(tokens, positions, Packed(lengths)))[0].float()
 
     def _try_together(self, folder: Path, wanted: Tensor) -> None:
-        """Compare with what ranks compute that share sequences or matrices."""
+        """Compare logits under sequence or tensor parallelism with `wanted`. Raises `RequestError` if they differ."""
         lengths = TRIED if self.packs else TRIED[:1]
         count = sum(lengths)
         tokens, places = (torch.cat(rows[: len(lengths)], 1)[:, self.ranks.cells(count)] for rows in self._tried())
@@ -288,7 +289,7 @@ class LoadedModel:
             )
 
     def _tried(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Tokens and positions of the sequences that a model is tried with, `[1, tokens]` each."""
+        """Tokens and positions of the test sequences, `[1, tokens]` each."""
         rng = np.random.default_rng(0)
         rows = [torch.tensor(rng.integers(0, self.vocab_size, n), device=self.device)[None] for n in TRIED]
         return rows, [torch.arange(n, device=self.device)[None] for n in TRIED]

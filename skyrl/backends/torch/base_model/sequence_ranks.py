@@ -1,8 +1,8 @@
-"""Ranks that share the tokens of a micro-batch, as DeepSpeed Ulysses does (https://arxiv.org/abs/2309.14509).
+"""Sequence parallelism: ranks share the tokens of a micro-batch (DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509).
 
-What concerns one token is computed on the rank that has it. Attention sees all tokens: before it each rank gives away
-its tokens of other ranks' heads, and gets those of its own, and the other way round after it. Gradients of weights are
-sums over a rank's tokens, as those of ranks with micro-batches of their own.
+Operations on single tokens run on the rank that holds the token. Attention needs all tokens: an all-to-all before it
+exchanges tokens for heads, so that each rank has all tokens of some heads, and another one after it reverses this.
+Gradients of weights are sums over a rank's tokens, as with data parallelism.
 """
 
 from collections.abc import Mapping
@@ -22,21 +22,21 @@ from skyrl.errors import RequestError
 
 @dataclass(frozen=True)
 class SequenceRanks:
-    """Place of a rank among those that share each micro-batch."""
+    """Position of a rank among those that share each micro-batch."""
 
     size: int = 1
-    """Number of them."""
+    """Number of these ranks."""
     place: int = 0
     group: Any = None
-    """Process group of them."""
+    """Process group of these ranks."""
 
     def cells(self, count: int) -> np.ndarray:
-        """Cells of so many that are this rank's share, equal for all ranks: the last ones are the last cell again."""
+        """Indices of this rank's share of `count` cells. All shares have the same size, padded with the last cell."""
         share = -(-count // self.size)
         return np.minimum(np.arange(self.place * share, (self.place + 1) * share), count - 1)
 
     def share(self, tile: TileArrays) -> TileArrays:
-        """This rank's share of a micro-batch. Padding is what has no gradient."""
+        """This rank's share of a micro-batch. Padding has no gradient."""
         if self.size == 1:
             return tile
         used = int(tile.read)
@@ -60,13 +60,13 @@ class SequenceRanks:
         )
 
     def gathered(self, share: Tensor) -> Tensor:
-        """Shares of all ranks, one after the other. All compute the same of them, so that gradients need not travel."""
+        """Gather the shares of all ranks. All ranks compute the same from the result, so the backward pass is local."""
         return share if self.size == 1 else _Gather.apply(share, self)  # pyright: ignore[reportReturnType]
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All tokens of this rank's heads, of its tokens of all heads, `[1, heads, tokens, width]` each.
+        """Exchange all heads of this rank's tokens for all tokens of its heads, `[1, heads, tokens, width]` each.
 
-        Keys that queries of several ranks look at are given to each of these.
+        Keys that are used by queries of several ranks are copied to each of them.
         """
         if self.size == 1:
             return query, key, value
@@ -85,7 +85,7 @@ class SequenceRanks:
         return self._exchanged(parts).transpose(0, 1).flatten(1, 2)[None]
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """All heads of this rank's tokens, of its heads of all tokens, `[1, tokens, heads, width]`."""
+        """Exchange all tokens of this rank's heads for all heads of its tokens, `[1, tokens, heads, width]`."""
         if self.size == 1:
             return x
         parts = x[0].unflatten(0, (self.size, -1))  # ranks, tokens, heads, width
@@ -96,11 +96,11 @@ class SequenceRanks:
 
 
 ALONE = SequenceRanks()
-"""A rank that has micro-batches of its own."""
+"""A rank with micro-batches of its own."""
 
 
 def sequence_ranks(size: int, world: int, device: torch.device) -> SequenceRanks:
-    """This rank's place, where `size` consecutive ones share each micro-batch. All ranks call this at once."""
+    """This rank's position if `size` consecutive ranks share each micro-batch. Collective."""
     if size == 1:
         return ALONE
     mesh = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("data", "sequence"))
@@ -109,14 +109,14 @@ def sequence_ranks(size: int, world: int, device: torch.device) -> SequenceRanks
 
 
 def looks_at_longest(config: Any) -> bool:
-    """True if angles of a rotary embedding depend on which positions there are."""
+    """Return True if angles of the rotary embedding depend on the sequence length."""
     given = getattr(config, "rope_parameters", None) or {}
     kinds = [x.get("rope_type", "") for x in (given, *given.values()) if isinstance(x, Mapping)]
     return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
 
 class _Exchange(torch.autograd.Function):
-    """Part i of each rank's tensor goes to rank i, `[ranks, ...]`. Its gradient comes back the same way."""
+    """All-to-all: sends part i of `[ranks, ...]` to rank i. The backward pass is an all-to-all too."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -132,7 +132,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Shares of all ranks. The gradient of a rank's own is what it has computed for it."""
+    """All-gather along the first dimension. The backward pass returns this rank's part of its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, ranks: SequenceRanks) -> Tensor:

@@ -1,9 +1,9 @@
-"""Ranks that share weight matrices (Megatron, https://arxiv.org/abs/1909.08053), by the plans of transformers' models.
+"""Tensor parallelism (Megatron, https://arxiv.org/abs/1909.08053), by the plans of transformers' models.
 
-A plan says of each linear map how it is cut: by columns, so that each rank has a part of what comes out, or by rows, so
-that each takes a part of what goes in and the sum over ranks comes out. An adapter follows its map: the matrix on the
-side that is cut is cut too, the other one has on each rank a part of its gradient. What no plan is about is computed
-on all ranks alike, where the first one counts.
+A plan lists how each linear map is split: by columns, so that each rank has a part of the outputs, or by rows, so that
+each rank takes a part of the inputs and outputs are summed over ranks. An adapter follows its map: the matrix on the
+split side is split too, and each rank has a part of the other matrix's gradient. Modules without a plan are computed
+on all ranks, and only the first rank's gradient counts.
 """
 
 import re
@@ -21,7 +21,7 @@ from skyrl.errors import RequestError
 
 
 class Cut(Enum):
-    """Cut of a linear map: inputs that each rank takes, and outputs that it gives."""
+    """Split of a linear map: inputs and outputs of each rank."""
 
     COLUMNS = "colwise"
     """All inputs, a part of the outputs."""
@@ -30,7 +30,7 @@ class Cut(Enum):
     ROWS = "rowwise"
     """A part of the inputs, all outputs."""
     ROWS_SPLIT = "rowwise_split_input"
-    """All inputs, of which it uses a part; all outputs."""
+    """All inputs, of which a part is used; all outputs."""
 
     @property
     def by_columns(self) -> bool:
@@ -38,23 +38,23 @@ class Cut(Enum):
 
 
 UNCUT = {"embedding_rowwise", "replicate", "replicated_with_grad_allreduce"}
-"""Styles in plans of modules that are whole on each rank here, as is the vocabulary projection."""
+"""Styles in plans of modules that remain whole on each rank, as does the vocabulary projection."""
 
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """Place of a rank among those that share each matrix."""
+    """Position of a rank among those that share each matrix."""
 
     size: int = 1
-    """Number of them."""
+    """Number of these ranks."""
     place: int = 0
     group: Any = None
-    """Process group of them."""
+    """Process group of these ranks."""
     cuts: dict[str, Cut] = field(default_factory=dict)
-    """By module, of those that are cut."""
+    """Split of each module that is split, by name."""
 
     def cut(self, model: Any, plan: Mapping[str, str], whole: nn.Module) -> None:
-        """Leave this rank's part of each matrix of a model, but for the module `whole`. Raises `RequestError`."""
+        """Reduce each matrix of a model to this rank's part, except the module `whole`. Raises `RequestError`."""
         styles = {re.escape(key).replace(r"\*", r"\d+"): style for key, style in plan.items()}
         for name, module in model.named_modules():
             style = next((style for key, style in styles.items() if re.fullmatch(key, name)), None)
@@ -94,7 +94,7 @@ class TensorRanks:
                 module.bias = self._parameter(module.bias, 0)
         else:
             module.in_features //= self.size
-            if module.bias is not None and self.place > 0:  # it is added once
+            if module.bias is not None and self.place > 0:  # the bias is added once
                 module.bias = nn.Parameter(torch.zeros_like(module.bias), requires_grad=False)
         before, after = {
             Cut.COLUMNS: (_Copied, None),
@@ -111,17 +111,17 @@ class TensorRanks:
         return nn.Parameter(self.part(whole.detach(), dim).contiguous().clone(), requires_grad=False)
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part."""
+        """This rank's part of a tensor."""
         return whole.chunk(self.size, dim)[self.place]
 
     def joined(self, part: Tensor, dim: int) -> Tensor:
-        """The whole of which each rank has a part."""
+        """Gather a whole tensor from the parts of all ranks."""
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum over ranks."""
+        """Sum of a tensor over ranks."""
         x = x.contiguous().clone()
         dist.all_reduce(x, group=self.group)
         return x
@@ -133,21 +133,21 @@ class TensorRanks:
         return (a, self.part(b, 1)) if self.cuts[module].by_columns else (self.part(a, 0), b)
 
     def share_of_inputs(self, module: str) -> int:
-        """Number of the inputs' part that this rank takes; 0 where all ranks take all."""
+        """Index of the part of the inputs that this rank takes; 0 if all ranks take all inputs."""
         return self.place if module in self.cuts and not self.cuts[module].by_columns else 0
 
     def once(self, weights: Tensor) -> Tensor:
-        """Weights with which all ranks compute alike: the first one has their gradient."""
+        """Return weights that all ranks use identically. Only the first rank computes their gradient."""
         return weights if self.place == 0 else weights.detach()
 
 
 def is_attention(name: str) -> bool:
-    """True if a module of that name is in an attention."""
+    """Return True if a module with this name belongs to attention."""
     return "attn" in name or "attention" in name
 
 
 def tensor_ranks(size: int, world: int, device: torch.device) -> TensorRanks:
-    """This rank's place, where `size` consecutive ones share each matrix. All ranks call this at once."""
+    """This rank's position if `size` consecutive ranks share each matrix. Collective."""
     if size == 1:
         return TensorRanks()
     mesh = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("data", "tensor"))
@@ -158,7 +158,7 @@ def tensor_ranks(size: int, world: int, device: torch.device) -> TensorRanks:
 def _function(
     name: str, compute: Callable[[Tensor, TensorRanks], Tensor], differentiate: Callable[[Tensor, TensorRanks], Tensor]
 ) -> type[torch.autograd.Function]:
-    """A function of a tensor over ranks, and how its gradient goes back."""
+    """Create an autograd function of a tensor over ranks, from its forward and backward computations."""
 
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
         ctx.ranks = ranks

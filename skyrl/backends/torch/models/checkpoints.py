@@ -1,6 +1,5 @@
-"""Files of models on torch: training state as safetensors and JSON, sampler weights in PEFT layout, or those of a model
-that is trained as a whole in Hugging Face's. The same at every number of workers.
-"""
+"""Checkpoint formats on torch: training state as safetensors and JSON; sampler weights in PEFT layout, or in Hugging
+Face's layout for fully trained models. They do not depend on the number of workers."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -50,17 +49,17 @@ FLOAT32 = np.dtype(np.float32)
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFormat(ModelFormat[TorchState, TorchVersion]):
-    """`ModelFormat` of buffers that workers hold."""
+    """`ModelFormat` of buffers held by workers."""
 
     base_model: str
     """Name of the base model in checkpoints."""
     folder: Path
-    """Its files."""
+    """Folder of the base model."""
     group: WorkerGroup
     value_head: str
     """An exported critic's tensor is `<value_head>.weight`."""
     max_lora_rank: int
-    """Largest rank that is sampled."""
+    """Largest rank that can be sampled."""
 
     def weights_bytes(self, state: TorchState) -> int:
         return state.weights.nbytes
@@ -148,7 +147,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         return self._model_files(state.kind, state.weights)
 
     def load_version(self, path: str) -> TorchVersion:
-        """Weights of a sampler checkpoint, or those of a training checkpoint, to sample from.
+        """Load weights of a sampler or training checkpoint for sampling.
 
         Raises:
             StorageError: Missing or damaged files.
@@ -172,7 +171,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         return self._version(kind, tensors, path)
 
     def _from_peft(self, tensors: dict[str, np.ndarray], config: dict[str, Any], path: str) -> TorchVersion:
-        """An adapter that PEFT or any backend saved. Modules and layers without tensors are zero."""
+        """Convert an adapter saved by PEFT or any backend. Modules and layers without tensors are zero."""
         modules = adaptable(self.group.facts)
         fitted, rank, alpha = fitted_adapter(tensors, config, modules)
         check_served_rank(rank, self.max_lora_rank, path)
@@ -189,7 +188,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         return TorchVersion(kind, self.group.put(_flat(layout, tensors), self.group.spreads(kind).weights))
 
     def _peft_modules(self, layout: Layout) -> list[str]:
-        """Names of the adapted modules: without their paths, if all of these names are."""
+        """Names of the adapted modules: short names if those match exactly the adapted modules, else full paths."""
         trained = {part.name.rpartition(".")[0] for part in layout.parts}
         names = {module.rpartition(".")[2] for module in trained}
         alike = {target.module for target in self.group.facts.targets if target.module.rpartition(".")[2] in names}
@@ -199,7 +198,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         return layout_of(self.group.facts, kind)
 
     def _model_files(self, kind: Kind, weights: Buffer) -> dict[str, Content]:
-        """Files of the base model with what was trained merged into it, W + scaling (A B), in float32."""
+        """Files of the base model with trained weights merged in, W + scaling (A B) for adapters, in the base dtype."""
         facts, layout, read = self.group.facts, self._layout(kind), _Newest()
         dtype = TYPES[facts.dtype]
         starts = dict(zip((part.name for part in layout.parts), _starts(layout), strict=True))
@@ -214,7 +213,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
             if f"{target.module}.lora_A" not in starts:
                 continue
             name = f"{target.module}.weight"
-            if name not in tensors:  # tied to the embedding, which it is not any more
+            if name not in tensors:  # it was tied to the embedding; now it is a weight of its own
                 config["tie_word_embeddings"] = False
             pair = [
                 partial(_piece, read, weights, starts[matrix], shapes[matrix])
@@ -248,7 +247,7 @@ def _buffers_of(state: TorchState) -> dict[BufferName, Buffer]:
 
 
 class _Newest:
-    """Numbers of the buffer that was read last: tensors of one are written one after the other."""
+    """Cache of the values of the buffer that was read last. Tensors of a buffer are written consecutively."""
 
     def __init__(self) -> None:
         self._buffer: Buffer | None = None
@@ -256,7 +255,7 @@ class _Newest:
 
     def of(self, buffer: Buffer) -> np.ndarray:
         if buffer is not self._buffer:
-            self._values = np.zeros(0, np.float32)  # before there is another
+            self._values = np.zeros(0, np.float32)  # freed before the next read
             self._buffer, self._values = buffer, buffer.read()
         return self._values
 
@@ -286,5 +285,5 @@ def _check_fits(stored: TrainingFiles, found: Arrays, layout: Layout) -> None:
 
 
 def _flat(layout: Layout, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Tensors as one buffer."""
+    """Concatenate tensors to one buffer."""
     return np.concatenate([tensors[part.name].reshape(-1) for part in layout.parts]).astype(np.float32, copy=False)

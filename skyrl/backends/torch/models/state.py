@@ -1,4 +1,4 @@
-"""Models and versions of the torch backend in the driver: handles of what workers hold."""
+"""Models and versions of the torch backend in the driver: handles of buffers on workers."""
 
 from dataclasses import dataclass
 
@@ -16,57 +16,57 @@ from skyrl.utils.adapters.fitting import Features
 
 @dataclass
 class TorchState:
-    """One model, as `ModelOffload` moves it. Buffers are never changed, only replaced."""
+    """One model, as managed by `ModelOffload`. Buffers are never changed, only replaced."""
 
     kind: Kind
     weights: Buffer
     first_moment: Buffer
     second_moment: Buffer
     step: int = 0
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     gradient_sums: Buffer | None = None
     """None until a pass adds to them."""
     sequences: int | None = 0
-    """Sequences whose gradients are in the sums; None is not known."""
+    """Number of sequences in the gradient sums; None: unknown."""
 
     @property
     def info(self) -> ModelInfo:
-        """Facts that are kept of it on disk too."""
+        """Facts about the model that are also stored on disk."""
         return ModelInfo(self.kind.lora_config, self.step, self.kind.value_head)
 
     @property
     def nbytes(self) -> int:
-        """Memory of all buffers on a worker, gradient sums included whether they are there or not."""
+        """Memory of all buffers on a worker, including space for gradient sums."""
         return state_bytes(self.kind, self.weights.size, self.weights.parts, self.first_moment.parts)
 
     def to_host(self) -> "TorchState":
-        """The same model: what has no room where workers compute goes to disk."""
+        """Return the same model: models that do not fit on workers go to disk, not to the host."""
         return self
 
     def to_device(self) -> "TorchState":
-        """The same model."""
+        """Return the same model."""
         return self
 
     def drop_sums(self) -> None:
-        """Clear its gradient sums."""
+        """Clear the gradient sums."""
         self.gradient_sums, self.sequences = None, 0
 
 
 @dataclass(frozen=True)
 class TorchVersion:
-    """Weights that are sampled."""
+    """Weights for sampling."""
 
     kind: Kind
     weights: Buffer
 
 
 def state_bytes(kind: Kind, size: int, parts: int = 1, parts_of_moments: int = 1) -> int:
-    """`TorchState.nbytes` of a model of so many numbers; of a whole one what a step takes is included.
+    """`TorchState.nbytes` of a model with this many parameters. For a full model, it includes memory of a step.
 
     Args:
-        kind: Of the model.
-        size: Numbers of its weights.
-        parts: Workers among which weights and gradient sums are shared.
+        kind: Kind of the model.
+        size: Number of trained parameters.
+        parts: Number of workers that share weights and gradient sums.
         parts_of_moments: The same for each moment.
     """
     weights, moment = 4 * -(-size // parts), 4 * -(-size // parts_of_moments)
@@ -75,7 +75,7 @@ def state_bytes(kind: Kind, size: int, parts: int = 1, parts_of_moments: int = 1
 
 
 def layout_of(facts: ModelFacts, kind: Kind) -> Layout:
-    """Tensors that a model of this kind trains. Raises `RequestError` if workers train none, or none of a group."""
+    """Layout of a model of this kind. Raises `RequestError` if it cannot be trained, or a selected group is empty."""
     if kind.is_whole and not facts.trains_whole:
         raise RequestError(
             "lora_config.rank=0: models that are trained as a whole have no place where ranks share matrices; use a "
@@ -88,7 +88,7 @@ def layout_of(facts: ModelFacts, kind: Kind) -> Layout:
     has_attention = any(is_attention(name) for name in facts.parameters)
     for name, group in (("train_attn", "attn"), ("train_mlp", "mlp"), ("train_unembed", "unembed")):
         if group == "attn" and not has_attention:
-            continue  # nothing is left out that was asked for
+            continue  # nothing requested is left out
         if getattr(config, name) and not any(target.group == group for target in facts.targets):
             raise RequestError(
                 f"lora_config.{name}=True: {facts.architecture} has no linear map there that an adapter could be on; "
@@ -98,7 +98,7 @@ def layout_of(facts: ModelFacts, kind: Kind) -> Layout:
 
 
 def fresh_state(group: WorkerGroup, kind: Kind, seed: int) -> TorchState:
-    """A model that has taken no step."""
+    """Create a model before its first step."""
     size = layout_of(group.facts, kind).size
     spreads = group.spreads(kind)
     weights = Buffer(group, size, spreads.weights)
@@ -107,11 +107,11 @@ def fresh_state(group: WorkerGroup, kind: Kind, seed: int) -> TorchState:
 
 
 def random_version(group: WorkerGroup, kind: Kind, scale: float) -> TorchVersion:
-    """Weights drawn from a normal distribution, the same each time. Raises `RequestError` as `layout_of`."""
+    """Create normally distributed weights, always the same. Raises the `RequestError`s of `layout_of`."""
     numbers = np.random.default_rng(0).standard_normal(layout_of(group.facts, kind).size, np.float32)
     return TorchVersion(kind, group.put(numbers * np.float32(scale), group.spreads(kind).weights))
 
 
 def adaptable(facts: ModelFacts) -> dict[str, Features]:
-    """Modules that adapters may be on, by their names in Hugging Face's models."""
+    """Modules that can have adapters, by their names in Hugging Face's models."""
     return {one.module: Features(one.in_features, one.out_features, one.group) for one in facts.targets}

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits, as `skyrl.tx.sampling` does in JAX: same numbers, same filters, same ties."""
+"""Token sampling from logits, equal to `skyrl.tx.sampling` in JAX: same random numbers, filters and tie-breaking."""
 
 from typing import NamedTuple
 
@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 COLDEST = 1e-30
-"""Temperatures up to here are 0: float32 has no room for logits divided by them."""
+"""Temperatures up to this count as 0: dividing logits by them overflows float32."""
 
 
 def draw(
     logits: Tensor, uniforms: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None = None
 ) -> Tensor:
-    """One token int64 per row of logits float32 `[rows, vocab]`.
+    """Draw one token int64 per row of logits float32 `[rows, vocab]`.
 
     Args:
-        logits: Untempered.
+        logits: Logits before division by the temperature.
         uniforms: float32 `[rows]` in [0, 1).
-        temperature: float32 `[rows]`. 0 takes the most likely token (the first of equals).
+        temperature: float32 `[rows]`. 0 takes the most likely token (the first in a tie).
         top_k: int64 `[rows]`. Keep the k most likely tokens; 0 keeps all.
         top_p: float32 `[rows]`. Then keep the fewest tokens whose share of the tempered distribution reaches it.
-        min_p: float32 `[rows]`. Then keep the tokens at least this fraction as likely as the likeliest.
+        min_p: float32 `[rows]`. Then keep the tokens at least this fraction as likely as the most likely one.
     """
     warm = temperature > COLDEST
     if not warm.any():
@@ -40,16 +40,16 @@ def draw(
 
 
 class Occurrences(NamedTuple):
-    """Tokens that were there before, as `skyrl.tx.sampling.Occurrences`."""
+    """Counts of earlier tokens, as `skyrl.tx.sampling.Occurrences`."""
 
     prompted: Tensor
-    """bool `[rows, vocab]`."""
+    """bool `[rows, vocab]`: True for tokens of the prompt."""
     generated: Tensor
-    """float32 `[rows, vocab]`, times."""
+    """float32 `[rows, vocab]`: counts of generated tokens."""
 
     @classmethod
     def of(cls, tokens: Tensor, prompt: Tensor, vocab: int) -> "Occurrences":
-        """Those in rows int64 `[rows, some]` of `prompt` `[rows]` tokens of a prompt, then generated ones, then -1."""
+        """Count tokens in rows int64 `[rows, n]`: `prompt` `[rows]` tokens of a prompt, generated ones, then -1."""
         inside = torch.arange(tokens.shape[1], device=tokens.device) < prompt[:, None]
         known, places = tokens >= 0, tokens.clamp_min(0)
         zeros = torch.zeros(len(tokens), vocab, device=tokens.device)
@@ -57,12 +57,12 @@ class Occurrences(NamedTuple):
         return cls(prompted > 0, generated)
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
-        """Count one more token of each of these rows."""
+        """Count one more token in each of these rows."""
         self.generated[rows, tokens] += 1
 
 
 def penalised(logits: Tensor, occurred: Occurrences, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
-    """Logits less what it costs a token to have been there before, as `skyrl.tx.sampling.penalised`."""
+    """Apply repetition, presence and frequency penalties to logits, as `skyrl.tx.sampling.penalised`."""
     repetition, times = repetition[:, None], occurred.generated
     seen = occurred.prompted | (times > 0)
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
@@ -70,7 +70,7 @@ def penalised(logits: Tensor, occurred: Occurrences, repetition: Tensor, presenc
 
 
 def draw_many(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Tokens int64 `[rows, draws]`, drawn with replacement, and their log-probabilities at temperature 1.
+    """Draw tokens int64 `[rows, draws]` with replacement. Returns also their log-probabilities at temperature 1.
 
     Args:
         logits: float32 `[rows, vocab]`.
@@ -90,15 +90,15 @@ def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The `k` most likely tokens int64 `[rows, k]`, the first of equals first, and their log-probabilities."""
+    """The `k` most likely tokens int64 `[rows, k]`, ties in order of ids, and their log-probabilities."""
     top, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     return ids[:, :k], top[:, :k] - torch.logsumexp(logits, -1, keepdim=True)
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """First token at which the cumulative weight passes each number's part of the total, int64 as `uniforms`.
+    """Inverse CDF sampling: first token whose cumulative weight exceeds this fraction of the total.
 
-    Sums are float64, in which a weight of zero adds nothing, so that no such token is found.
+    Returns int64, of the shape of `uniforms`. Sums are float64. Tokens of weight zero are never selected.
     """
     ends = weights.double().cumsum(-1)
     target = uniforms.double() * ends[:, -1:]
@@ -106,12 +106,12 @@ def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _possible(weights: Tensor) -> Tensor:
-    """Rows in which some token can be drawn."""
+    """True for rows in which at least one token can be drawn."""
     return (weights > 0).any(-1)
 
 
 def _filtered(tempered: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Tokens inside top-k, then inside top-p of what is left, bool as `tempered`. Ties go to the lower id."""
+    """Mask of tokens in the top-k, and then in the top-p of the rest, bool as `tempered`. Lower ids win ties."""
     vocab = tempered.shape[1]
     ordered, ids = torch.sort(tempered, dim=-1, descending=True, stable=True)
     places = torch.arange(vocab, device=tempered.device)

@@ -1,4 +1,4 @@
-"""Sampling as a worker computes it: prompts into pages of a KV cache, bursts of decoding, scores of prompts."""
+"""Sampling on a worker: prefill of prompts into a KV cache, bursts of decoding, scores of prompts."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,15 +26,15 @@ from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.drawing import Occurrences, draw, draw_many, likeliest, logprobs_of, penalised
 
 BANKS = 8
-"""Banks that are kept; the least recently used one goes."""
+"""Maximum cached banks, evicted least recently used first."""
 SPARE = 0.25
-"""Share of a burst's rows that may have ended before the rest go on without them."""
+"""Fraction of a burst's rows that may have ended before the burst is compacted."""
 
 
 class SamplingWorker:
-    """Calls of a `ModelRunner`. What was read last is what is scored; its logits are what tokens are found in.
+    """Calls of a `ModelRunner`. They score hidden states of the last `read` and logits of the last `project`.
 
-    Ranks that share the base weights do each call together, with the same arguments.
+    Ranks that share the base weights make each call together, with the same arguments.
 
     Args:
         model: The base model.
@@ -45,12 +45,12 @@ class SamplingWorker:
         self._cache: PagedCache | None = None
         self._pages = 0
         self._blocks: list[Tensor] = []
-        """Hidden states of what was read last."""
+        """Hidden states of the last `read`."""
         self._logits = torch.empty(0)
         self._banks: dict[tuple[int, ...], Bank] = {}
 
     def open(self, pages: int) -> None:
-        """Forget what is in the cache, which has so many pages and is made when it is needed."""
+        """Clear the cache and set its number of pages. It is allocated on first use."""
         self._pages, self._cache = pages, None
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -67,7 +67,7 @@ class SamplingWorker:
 
     @torch.no_grad()
     def read(self, weights: Weights | None, pieces: Sequence[tuple[Sequence[int], np.ndarray, int]]) -> list[int]:
-        """Read pieces of prompts: pages, tokens int32 `[n]`, position of the first. Returns their blocks to score."""
+        """Prefill pieces of prompts: (pages, tokens int32 `[n]`, first position). Returns their block counts."""
         model = self._model
         parts = []
         for table, tokens, start in pieces:
@@ -84,7 +84,7 @@ class SamplingWorker:
 
     @torch.no_grad()
     def project(self, weights: Weights | None, block: int) -> None:
-        """Logits of a block of what was read last."""
+        """Compute the logits of a block of the last `read`."""
         states = self._blocks[block]
         with self._model.using(weights):
             self._logits = self._model.base.run(lambda: self._model.logits(states[None])[0].float())
@@ -105,7 +105,7 @@ class SamplingWorker:
     def alternatives(
         self, seed: np.ndarray, position: int, first: int, temperature: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draws of each row, and their log-probabilities."""
+        """Draw tokens for each row. Returns also their log-probabilities."""
         rows = len(self._logits)
         places = position + np.arange(rows, dtype=np.int32)
         seeds = np.broadcast_to(seed, (rows, 2))
@@ -123,11 +123,11 @@ class SamplingWorker:
         """Generate up to `steps` tokens in each row.
 
         Args:
-            versions: Adapters that `rows.slots` count, -1 is the base model; or one that has weights of its own.
-            contents: A number for each that no other ever has.
-            rows: What each row is about.
-            steps: No more than `BURST`.
-            fixed: Whether shapes are the same whatever rows there are.
+            versions: Adapters that `rows.slots` index (-1 is the base model), or a single full model.
+            contents: Unique numbers of the versions, never reused.
+            rows: State and sampling parameters of each row.
+            steps: At most `BURST`.
+            fixed: If True, shapes do not depend on the rows.
         """
         model, count = self._model, len(rows.tokens)
         table = self._on_device(rows.table)
@@ -179,18 +179,18 @@ class SamplingWorker:
     def _adapted(
         self, adapters: Sequence[Weights], contents: tuple[int, ...], slots: np.ndarray, fixed: bool
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Adapters to apply to rows by their slots, int32 `[rows]`; -1 is none."""
+        """Return a context that applies adapters to rows by their slots, int32 `[rows]`; -1 means none."""
         hooks, used = self._model.hooks, set(slots.tolist())
         if not adapters or (used == {-1} and not fixed):
             return nullcontext
-        if len(used) == 1 and not fixed:  # without columns of others, and without masks
+        if len(used) == 1 and not fixed:  # one adapter needs no masks, nor columns of others
             one = adapters[used.pop()]
             return partial(hooks.adapter, one.tensors, one.kind.lora_config.scaling)
         bank = self._bank(adapters, contents)
         return partial(hooks.bank, bank, bank.masks(self._on_device(slots)))
 
     def _view(self, view: Paged | None, table: Tensor, positions: Tensor, reach: int) -> Paged:
-        """View of the rows at these positions, after `view` at the positions before."""
+        """Return a view of the rows at these positions; `view` is that of the previous step, or None."""
         if isinstance(view, Burst):
             view.to(positions)
             return view
@@ -198,14 +198,14 @@ class SamplingWorker:
         return (Burst if fits else Paged)(self._paged, table, positions, reach)
 
     def _next(self, tokens: Tensor, positions: Tensor, view: Paged) -> Tensor:
-        """Logits float32 `[rows, vocab]` of what follows one token in each row."""
+        """Logits float32 `[rows, vocab]` after one more token in each row."""
         model = self._model
         return model.base.run(lambda: model.logits(model.hidden(tokens, positions, view))[:, 0].float())
 
     def _draw(
         self, logits: Tensor, rows: Rows, at: np.ndarray, step: int, width: int, occurred: Occurrences | None
     ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
-        """Tokens that these rows draw, their log-probabilities, and the most likely ones if there is a `width`."""
+        """Draw a token for each of these rows. Returns also log-probabilities, and the `width` most likely tokens."""
         number = rows.steps[at] + step
         allowed, min_p, here = logits, None, self._on_device(at)
         if rows.options is not None:
@@ -224,7 +224,7 @@ class SamplingWorker:
         temperature, top_k, top_p = (self._on_device(x[at]) for x in (rows.temperature, rows.top_k, rows.top_p))
         found = draw(allowed, random, temperature, top_k, top_p, min_p)
         if self._model.base.is_sharded:
-            dist.broadcast(found, 0)  # ranks have to go on alike, whatever the last bits of their logits
+            dist.broadcast(found, 0)  # ranks must continue with the same tokens even if their logits differ by rounding
         if occurred is not None:
             occurred.add(here, found)
         scale = rows.scale[at]
@@ -237,7 +237,7 @@ class SamplingWorker:
         return found.cpu().numpy().astype(np.int32), logprobs.cpu().numpy(), best
 
     def _bank(self, versions: Sequence[Weights], contents: tuple[int, ...]) -> Bank:
-        """Adapters side by side; after them a place that changes nothing, which -1 finds."""
+        """Bank of these adapters, with one more slot without effect, which index -1 selects."""
         if contents in self._banks:
             self._banks[contents] = self._banks.pop(contents)
         else:
@@ -248,7 +248,7 @@ class SamplingWorker:
         return self._banks[contents]
 
     def forget_banks(self, contents: int | None = None) -> None:
-        """Forget banks that hold a version, or all of them."""
+        """Remove banks that contain a version; None: all banks."""
         self._banks = {key: bank for key, bank in self._banks.items() if contents is not None and contents not in key}
 
     def _on_device(self, array: np.ndarray) -> Tensor:
@@ -257,7 +257,7 @@ class SamplingWorker:
 
 
 def _filled(values: Tensor, dtype: type) -> np.ndarray:
-    """Values of the rows there are, as `[SCORED_AT_ONCE, ...]` on the host."""
+    """Copy rows to the host, padded to `[SCORED_AT_ONCE, ...]`."""
     whole = np.zeros((SCORED_AT_ONCE, *values.shape[1:]), dtype)
     whole[: len(values)] = values.cpu().numpy()
     return whole

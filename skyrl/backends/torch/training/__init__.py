@@ -1,1 +1,1 @@
-"""Training on torch, as a worker computes it: `passes` over tiles and optimizer steps, and `scores` of tokens."""
+"""Training on a worker: `passes` has passes over tiles and optimizer steps, `scores` scores of tokens."""

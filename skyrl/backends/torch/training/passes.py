@@ -1,4 +1,4 @@
-"""A training pass over one tile, and an optimizer step: what a worker computes of a model, as functions of tensors."""
+"""A training pass over one tile, and optimizer steps, as functions of tensors."""
 
 import operator
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.training.scores import Scoring, token_scores
 
 PG_LOSS, ENTROPY_LOSS = "pg_loss:sum", "entropy_loss:sum"
-"""Metrics of a policy's objective: its policy term, and the entropies times their tokens' weights."""
+"""Metrics of a policy's objective: sums of its policy term, and of entropies weighted by token."""
 
 
 def run_tile(
@@ -34,18 +34,18 @@ def run_tile(
     scoring: Scoring,
     idle: bool = False,
 ) -> tuple[PassOutput | Exception, dict[str, Tensor]]:
-    """Outputs of a tile, and the gradients of this rank's weights by their names; none if it goes forward only.
+    """Outputs of a tile, and gradients of this rank's weights by name; no gradients if `forward_only`.
 
-    A loss that fails is the output, not raised: ranks that compute together meet in the backward pass all the same.
+    An exception in the loss is returned, not raised: ranks that compute together still complete the backward pass.
 
     Args:
         model: The base model.
-        weights: Of the model; None is the base model.
-        tile: Sequences, one after the other from the first cell on.
-        objective: None is a loss of the protocol, which the tile names.
-        forward_only: Whether there are no gradients.
+        weights: Weights of the model; None: the base model.
+        tile: The tile; its sequences begin at the first cell.
+        objective: None: a loss of the protocol, which the tile names.
+        forward_only: True for a pass without gradients.
         scoring: As in `token_scores`.
-        idle: Whether this rank only takes part, with gradients of zero.
+        idle: If True, this rank only takes part in collectives, with zero gradients.
     """
     leaves: dict[str, Tensor] = {}
     if weights is not None and not forward_only:
@@ -97,7 +97,7 @@ def run_tile(
 
 
 def _zero(model: LoadedModel, hidden: Tensor) -> Tensor:
-    """Zero, from which a backward pass meets every weight, whatever the loss reads: its collectives are alike then."""
+    """Zero that depends on all weights, so that a backward pass has the same collectives whatever the loss uses."""
     return 0 * (hidden.float().sum() + model.logits(hidden[:1]).float().sum())
 
 
@@ -107,7 +107,7 @@ def _placed(model: LoadedModel, array: np.ndarray, used: int) -> Tensor:
 
 
 def _hidden(model: LoadedModel, tile: TileArrays, share: TileArrays) -> Tensor:
-    """Hidden states `[tokens, hidden]` of the cells in use of this rank's share."""
+    """Hidden states `[tokens, hidden]` of the used cells of this rank's share."""
     used = int(share.read)
     tokens, positions = _placed(model, share.tokens, used), _placed(model, share.positions, used)
     lengths = np.bincount(tile.segments[: int(tile.read)]).tolist()
@@ -123,7 +123,7 @@ def _scores_of_all(
     outputs: Sequence[Output],
     scoring: Scoring,
 ) -> dict[Output, Tensor]:
-    """Scores of all cells in use, of which each rank computes those of its share."""
+    """Scores of all used cells. Each rank computes those of its share."""
     if model.ranks.size == 1:
         return _scores(model, hidden, value_head, share, outputs, scoring)
     widths = [share.targets.shape[1] if name == "logprobs" else 1 for name in outputs]
@@ -131,7 +131,7 @@ def _scores_of_all(
     try:
         scores = _scores(model, hidden, value_head, share, outputs, scoring)
         columns = torch.cat([scores[name].view(len(hidden), -1) for name in outputs], 1)
-    except Exception as error:  # the others are waiting; what they make of it fails with this
+    except Exception as error:  # other ranks wait for this one; the failure is raised after the gather
         failure = error
         columns = torch.zeros(len(hidden), sum(widths), device=model.device)
     whole = model.ranks.gathered(columns)[: int(tile.read)]
@@ -149,7 +149,7 @@ def _scores(
     outputs: Sequence[Output],
     scoring: Scoring,
 ) -> dict[Output, Tensor]:
-    """Inputs of the loss of the cells in use."""
+    """Scores that the loss needs, for used cells."""
     used, trained = int(tile.read), int(tile.trained)
     scores: dict[Output, Tensor] = {}
     if "logprobs" in outputs:
@@ -178,14 +178,14 @@ def _scores(
 def _losses(
     model: LoadedModel, scores: dict[Output, Tensor], tile: TileArrays, objective: Objective | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss `[tokens]` of the cells in use, and metrics: a traced loss's `[sequences]`, a policy's `[1]`."""
+    """Loss `[tokens]` of used cells, and metrics: `[sequences]` of a traced loss, `[1]` of a policy's."""
     used = int(tile.read)
     segments = tile.segments[:used]
     weights = _placed(model, tile.weights, used)
     logprob, weight = torch.zeros_like(weights[:, 0]), weights[:, 0]
     if "logprobs" in scores:
         logprob = scores["logprobs"][:, 0]
-        if weights.shape[1] > 1:  # their weighted sum is the log-probability
+        if weights.shape[1] > 1:  # the log-probability is their weighted sum
             logprob, weight = (scores["logprobs"] * weights).sum(-1), torch.ones_like(logprob)
     given = {name: _placed(model, x, used) for name, x in tile.inputs.items()}
     fields = {**given, **scores, "logprobs": logprob, "weights": weight}
@@ -214,20 +214,20 @@ def _losses(
 
 
 def _padded(values: Tensor, size: int) -> np.ndarray:
-    """Values of the cells in use, and zeros for the others."""
+    """Values of used cells, followed by zeros."""
     whole = np.zeros((size, *values.shape[1:]), np.float32)
     whole[: len(values)] = values.detach().float().cpu().numpy()
     return whole
 
 
 def dimuon(weights: Tensor, momentum: Tensor, shapes: Sequence[tuple[int, ...]], p: DimuonScalars) -> Tensor:
-    """New weights of one step of `skyrl.backends.common.dimuon`.
+    """New weights after one step of `skyrl.backends.common.dimuon`.
 
     Args:
-        weights: Flat, float32, of the whole model.
-        momentum: Flat, after this step's gradients.
-        shapes: Of the matrices in them, one after the other.
-        p: Hyper-parameters.
+        weights: Flat float32 weights of the whole model.
+        momentum: Flat momentum, after this step's gradients.
+        shapes: Shapes of the matrices in them, in order.
+        p: Hyperparameters.
     """
     pieces = momentum.split([prod(shape) for shape in shapes])
     signs = [matrix_sign(piece.view(shape)).reshape(-1) for piece, shape in zip(pieces, shapes, strict=True)]
@@ -237,16 +237,16 @@ def dimuon(weights: Tensor, momentum: Tensor, shapes: Sequence[tuple[int, ...]],
 def adamw(
     weights: Tensor, gradients: Tensor | None, first: Tensor, second: Tensor, p: AdamScalars, norm: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """New weights, first and second moments of one AdamW step, as `torch.optim.AdamW` after `clip_grad_norm_`.
+    """New weights, first and second moments after one AdamW step, as `torch.optim.AdamW` after `clip_grad_norm_`.
 
-    Gradients are divided by `gradient_divisor` before either.
+    Gradients are divided by `gradient_divisor` before both.
 
     Args:
-        weights: Flat, float32, as all of these; a part of a model's if it is spread over workers.
-        gradients: None is zero.
+        weights: Flat float32, as all of these; a part of a model's if workers share it.
+        gradients: None: zero.
         first: First moment.
         second: Second moment.
-        p: Hyper-parameters.
+        p: Hyperparameters.
         norm: Global norm of the divided gradients of the whole model.
 
     Source: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, algorithm 2.

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of tokens, without logits of more than a chunk of tokens in memory at once."""
+"""Log-probabilities and entropies of tokens, with logits of only a chunk of tokens in memory at once."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,11 +18,11 @@ class Scores(NamedTuple):
     logprobs: Tensor
     """Log-probabilities of each token's targets, `[tokens, K]`."""
     entropy: Tensor | None
-    """Entropy of the distribution over what follows each token, `[tokens]`. None where nobody asked."""
+    """Entropy of the next-token distribution at each token, `[tokens]`. None if not requested."""
 
 
 def scores_of_logits(logits: Tensor, targets: Tensor, temperature: Tensor | None, entropy: bool) -> tuple[Tensor, ...]:
-    """Log-probabilities of targets, and entropies if they are asked for, of logits `[tokens, vocabulary]`."""
+    """Log-probabilities of targets, and entropies if requested, from logits `[tokens, vocabulary]`."""
     logits = logits.float()
     if temperature is not None:
         logits = logits / temperature[:, None]
@@ -30,15 +30,15 @@ def scores_of_logits(logits: Tensor, targets: Tensor, temperature: Tensor | None
     logprobs = logits.gather(-1, targets) - normaliser
     if not entropy:
         return (logprobs,)
-    # A token that cannot come, at minus infinity, adds nothing.
+    # A token with logit minus infinity contributes nothing.
     weighted = torch.softmax(logits, -1) * logits.clamp_min(torch.finfo(logits.dtype).min)
     return logprobs, normaliser[:, 0] - weighted.sum(-1)
 
 
 def compiled_scores(device: torch.device) -> OfLogits:
-    """`scores_of_logits` as torch compiles it, for any number of tokens.
+    """Compile `scores_of_logits` with torch, for any number of tokens.
 
-    Raises `RequestError` where torch cannot compile.
+    Raises `RequestError` if compilation fails.
     """
     compiled = torch.compile(scores_of_logits, dynamic=True, fullgraph=True)
     try:
@@ -55,7 +55,7 @@ class Scoring(NamedTuple):
     """Options for scoring tokens."""
 
     chunk: int = 0
-    """Tokens whose logits are in memory at once, computed again in the backward pass if there are more. 0: all."""
+    """Tokens whose logits are in memory at once; more tokens recompute them in the backward pass. 0: all."""
     of_logits: OfLogits = scores_of_logits
 
 
@@ -67,15 +67,15 @@ def token_scores(
     entropy: bool,
     scoring: Scoring,
 ) -> Scores:
-    """Scores of hidden states `[tokens, hidden]`, differentiable in all that `project` uses.
+    """Scores of hidden states `[tokens, hidden]`, differentiable with respect to everything that `project` uses.
 
     Args:
-        project: From hidden states to logits.
-        hidden: States of the tokens.
+        project: Maps hidden states to logits.
+        hidden: Hidden states of the tokens.
         targets: int64 `[tokens, K]`.
-        temperature: float32 `[tokens]` that logits are divided by; None is 1.
-        entropy: Whether entropies are asked for.
-        scoring: Of how many of them at once, and by what.
+        temperature: float32 `[tokens]`, divisor of the logits; None: 1.
+        entropy: True to compute entropies.
+        scoring: Chunk size and scoring function.
     """
 
     def of_chunk(hidden: Tensor, targets: Tensor, temperature: Tensor | None) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
-"""Workers of the torch backend: `worker` does commands, and `group` gives them to all ranks at once.
+"""Workers of the torch backend: `worker` executes commands, and `group` sends them to all ranks.
 
-remote                     groups whose workers are other processes
-processes                  on this machine
-ray_cluster, ray_actors    on a cluster of Ray
+remote                     groups of workers in other processes
+processes                  processes of this machine
+ray_cluster, ray_actors    actors of a Ray cluster
 """

@@ -1,7 +1,7 @@
-"""Agreement of ranks on the host before the first collective of a command: all do the same, and all can.
+"""Agreement of ranks before the first collective of a command, on the host: all run the same command, and all can.
 
-A rank that cannot do its part says so before anyone waits for it, so that only the command fails. What fails later
-leaves others in the middle of a collective, and loses the group.
+A rank that cannot execute its part reports this before other ranks wait for it, so only the command fails. A later
+failure leaves other ranks in the middle of a collective, so the group is lost.
 """
 
 import zlib
@@ -14,32 +14,32 @@ import torch.distributed as dist
 
 
 class NotBegun(Exception):
-    """A command that this rank has not begun, as another rank cannot do its part. That one's failure says why."""
+    """A command that this rank did not start because another rank cannot execute its part and reports the reason."""
 
 
 class DifferentPlans(Exception):
-    """Ranks were given commands that do not meet in the same collectives. None has begun."""
+    """Ranks got commands that do not take part in the same collectives. No rank has started."""
 
 
 class Agreement:
-    """Ranks that begin a command together, or not at all.
+    """Ranks that start a command all together, or not at all.
 
     Args:
-        group: Process group of them whose tensors are on the host.
+        group: Process group of these ranks, with tensors on the host.
     """
 
     def __init__(self, group: Any):
         self._group = group
 
     def refusal(self, plan: Any, failure: Exception | None) -> Exception | None:
-        """Return why this rank does not begin a command, or None if all ranks do. All call it at once.
+        """Return the reason not to start a command, or None if all ranks start it. Collective.
 
         Args:
-            plan: What has to be the same on all ranks.
-            failure: Why this rank cannot do its part; it is then its answer.
+            plan: The part of the command that must be equal on all ranks.
+            failure: Reason why this rank cannot execute its part, or None. It is returned.
 
         Raises:
-            RuntimeError: Another rank has gone.
+            RuntimeError: Another rank has exited.
         """
         own = torch.tensor([signature(plan), failure is not None], dtype=torch.int64)
         ranks = [torch.zeros_like(own) for _ in range(self._group.size())]
@@ -55,17 +55,17 @@ class Agreement:
 
 
 def host_group() -> Any:
-    """Process group of all ranks on the host, whatever their devices. All call it at once."""
+    """Process group of all ranks on the host, whatever their devices. Collective."""
     return dist.new_group(backend="gloo")
 
 
 def host_subgroup(size: int) -> Any:
-    """Process group on the host of `size` consecutive ranks, this one among them. All ranks call it at once."""
+    """Process group on the host of `size` consecutive ranks that include this one. Collective over all ranks."""
     return dist.new_subgroups(group_size=size, backend="gloo")[0]
 
 
 def signature(plan: Any) -> int:
-    """Checksum of a command: its names, numbers, and the shapes of its arrays."""
+    """Checksum of a command: its names, numbers, and shapes of arrays."""
     return zlib.crc32(repr(_shape_of(plan)).encode())
 
 

@@ -1,6 +1,6 @@
-"""Flat buffers of a rank, by handles that the driver gives: on its device, or in host memory while that is shared.
+"""Flat buffers of a rank, by handles that the driver assigns, on its device or temporarily in host memory.
 
-A buffer that left the device comes back when a command computes with it. Until then it is read where it is.
+An offloaded buffer returns to the device when a command computes with it. Other commands read it from host memory.
 """
 
 import torch
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class Buffers:
-    """Buffers of one rank. One that could not be made fails the commands that use it, and no others.
+    """Buffers of one rank. Failure to create a buffer fails only the commands that use it.
 
     Args:
-        rank: Its number.
-        device: Where it computes.
+        rank: Number of the rank.
+        device: Device of the rank.
     """
 
     def __init__(self, rank: int, device: torch.device):
@@ -27,7 +27,7 @@ class Buffers:
         return handle in self._made or handle in self._away or handle in self._failed
 
     def __getitem__(self, handle: int) -> Tensor:
-        """A buffer on the device, where it stays."""
+        """A buffer, moved to the device if necessary."""
         if handle in self._away:
             self._made[handle] = self._away[handle].to(self._device, copy=True)
             del self._away[handle]
@@ -38,11 +38,11 @@ class Buffers:
         self._away.pop(handle, None)
 
     def get(self, handle: int | None) -> Tensor | None:
-        """A buffer, or None if this rank has not made it."""
+        """A buffer, or None if this rank has not created it."""
         return self[handle] if handle is not None and handle in self else None
 
     def wherever(self, handle: int) -> Tensor:
-        """A buffer to read, on the device or in host memory."""
+        """A buffer for reading, on the device or in host memory."""
         if handle in self._failed:
             error = self._failed[handle]
             raise RuntimeError(
@@ -55,7 +55,7 @@ class Buffers:
         return self._made[handle]
 
     def lent(self, handle: int) -> Tensor:
-        """A buffer to read on the device. One in host memory stays there; this is a copy."""
+        """A buffer for reading on the device, as a temporary copy if it is in host memory."""
         return self.wherever(handle).to(self._device)
 
     def is_away(self, handle: int) -> bool:
@@ -63,26 +63,26 @@ class Buffers:
         return handle in self._away
 
     def offload(self, *handles: int) -> None:
-        """Move buffers to host memory. Where one cannot be moved, it and the rest are still on the device."""
+        """Move buffers to host memory. If one cannot be moved, it and the remaining ones stay on the device."""
         for handle in handles:
             values = self._made[handle]
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
             self._away[handle] = host.copy_(values)
             del self._made[handle], values
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # or it would be kept for this process
+            torch.cuda.empty_cache()  # otherwise this process would keep the memory
 
     def offload_all(self) -> int:
-        """Move all buffers to host memory. Returns how many bytes left the device."""
+        """Move all buffers to host memory. Returns the bytes that were moved."""
         there = sum(values.nbytes for values in self._made.values())
         self.offload(*self._made)
         return there
 
     def fail(self, handle: int, error: Exception) -> None:
-        """Remember why a buffer was not made."""
+        """Record why a buffer could not be created."""
         self._failed[handle] = error
 
     def free(self, handle: int) -> None:
-        """Forget a buffer."""
+        """Free a buffer."""
         for held in (self._made, self._away, self._failed):
             held.pop(handle, None)

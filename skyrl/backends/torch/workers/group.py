@@ -1,8 +1,8 @@
-"""Groups of workers: what the driver says to all ranks at once, wherever these are.
+"""Groups of workers: the driver's interface to all ranks, local or remote.
 
-A command goes to every rank in the same order, so that collectives meet. What of it failed on all ranks alike, or was
-begun by none as one of them could not, is the command's failure; what failed on some of them leaves the group without a
-common state, and loses it.
+Every rank gets the commands in the same order, so that collectives match. If a command fails on all ranks, or no rank
+starts it because one cannot, only the command fails. If it fails on some ranks only, the group has no common state any
+more and is lost.
 """
 
 import itertools
@@ -29,7 +29,7 @@ Made = TypeVar("Made")
 
 
 class Buffer:
-    """A flat float32 buffer that workers hold until nobody has this any more. Its numbers never change."""
+    """A flat float32 buffer on the workers, freed when this object is deleted. Its values never change."""
 
     def __init__(self, group: "WorkerGroup", size: int, spread: Spread):
         self.handle = next(group.handles)
@@ -42,16 +42,16 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all ranks but for replicas."""
+        """Memory over all ranks, without replicas."""
         return 4 * self.size
 
     @property
     def parts(self) -> int:
-        """Ranks that hold a part each; 1 where each holds all of it."""
+        """Number of ranks that hold one part each; 1 if each rank holds all of it."""
         return self._group.parts(self.spread)
 
     def read(self) -> Any:
-        """Its numbers on the host, float32 `[size]`. From any thread."""
+        """Values on the host, float32 `[size]`. From any thread."""
         return self._group.wait(self._group.run("get", self.handle, self.size, self.spread), "get")
 
 
@@ -67,20 +67,20 @@ class WorkerGroup(ABC):
     """Interchangeable executors of `Worker`: in this process, local processes, Ray actors."""
 
     world: int
-    """Ranks there are."""
+    """Number of ranks."""
     facts: ModelFacts
     timeout_s: float | None = None
-    """Seconds without any answer after which `wait` gives the workers up; None: never."""
+    """Seconds without any answer after which `wait` reports the workers as lost; None: no timeout."""
 
     def __init__(self) -> None:
         self._heard: dict[int, float] = {}
         """Time of each rank's last answer."""
         self.handles = itertools.count(1)
         self.dropped: deque[int] = deque()
-        """Buffers that nobody has any more. Freed with the next command."""
+        """Handles of deleted buffers, to be freed with the next command."""
 
     def run(self, *command: Any) -> "Future[Any]":
-        """Result of one command on all ranks, which is that of the first."""
+        """Run a command on all ranks. Returns the first rank's result."""
         outcome: Future[Any] = Future()
 
         def done(answers: "Future[list[list[Any]]]") -> None:
@@ -104,7 +104,7 @@ class WorkerGroup(ABC):
         return outcome
 
     def tell(self, *command: Any) -> None:
-        """Do a command on all ranks. Nobody waits for it, so if it fails the group is lost."""
+        """Run a command on all ranks without waiting for it. If it fails, the group is lost."""
 
         def check(outcome: "Future[Any]") -> None:
             error = outcome.exception()
@@ -114,9 +114,9 @@ class WorkerGroup(ABC):
         self.run(*command).add_done_callback(check)
 
     def wait(self, outcome: "Future[Given]", name: str, rank: int | None = None) -> Given:
-        """Result of the command `name`, which may be behind others, of a rank or of all. From any thread.
+        """Wait for the result of the command `name` on one rank, or on all (None). From any thread.
 
-        Raises `BackendLost` if a rank has answered nothing for `timeout_s`: then it hangs.
+        Earlier commands may run first. Raises `BackendLost` if a rank has sent no answer for `timeout_s`.
         """
         since = time.monotonic()
         ranks = range(self.world) if rank is None or self.facts.is_sharded else [rank]
@@ -131,7 +131,7 @@ class WorkerGroup(ABC):
 
     @property
     def notes(self) -> list[str]:
-        """Notes for whoever starts it."""
+        """Messages to report at startup."""
         if self.world > 1 and self.facts.device != "cpu":
             return ["collectives of several GPUs (NCCL): not verified on this hardware"]
         return []
@@ -143,18 +143,18 @@ class WorkerGroup(ABC):
         return Spreads("replicated", "sharded", "partial")
 
     def parts(self, spread: Spread) -> int:
-        """Ranks that hold a part each of a buffer; 1 where each holds all of it."""
+        """Number of ranks that hold one part each of a buffer; 1 if each rank holds all of it."""
         return {"sharded": self.world, "by_parameter": self.facts.decided.fsdp_size}.get(spread, 1)
 
     @property
     def tiles_at_once(self) -> int:
-        """Tiles that ranks, or groups of those that share one, compute at the same time."""
+        """Number of tiles that the ranks compute at the same time."""
         return self.world // self.facts.tile_ranks
 
     def tiles(self, commands: Sequence[Command]) -> "Future[list[Any]]":
-        """Results of tiles, `tiles_at_once` at most. Ranks that share weights all take part.
+        """Compute at most `tiles_at_once` tiles. Returns their results. Ranks that share weights all take part.
 
-        Tiles that none has begun, as a rank could not do its part of another, are computed without that one.
+        If no rank starts because one of them cannot compute its tile, the other tiles are retried without it.
         """
         size = self.facts.tile_ranks
         idle = [(*commands[0], True)] * (self.tiles_at_once - len(commands)) if self.facts.is_sharded else []
@@ -163,7 +163,7 @@ class WorkerGroup(ABC):
         def taken_in(answers: list[Any]) -> "list[Any] | Future[list[Any]]":
             results = [_cause(answers[size * place :][:size]) for place in range(len(commands))]
             waiting = [place for place, result in enumerate(results) if isinstance(result, NotBegun)]
-            if len(waiting) == len(commands):  # an idle rank could not do its part
+            if len(waiting) == len(commands):  # an idle rank could not take part
                 return [_cause(answers)] * len(commands)
             if not waiting:
                 return results
@@ -178,7 +178,7 @@ class WorkerGroup(ABC):
         return _mapped(self._each(each), taken_in)
 
     def sees(self, folder: Path) -> bool:
-        """Return True if all ranks see what this process writes next to a folder."""
+        """Return True if files that this process writes next to a folder are visible to all ranks."""
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(prefix=".", suffix=TEMPORARY, dir=folder.parent) as file:
@@ -188,9 +188,9 @@ class WorkerGroup(ABC):
             return False
 
     def write_parts(self, buffer: Buffer, folder: Path, name: BufferName) -> Entries:
-        """Have the ranks that share a copy of the weights write their parts of a buffer, all at once.
+        """Have the ranks that share a copy of the weights write their parts of a buffer in parallel.
 
-        Returns entries of their files. Raises `StorageError`.
+        Returns the entries of their files. Raises `StorageError`.
         """
         count = buffer.parts
         files = [part_name(name, place, count) for place in range(count)]
@@ -202,7 +202,7 @@ class WorkerGroup(ABC):
         return dict(zip(files, entries, strict=True))
 
     def on(self, rank: int, *command: Any) -> "Future[Any]":
-        """Result of a command of a rank, which the others do with it where they share weights."""
+        """Run a command on one rank, or on all if they share weights. Returns the result of that rank, or the first."""
         if self.facts.is_sharded:
             return self.run(*command)
         self._free()
@@ -217,35 +217,35 @@ class WorkerGroup(ABC):
         return _mapped(self._dispatched(plans), answer_of)
 
     def _each(self, commands: Sequence[Command]) -> "Future[list[Any]]":
-        """Results of one command for each rank, no more than there are. What one failed with is its result."""
+        """Run one command per rank, on as many ranks as there are commands. A failure is returned as a result."""
         plans = [[command] for command in commands] + [[] for _ in range(self.world - len(commands))]
         return _mapped(self._send(plans), lambda answers: [rank[-1] for rank in answers[: len(commands)]])
 
     def put(self, values: Any, spread: Spread) -> Buffer:
-        """A buffer with these values, float32 `[size]`."""
+        """Create a buffer with these values, float32 `[size]`."""
         buffer = Buffer(self, len(values), spread)
         self.tell("put", buffer.handle, values, spread)
         return buffer
 
     def zeros(self, size: int, spread: Spread) -> Buffer:
-        """A buffer of so many zeros, of which each rank has a part."""
+        """Create a buffer of `size` zeros. Each rank holds its part."""
         buffer = Buffer(self, size, spread)
         self.tell("zeros", buffer.handle, size, spread)
         return buffer
 
     @abstractmethod
     def lost(self, error: BackendLost) -> None:
-        """Say that it cannot go on."""
+        """Report that the group is lost."""
 
     @abstractmethod
     def close(self) -> None:
-        """End all workers."""
+        """Stop all workers."""
 
     @abstractmethod
     def _execute(self, plans: list[list[Command]]) -> "Future[list[list[Any]]]":
-        """Answers of each rank to its commands, in the order of the calls. From any thread.
+        """Execute a list of commands on each rank, in the order of the calls. Returns their answers. From any thread.
 
-        Ranks that are given none answer nothing, and nobody waits for them.
+        Ranks with an empty list do not answer, and are not waited for.
         """
 
     def _send(self, plans: list[list[Command]]) -> "Future[list[list[Any]]]":
@@ -253,7 +253,7 @@ class WorkerGroup(ABC):
         return self._dispatched(plans)
 
     def _free(self) -> None:
-        """Have all ranks forget the buffers that nobody has any more."""
+        """Free the buffers of deleted handles on all ranks."""
         dropped = []
         while self.dropped:
             dropped.append(self.dropped.popleft())
@@ -271,13 +271,13 @@ class WorkerGroup(ABC):
 
 
 def _cause(answers: Sequence[Any]) -> Any:
-    """Return the failure of ranks that did a command together, other ranks' reason last, or the first one's result."""
+    """The failure of ranks that ran a command together, preferably not `NotBegun`; else the first rank's result."""
     failures = [answer for answer in answers if isinstance(answer, BaseException)]
     return next((each for each in failures if not isinstance(each, NotBegun)), failures[0] if failures else answers[0])
 
 
 def _mapped(future: "Future[Given]", change: "Callable[[Given], Made | Future[Made]]") -> "Future[Made]":
-    """Result of `change` on a result, which may be a future too, or the failure of any of them."""
+    """Apply `change` to a result. It may return a future. Failures are passed on."""
     outcome: Future[Made] = Future()
 
     def done(future: "Future[Given]") -> None:
@@ -301,7 +301,7 @@ def _pass_on(future: "Future[Made]", outcome: "Future[Made]") -> None:
 
 
 class InProcess(WorkerGroup):
-    """One worker in this process, which computes in the thread that asks."""
+    """One worker in this process. Commands run in the calling thread."""
 
     world = 1
 

@@ -1,4 +1,4 @@
-"""Facts about a base model that workers tell the driver."""
+"""Facts about a base model that workers report to the driver."""
 
 from typing import NamedTuple
 
@@ -10,13 +10,13 @@ from skyrl.backends.torch.base_model.model import LoadedModel
 
 
 class ModelFacts(NamedTuple):
-    """Facts that the driver knows of the base model."""
+    """Facts about the base model in the driver."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     longest: int | None
-    """Tokens of the longest sequence that it was made for; None: any."""
+    """Longest sequence in tokens that the model supports; None: no limit."""
     targets: tuple[Target, ...]
     parameters: dict[str, tuple[int, ...]]
     """Shapes by Hugging Face's names."""
@@ -26,15 +26,15 @@ class ModelFacts(NamedTuple):
     device: str
     packs: bool
     is_sharded: bool
-    """True if ranks share the base weights, so that a pass is one of all of them."""
+    """True if ranks share the base weights, so that all take part in each pass."""
     tile_ranks: int
-    """Consecutive ranks that compute each micro-batch together."""
+    """Number of consecutive ranks that compute each micro-batch together."""
     trains_whole: bool
-    """True if models can be trained as a whole."""
+    """True if models can be fully trained."""
     cache_shapes: tuple[tuple[int, int, int], ...]
-    """(key heads, key width, value width) of each layer; empty if it is not sampled."""
+    """(key heads, key width, value width) of each layer; empty if the model cannot be sampled."""
     decided: Decided
-    """Plan of a rank's memory, and what it left to the workers."""
+    """Memory plan of a rank, and decisions that were left to it."""
 
     @classmethod
     def of(cls, model: LoadedModel, device: torch.device, decided: Decided) -> "ModelFacts":

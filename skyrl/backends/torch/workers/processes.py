@@ -1,4 +1,4 @@
-"""Workers as processes of this machine, which talk to each other by gloo or NCCL, and to the driver by pipes."""
+"""Workers as processes of this machine. They communicate through gloo or NCCL, and with the driver through pipes."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ class LocalProcesses(RemoteWorkers):
 
     Raises:
         RequestError: The base model cannot be loaded.
-        BackendLost: A process has ended while it was started, or takes too long.
+        BackendLost: A process exited at startup, or startup timed out.
     """
 
     def __init__(self, options: WorkerOptions, world: int, lost: Callable[[BackendLost], None]):
@@ -33,7 +33,7 @@ class LocalProcesses(RemoteWorkers):
         self._folder = tempfile.mkdtemp(prefix="skyrl-workers-")
         self._ranks = [self._start(rank) for rank in range(world)]
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(world)]
-        """Messages to each rank that wait: sending waits for a worker that is busy, and nobody else may."""
+        """Message queue of each rank. Sending blocks while a worker is busy, so a thread does it."""
         for rank, (process, pipe) in enumerate(self._ranks):
             self._outboxes[rank].put((options, rank, world, f"file://{self._folder}/rendezvous"))
             threading.Thread(target=self._read, args=(rank, process, pipe), daemon=True).start()
@@ -46,7 +46,7 @@ class LocalProcesses(RemoteWorkers):
 
     @property
     def pids(self) -> list[int]:
-        """Process of each rank."""
+        """Process id of each rank."""
         return [process.pid for process, _ in self._ranks]
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class LocalProcesses(RemoteWorkers):
         self._outboxes[rank].put((number, plan))
 
     def _write(self, outbox: "queue.SimpleQueue[Any]", pipe: Connection) -> None:
-        with contextlib.suppress(OSError):  # it has ended, as `_read` is about to say
+        with contextlib.suppress(OSError):  # the process has exited, which `_read` reports
             while (message := outbox.get()) is not None:
                 pipe.send(message)
 
@@ -92,7 +92,7 @@ class LocalProcesses(RemoteWorkers):
 
 
 def work(handle: int) -> None:
-    """The life of a worker process: it ends with its driver, or with the other end of its pipe."""
+    """Main loop of a worker process. It exits with its driver, or when its pipe is closed."""
     link = socket.socket(fileno=handle)
     die_with_parent(link)
     pipe = Connection(link.detach())

@@ -1,7 +1,7 @@
-"""Workers as actors of a Ray cluster, on one node or on several, which talk to each other by gloo or NCCL.
+"""Workers as actors of a Ray cluster, on one or several nodes. They communicate through gloo or NCCL.
 
-Ray places them, gives each its devices, carries commands and answers, and says when one has died. What ranks are to
-each other is ours: they are numbered node by node, and meet at the node of the first.
+Ray places the actors, assigns devices, transports commands and answers, and reports dead actors. We number the ranks
+node by node, and hold the rendezvous on the first rank's node.
 """
 
 import os
@@ -24,35 +24,35 @@ from skyrl.errors import BackendLost, RequestError
 
 THREADS = "OMP_NUM_THREADS"
 ACTOR: dict[str, Any] = {"max_restarts": 0, "concurrency_groups": {"life": 1}}
-"""Options of an actor. In the group of its own an actor answers nothing as long as it lives."""
+"""Options of an actor. The concurrency group is for a call that returns only when the actor dies."""
 LONGEST_CAUSE = 600
-"""Characters of what Ray has to say about an actor that died."""
+"""Maximum characters of Ray's message about an actor that died."""
 
 
 class Place(NamedTuple):
-    """Place of an actor."""
+    """Location of an actor."""
 
     address: str
     """Address of its node."""
     node: str
     devices: tuple[str, ...]
-    """GPUs of its own, by Ray's names."""
+    """GPUs assigned by Ray, by Ray's names."""
     pid: int
     sees_model: bool
-    """True if the base model's folder is there."""
+    """True if the base model's folder exists there."""
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Order of ranks: node, then device."""
+        """Sort key of ranks: node, then device."""
         return self.address, self.node, [(len(name), name) for name in self.devices]
 
 
 class RayActors(RemoteWorkers):
-    """An actor for each rank, which ends with this process, or with the group.
+    """An actor for each rank, which ends with this process or with the group.
 
     Raises:
         RequestError: The base model cannot be loaded, or there is no such cluster or no room on it.
-        BackendLost: An actor has died while it was started.
+        BackendLost: An actor died at startup.
     """
 
     def __init__(self, options: WorkerOptions, world: int, lost: Callable[[BackendLost], None], room: RayOptions):
@@ -61,7 +61,7 @@ class RayActors(RemoteWorkers):
         self._placed: Any = None
         """Placement group."""
         self._arrived: queue.SimpleQueue[tuple[int, int | None, Future[bytes]] | None] = queue.SimpleQueue()
-        """Answers from Ray's own thread: it is not to be kept."""
+        """Answers from Ray's own thread, which must not block."""
         CONNECTION.join(room.address, world * room.resources.get("CPU", 1))
         threading.Thread(target=self._take_in, daemon=True).start()
         try:
@@ -73,7 +73,7 @@ class RayActors(RemoteWorkers):
 
     @property
     def pids(self) -> list[int]:
-        """Process of each rank, on its node."""
+        """Process id of each rank, on its node."""
         return [place.pid for place in self.places]
 
     @property
@@ -97,7 +97,7 @@ class RayActors(RemoteWorkers):
         CONNECTION.leave()
 
     def _open(self, options: WorkerOptions, room: RayOptions) -> None:
-        """Start all actors, and number them by where they are."""
+        """Start all actors, and assign ranks by node and device."""
         resources = resources_of(room, options.device)
         self._placed = reserved(room, resources, self.world)
         self._actors = _actors(self._placed, resources, room, self.world)
@@ -136,12 +136,12 @@ class RayActors(RemoteWorkers):
             ray.kill(actor)
 
     def _post(self, rank: int, number: int, plan: list[Command]) -> None:
-        # Ray would keep arrays in shared memory that nobody may write to.
+        # Ray would put arrays in read-only shared memory.
         message = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
         self._expect(rank, number, self._actors[rank].execute.remote(message))
 
     def _expect(self, rank: int, number: int | None, answer: Any) -> None:
-        """Have an answer of a rank taken in, if it is that to a plan, or what it failed with."""
+        """Queue an answer of a rank when it arrives: the answer to a plan, or an error."""
         answer.future().add_done_callback(lambda future: self._arrived.put((rank, number, future)))
 
     def _take_in(self) -> None:
@@ -156,7 +156,7 @@ class RayActors(RemoteWorkers):
 
 
 def _actors(group: Any, resources: dict[str, float], room: RayOptions, world: int) -> list[Any]:
-    """An actor for each rank, in the order of the bundles."""
+    """Create an actor for each rank, in the order of the bundles."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -178,16 +178,16 @@ def _actors(group: Any, resources: dict[str, float], room: RayOptions, world: in
 
 
 def _cause(error: BaseException | None) -> str:
-    """Cause in Ray's words, in one line, from where it comes to the point."""
+    """Ray's message on one line, from the relevant part on."""
     said = " ".join(str(error).split())
     return said[max(0, said.find("The actor is dead")) :][:LONGEST_CAUSE]
 
 
 class RankActor:
-    """A worker in an actor. Commands are done one after the other, in their order."""
+    """A worker in an actor. Commands run sequentially, in their order."""
 
     def look(self, folder: Path) -> Place:
-        """Say where this is."""
+        """Return the location of this actor."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -195,11 +195,11 @@ class RankActor:
         return Place(ray.util.get_node_ip_address(), node, devices, os.getpid(), folder.is_dir())
 
     def stay(self) -> None:
-        """Never end: that this is answered tells that the actor has died."""
+        """Block forever. The call fails when the actor dies, which tells the driver."""
         threading.Event().wait()
 
     def meet(self, world: int, timeout_s: float) -> tuple[str, int]:
-        """Open a place for all ranks to meet within so many seconds, at a port that is free."""
+        """Open a rendezvous for all ranks at a free port, with a timeout."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -210,7 +210,7 @@ class RankActor:
         return meeting
 
     def open(self, options: WorkerOptions, rank: int, world: int, meeting: tuple[str, int], neighbours: int) -> None:
-        """Make the worker, one of so many among whom this node's cores are divided; 0: the environment says how."""
+        """Create the worker. The node's cores are divided among `neighbours` workers; 0: as set by environment."""
         import torch
 
         if neighbours:
@@ -220,12 +220,12 @@ class RankActor:
         self.worker = RemoteWorker(options, rank, world, store=self.store)
 
     def execute(self, plan: bytes) -> bytes:
-        """Answers to commands."""
+        """Execute commands, and return their answers."""
         return pickle.dumps(self.worker.execute(pickle.loads(plan)), pickle.HIGHEST_PROTOCOL)
 
 
 def _store(meeting: tuple[str, int], world: int, timeout_s: float, **options: Any) -> Any:
-    """Meeting point of ranks."""
+    """Rendezvous store of the ranks."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     return TCPStore(*meeting, world, timeout=timedelta(seconds=timeout_s), **options)

@@ -1,7 +1,7 @@
-"""This process's connection to a Ray cluster, and room for workers there.
+"""This process's connection to a Ray cluster, and reservation of resources for workers.
 
-A process has one connection, which all of its groups share. A cluster that is there is joined, and never stopped. Else
-one is started on this machine, which ends with the last group, or with this process, however it ends.
+A process has one connection, shared by all its groups. An existing cluster is joined, and never stopped. Without one,
+a local cluster is started, which ends with the last group or with this process, however it exits.
 """
 
 import math
@@ -20,56 +20,56 @@ from skyrl.utils.locks.scratch import ScratchFolder
 PATIENCE = "SKYRL_RAY_PG_TIMEOUT_IN_S"
 PATIENCE_S = 180.0
 OBJECT_STORE_BYTES = 2 * 2**30
-"""Shared memory for what is sent, at most, of a cluster of our own; more than that goes by disk."""
+"""Maximum shared memory for messages in a local cluster; larger amounts spill to disk."""
 LOCAL = "local"
-"""Name of a cluster of this process, by Ray."""
+"""Ray's name for a cluster of this process."""
 KNOCK_S = 10.0
 FILES = Path("/tmp")
-"""Folder of the files of a cluster of our own: names of sockets have to be short."""
+"""Parent folder of a local cluster's files: socket paths have to be short."""
 OWN_CLUSTER = {"gcs_rpc_server_reconnect_timeout_s": 5, "worker_niceness": 0}
-"""Ray's settings for a cluster of our own: what is left of one whose driver was killed soon gives up looking for it,
-and workers have the priority that they would have as processes."""
+"""Ray settings for a local cluster: processes that outlive a killed driver soon stop reconnecting, and workers have
+normal process priority."""
 
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Room for workers on a Ray cluster."""
+    """Resources for workers on a Ray cluster."""
 
     address: str | None = None
-    """Address of the cluster; `auto`: the one that this machine is in. None: that of RAY_ADDRESS, or one of our own."""
+    """Address of the cluster; `auto`: this machine's cluster. None: that of RAY_ADDRESS, or a new local cluster."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Resources of each worker. Empty: a GPU and a CPU, or a CPU where the cluster has no GPUs."""
+    """Resources per worker. Empty: a GPU and a CPU, or a CPU if the cluster has no GPUs."""
     workers_per_node: int = 0
-    """Workers on each node, none of which is used twice. 0: as the strategy has it."""
+    """Workers per node, each on a different node. 0: according to `strategy`."""
     strategy: str = "PACK"
-    """Strategy of the placement group, where nodes are not counted."""
+    """Strategy of the placement group, if `workers_per_node` is 0."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of each worker."""
+    """Environment variables of each worker."""
 
     def bundles(self, resources: Mapping[str, float], world: int) -> list[dict[str, float]]:
-        """Bundles that a placement group is asked for."""
+        """Bundles for a placement group."""
         share = self.workers_per_node or 1
         return [{name: share * amount for name, amount in resources.items()}] * (world // share)
 
 
 class Connection:
-    """The connection of this process, as long as somebody has joined."""
+    """The connection of this process, open while it has members."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._members = 0
         self._is_ours = False
         self._address: str | None = None
-        """Address that a connection of ours was made with."""
+        """Address with which we connected."""
         self._folder: ScratchFolder | None = None
-        """Files of a cluster of our own."""
+        """Files of a local cluster."""
 
     def join(self, address: str | None, cpus: float) -> None:
-        """Connect, if this process is not connected yet.
+        """Connect if this process is not connected yet.
 
         Args:
             address: As in `RayOptions`.
-            cpus: CPUs that a cluster of our own has at least, whatever the machine has.
+            cpus: Minimum number of CPUs of a local cluster, even if the machine has fewer.
 
         Raises:
             RequestError: Ray is not installed, there is no such cluster, or this process is connected to another one.
@@ -93,7 +93,7 @@ class Connection:
             self._members += 1
 
     def leave(self) -> None:
-        """Disconnect, if nobody is left that has joined."""
+        """Disconnect if this was the last member."""
         import ray
 
         with self._lock:
@@ -110,7 +110,7 @@ class Connection:
         where = address or os.environ.get("RAY_ADDRESS") or LOCAL
         options: dict[str, Any] = {"address": where}
         if where == LOCAL:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what runs here is nobody's business
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # usage here is private
             self._folder = ScratchFolder(FILES, "skyrl-ray-")
             options |= {
                 "num_cpus": max(os.cpu_count() or 1, math.ceil(cpus)),
@@ -131,7 +131,7 @@ class Connection:
                 "and give host:port of its head, or leave ray_address and RAY_ADDRESS out for one of its own"
             ) from error
         finally:
-            if threading.current_thread() is threading.main_thread():  # Ray has taken it
+            if threading.current_thread() is threading.main_thread():  # Ray has replaced the handler
                 signal.signal(signal.SIGTERM, handler)
 
     def _forget_folder(self) -> None:
@@ -141,7 +141,7 @@ class Connection:
 
 
 def _knock(address: str) -> None:
-    """Connect to a cluster's head, which Ray would try for minutes. Raises OSError or ValueError if it is not there."""
+    """Check that a cluster's head is reachable; Ray would retry for minutes. Raises OSError or ValueError if not."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
 
@@ -150,7 +150,7 @@ CONNECTION = Connection()
 
 
 def resources_of(options: RayOptions, device: str | None) -> dict[str, float]:
-    """Resources of each worker, which computes on this device; None: a GPU where there are any."""
+    """Resources per worker with this device; None: a GPU if the cluster has any."""
     import ray
 
     if options.resources:
@@ -159,7 +159,7 @@ def resources_of(options: RayOptions, device: str | None) -> dict[str, float]:
 
 
 def reserved(options: RayOptions, resources: Mapping[str, float], world: int) -> Any:
-    """A placement group for so many workers, which has their resources.
+    """Reserve a placement group for this many workers with their resources.
 
     Raises:
         RequestError: The cluster did not have them in time.
@@ -184,7 +184,7 @@ def reserved(options: RayOptions, resources: Mapping[str, float], world: int) ->
 
 
 def patience() -> float:
-    """Seconds to wait for room on a cluster. Raises RequestError for what is no such number."""
+    """Seconds to wait for resources of a cluster. Raises RequestError for an invalid value."""
     given = os.environ.get(PATIENCE, str(PATIENCE_S))
     try:
         seconds = float(given)
@@ -196,7 +196,7 @@ def patience() -> float:
 
 
 def _written(resources: Mapping[str, float]) -> str:
-    """Resources in words, without Ray's own."""
+    """Resources as text, without Ray's internal ones."""
     ours = {
         name: amount for name, amount in resources.items() if not name.startswith(("node:", "object_store_", "mem"))
     }

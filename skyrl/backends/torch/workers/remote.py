@@ -1,6 +1,6 @@
-"""Workers of other processes, whatever these are: what the driver waits for, and how it learns that one has ended.
+"""Workers in other processes, local or on Ray: pending commands of the driver, and detection of exits.
 
-A driver's command is a numbered plan for each rank, posted in one order to all. Answers arrive in any thread.
+A command is a numbered plan for each rank, posted to all in the same order. Answers arrive in any thread.
 """
 
 import itertools
@@ -17,23 +17,23 @@ from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
 from skyrl.errors import BackendLost, RequestError, StorageError
 
 CAUSE_S = 1.0
-"""Seconds in which the end of a process may be seen after another rank's collective has failed because of it."""
+"""Seconds to wait for the exit of another process, after a rank's collective has failed because of it."""
 
 
 SENT_AS_THEY_ARE = (RequestError, StorageError, BackendLost, NotBegun)
-"""Failures whose message says all there is to say."""
+"""Exceptions whose message is complete, so they are sent without a traceback."""
 
 
 class WorkerError(RuntimeError):
-    """A command that failed in another process: its rank and traceback."""
+    """A command that failed in another process, with its rank and traceback."""
 
 
 class RemoteWorkers(WorkerGroup):
-    """A process for each rank. A process that ends loses the group at once.
+    """A process for each rank. The group is lost as soon as one of them exits.
 
     Args:
-        world: Ranks there are.
-        start_timeout_s: Seconds that starting, and loading the base model, may take each.
+        world: Number of ranks.
+        start_timeout_s: Timeout in seconds for each of starting, and loading the base model.
         lost: Called once if the group is lost.
     """
 
@@ -51,14 +51,14 @@ class RemoteWorkers(WorkerGroup):
 
     @abstractmethod
     def _post(self, rank: int, number: int, plan: list[Command]) -> None:
-        """Give a rank its commands, after those that it was given before. Waits for nobody."""
+        """Queue commands for a rank, after previous ones. Does not block."""
 
     @abstractmethod
     def _kill(self) -> None:
-        """End all processes, whatever they do. From any thread."""
+        """Kill all processes, whatever they do. From any thread."""
 
     def _load(self) -> None:
-        """Have all load the base model, and wait until they have."""
+        """Wait until all ranks have loaded the base model."""
         self.timeout_s = self._start_timeout_s
         self.facts = self.wait(self.run("facts"), f"loading the base model (start_timeout_s={self.timeout_s:g})")
         self.timeout_s = None
@@ -104,21 +104,21 @@ class RemoteWorkers(WorkerGroup):
                 return
             if not gone:
                 del self._waiting[number]
-        if gone:  # others may wait for it for ever
-            self._ended.wait(CAUSE_S)  # a process that was killed is named first: this failure is but its consequence
+        if gone:  # other ranks may wait for it forever
+            self._ended.wait(CAUSE_S)  # a killed process is the cause and reported first; this failure is a consequence
             self.lost(gone[0])
             return
         outcome.set_result([sofar[rank] for rank in range(self.world)])
 
 
 class RemoteWorker:
-    """The worker of a process, or what it failed with when it was opened: that is then the answer to every command.
+    """The worker of a process, or the error of its creation, which is then the answer to every command.
 
     Args:
-        options: How it computes.
-        rank: Its number.
-        world: Ranks there are.
-        rendezvous: Where ranks meet, as arguments of `torch.distributed.init_process_group`.
+        options: Options of the worker.
+        rank: Number of the rank.
+        world: Number of ranks.
+        rendezvous: Rendezvous of ranks, as arguments of `torch.distributed.init_process_group`.
     """
 
     def __init__(self, options: WorkerOptions, rank: int, world: int, **rendezvous: Any):
@@ -136,13 +136,13 @@ class RemoteWorker:
             self._worker = self._told(error)
 
     def execute(self, plan: list[Command]) -> list[Any]:
-        """Answers to commands, which can be sent."""
+        """Execute commands, and return answers that can be pickled."""
         if isinstance(self._worker, Exception):
             return [self._worker] * len(plan)
         return [self._told(answer) for answer in self._worker.execute(plan)]
 
     def _told(self, answer: Any) -> Any:
-        """An answer as it is sent: exceptions that are not the sender's with their rank and traceback, as text."""
+        """Convert an answer for sending: exceptions that are not `SENT_AS_THEY_ARE` become text with a traceback."""
         if not isinstance(answer, Exception) or isinstance(answer, SENT_AS_THEY_ARE):
             return answer
         trace = "".join(traceback.format_exception(answer))

@@ -1,4 +1,4 @@
-"""Commands in which ranks meet in collectives, and the part of each that has to be alike on all ranks."""
+"""Commands with collectives, and the part of each that must be equal on all ranks."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,11 +14,11 @@ SAMPLING = {"read", "project", "decode"}
 
 
 class Rendezvous(NamedTuple):
-    """Ranks that begin a command together."""
+    """Ranks that start a command together."""
 
     agreement: Agreement
     plan: Any
-    """Parts of the command that are alike on all of them."""
+    """Part of the command that is equal on all of them."""
 
 
 class RendezvousPlan:
@@ -26,19 +26,19 @@ class RendezvousPlan:
 
     Args:
         model: The base model, which ranks may share.
-        world: Ranks there are. All make one of these at once.
+        world: Number of ranks. All of them create this object at the same time.
     """
 
     def __init__(self, model: LoadedModel, world: int):
         self._model = model
         self._all = Agreement(host_group()) if world > 1 else None
         self._tile: Agreement | None = None
-        """Agreement of ranks that share a micro-batch and nothing else with the others."""
+        """Agreement of ranks that share micro-batches, if they share nothing with other ranks."""
         if not model.base.is_sharded and model.tile_ranks > 1:
             self._tile = Agreement(host_subgroup(model.tile_ranks))
 
     def of(self, name: str, arguments: Sequence[Any]) -> Rendezvous | None:
-        """Return the rendezvous of a command, or None if this rank does it by itself."""
+        """Return the rendezvous of a command, or None if this rank executes it alone."""
         if self._all is None:
             return None
         if name == TILE and self._tile is not None:
@@ -54,13 +54,13 @@ class RendezvousPlan:
 
 
 def pass_of(targets: Sequence[Target], kind: Kind, weights: int | None, sums: int | None) -> tuple[Any, ...]:
-    """Common part of micro-batches that ranks which share weights compute at once: their collectives are alike.
+    """Common part of tiles that ranks which share weights compute together: equal parts mean equal collectives.
 
     Args:
         targets: Linear maps of the model.
-        kind: What is trained.
-        weights: Handle of the model's; None is the base model.
-        sums: Handle of the pass's gradients; None: there are none.
+        kind: Kind of the trained model.
+        weights: Handle of the model's weights; None: the base model.
+        sums: Handle of the pass's gradient sums; None: no gradients.
     """
     if kind.is_whole and weights is not None:
         return TILE, weights, sums

@@ -1,4 +1,4 @@
-"""Buffers as ranks hold them: all of one, a share each, numbers to add up, or parts of each parameter.
+"""Distribution of buffers over ranks: replicated, sharded, partial sums, or a part of each parameter.
 
 Ranks call the same methods in the same order.
 """
@@ -23,12 +23,12 @@ from skyrl.utils.files.tensor_file import tensor_file
 
 
 class Shares:
-    """A rank's parts of flat buffers, and the whole of which they are parts.
+    """This rank's parts of flat buffers, and conversions to and from whole buffers.
 
     Args:
-        model: The base model, whose parameters may be in parts.
-        rank: Its number.
-        world: Ranks there are.
+        model: The base model, whose parameters may be sharded.
+        rank: Number of the rank.
+        world: Number of ranks.
     """
 
     def __init__(self, model: LoadedModel, rank: int, world: int):
@@ -36,19 +36,19 @@ class Shares:
         self._rank, self._world = rank, world
 
     def layouts(self, size: int) -> tuple[Layout, Layout]:
-        """Layout of a model that is trained as a whole and has so many numbers, and of this rank's parts of it."""
+        """Layout of a full model with `size` parameters, and layout of this rank's parts of it."""
         has_head = size > sum(prod(shape) for shape in self._model.base.shapes.values())
         kind = Kind(LoraConfig(rank=0), value_head=has_head)
         return self._model.layout(kind), self._model.part_layout(kind)
 
     def parts(self, whole: Tensor) -> Tensor:
-        """This rank's parts of a model that is trained as a whole."""
+        """This rank's parts of a full model."""
         views = self.layouts(len(whole))[0].views(whole)
         parts = [view if name == VALUE_HEAD else self._model.base.cut(view) for name, view in views.items()]
         return torch.cat([part.reshape(-1) for part in parts])
 
     def joined(self, parts: Tensor, size: int) -> np.ndarray | None:
-        """The whole of which each rank has parts, on the first; one parameter is joined at a time."""
+        """Gather a whole buffer on the first rank, one parameter at a time. None on other ranks."""
         layout, own = self.layouts(size)
         whole = np.empty(size if self._rank == 0 else 0, np.float32)
         start = 0
@@ -60,7 +60,7 @@ class Shares:
         return whole if self._rank == 0 else None
 
     def write(self, parts: Tensor, path: Path, buffer: BufferName, size: int) -> dict[str, Any]:
-        """Write this rank's parts of a buffer, of which what is whole on every rank is the first one's.
+        """Write this rank's parts of a buffer. Only the first rank writes what is replicated.
 
         Returns the entry of the file in its folder's manifest. Raises `StorageError`.
         """
@@ -75,11 +75,11 @@ class Shares:
         return write_part(path, tensor_file(tensors))
 
     def share(self, size: int) -> int:
-        """Numbers of a sharded buffer that each rank holds."""
+        """Number of values of a sharded buffer on each rank."""
         return ceil(size / self._world)
 
     def own(self, flat: Tensor) -> Tensor:
-        """This rank's share."""
+        """This rank's share of a buffer."""
         if self._world == 1:
             return flat
         share = self.share(len(flat))
@@ -87,7 +87,7 @@ class Shares:
         return torch.nn.functional.pad(part, (0, share - len(part)))
 
     def gathered(self, share: Tensor, size: int) -> Tensor:
-        """The whole of what each rank has a share of."""
+        """Gather a whole buffer from the shares of all ranks."""
         if self._world == 1:
             return share
         whole = torch.empty(self._world * len(share), device=self._device)
@@ -95,7 +95,7 @@ class Shares:
         return whole[:size].clone()
 
     def summed(self, part: Tensor | None, size: int) -> Tensor:
-        """The sum of what ranks have; a rank may have nothing."""
+        """Sum of partial buffers over ranks; None counts as zero."""
         if self._world == 1 and part is not None:
             return part
         part = torch.zeros(size, device=self._device) if part is None else part.clone()

@@ -1,11 +1,12 @@
-"""One worker: a base model on a device, and flat buffers of what is trained on it, by handles that the driver gives.
+"""One worker: a base model on a device, and flat buffers of the models trained on it, by handles from the driver.
 
-A worker decides nothing. It does commands in the order in which they come: the same ones on all ranks, but for tiles,
-of which each rank has its own. Before a command in which ranks meet, they agree to begin it. Buffers are never
-changed but for the gradient sums of a pass, so that a handle stands for the same numbers until it is freed. Of several
-ranks each holds all weights, a share of the moments, and gradient sums of its own tiles, which are added up in an
-optimizer step or when they are read. Of a model that is trained as a whole where the base weights are sharded, each
-holds weights, moments and sums of its parts of the parameters.
+A worker makes no decisions. It executes commands in their order: the same ones on all ranks, except that each rank has
+its own tiles. Before a command with collectives, ranks agree to start it. Buffers are immutable except for the gradient
+sums of a pass, so a handle stands for the same values until it is freed.
+
+With several ranks, each one holds all weights, a share of the moments, and gradient sums of its own tiles, which are
+reduced in an optimizer step or when they are read. For a fully trained model with sharded base weights, each rank holds
+weights, moments and sums of its parts of the parameters.
 """
 
 import traceback
@@ -46,11 +47,11 @@ from skyrl.errors import BackendLost, RequestError
 Command = tuple[Any, ...]
 """Name of a method of `Worker`, and its arguments."""
 Named = tuple[Kind, int] | None
-"""Kind of a version and handle of its weights; None is the base model."""
+"""Kind of a version and handle of its weights; None: the base model."""
 Spread = Literal["replicated", "sharded", "partial", "by_parameter"]
-"""Placement of a buffer on ranks: all of it; a part each; numbers of which it is the sum; a part of each parameter."""
+"""Placement of a buffer on ranks: replicated; a share each; partial sums; a part of each parameter."""
 MAKES = {"fresh", "zeros", "put", "add"}
-"""Commands that make a buffer, their first argument. Where they fail, what uses it fails."""
+"""Commands that create a buffer, whose handle is their first argument. If they fail, commands that use it fail."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +62,24 @@ class WorkerOptions:
     load: LoadOptions
     loss_chunk_size: int
     device: str | None = None
-    """None: a GPU of its own if there is one, else the CPU."""
+    """None: a GPU for each worker if there are GPUs, else the CPU."""
     shards: ShardOptions = WHOLE
     memory: MemoryOptions = DEFAULTS
-    """Sizes of what the device holds beside the base weights."""
+    """Memory options other than the base weights."""
     start_timeout_s: float = 600.0
-    """Seconds that workers in other processes have to start and load."""
+    """Timeout in seconds for workers in other processes to start and load."""
     compile_scores: bool = False
     first_gpu: int = 0
-    """GPU of the first rank of a machine."""
+    """Index of the GPU of a machine's first rank."""
 
 
 class Worker:
     """Commands of one rank.
 
     Args:
-        options: How it computes.
-        rank: Its number.
-        world: Ranks there are. With more than one, a process group has been made.
+        options: Options of the worker.
+        rank: Number of the rank.
+        world: Number of ranks. If there are several, the process group must exist.
 
     Raises:
         RequestError: The base model cannot be loaded.
@@ -110,7 +111,7 @@ class Worker:
         self.sampling = SamplingWorker(self.model)
 
     def execute(self, commands: Sequence[Command]) -> list[Any]:
-        """Results of commands, or of one that failed its exception."""
+        """Execute commands. Returns their results, with exceptions for those that failed."""
         return [self._one(*command) for command in commands]
 
     def _one(self, name: str, *arguments: Any) -> Any:
@@ -125,20 +126,20 @@ class Worker:
             if name in MAKES:
                 self._buffers.fail(arguments[0], error)
                 return None
-            if rendezvous is not None and not isinstance(error, RequestError):  # others wait for this rank
+            if rendezvous is not None and not isinstance(error, RequestError):  # other ranks wait for this one
                 trace = "".join(traceback.format_exception(error))
                 said = f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}"
                 return BackendLost(f"{said}\n{trace}")
             return error
 
     def _unready(self, name: str, arguments: Sequence[Any]) -> Exception | None:
-        """Return why this rank cannot do its part of a command, before others wait for it. Makes room for results."""
+        """Return why this rank cannot execute a command, before others wait for it. Allocates memory for results."""
         try:
             if name == TILE:
                 self._prepare_tile(*arguments)
             elif name in STEPS:
                 weights, sums, *moments = arguments[-3]
-                self._buffers.get(sums)  # of no pass on this rank, perhaps
+                self._buffers.get(sums)  # this rank may have none
                 held = [self._buffers[handle] for handle in (weights, *moments)]
                 torch.empty(NEW_IN_A_STEP * len(held[0]), device=self.device)
             elif name == "get":
@@ -165,11 +166,11 @@ class Worker:
             self._sums(kind, sums)
 
     def _is_common(self, kind: Kind) -> bool:
-        """True if FSDP adds up gradients of a model over ranks."""
+        """Return True if FSDP reduces gradients of such a model over ranks."""
         return self.model.base.is_sharded and kind.is_whole
 
     def _sums(self, kind: Kind, handle: int) -> Tensor:
-        """Gradient sums of a pass, which are made if need be."""
+        """Gradient sums of a pass, created if necessary."""
         if handle not in self._buffers:
             self._buffers[handle] = torch.zeros(self.model.part_layout(kind).size, device=self.device)
         return self._buffers[handle]
@@ -179,7 +180,7 @@ class Worker:
         return ModelFacts.of(self.model, self.device, self._decided)
 
     def parameter(self, name: str) -> np.ndarray | None:
-        """A weight of the base model, float32; None on ranks but the first."""
+        """A weight of the base model, float32; None on ranks other than the first."""
         base = self.model.base
         whole = base.joined(base.part(name), base.shapes[name])
         return None if self.rank > 0 else whole.float().cpu().numpy()
@@ -187,7 +188,7 @@ class Worker:
     # -- buffers ------------------------------------------------------------------------------------------------------
 
     def fresh(self, handle: int, kind: Kind, seed: int, value_head: np.ndarray | None) -> None:
-        """Weights of a new model: an adapter that changes nothing yet, or a copy of the base model."""
+        """Create weights of a new model: an adapter without effect, or a copy of the base model."""
         layout = self.model.part_layout(kind)
         if kind.is_whole:
             flat = torch.empty(layout.size, device=self.device)
@@ -202,12 +203,12 @@ class Worker:
         self._buffers[handle] = flat
 
     def zeros(self, handle: int, size: int, spread: Spread) -> None:
-        """A buffer of so many zeros, of which this rank has its part."""
+        """Create a buffer of `size` zeros. This rank holds its part."""
         own = self._shares.layouts(size)[1].size if spread == "by_parameter" else self._shares.share(size)
         self._buffers[handle] = torch.zeros(own, device=self.device)
 
     def put(self, handle: int, values: np.ndarray, spread: Spread) -> None:
-        """A buffer with these values, float32 `[size]`."""
+        """Create a buffer with these values, float32 `[size]`."""
         if spread == "by_parameter":
             values = self._shares.parts(torch.from_numpy(values)).numpy()
         elif spread == "sharded":
@@ -217,10 +218,10 @@ class Worker:
         self._buffers[handle] = torch.tensor(values, device=self.device)
 
     def get(self, handle: int, size: int, spread: Spread) -> np.ndarray | None:
-        """Values of a buffer, float32 `[size]`; None on ranks but the first.
+        """Values of a buffer, float32 `[size]`; None on ranks other than the first.
 
-        Partial sums are afterwards as `put` would make them of these values: the order in which later gradients are
-        added is that of a model restored from them, bit for bit.
+        Afterwards, partial sums are distributed as `put` would distribute these values. So later gradients are added in
+        the same order as after a restore from a checkpoint, with bit-identical results.
         """
         is_away = self._buffers.is_away(handle)
         if spread == "partial":
@@ -237,7 +238,7 @@ class Worker:
         return None if self.rank > 0 else flat.cpu().numpy().copy()
 
     def sees(self, path: Path) -> bool:
-        """Return True if a file that the driver made is there for this rank too."""
+        """Return True if this rank sees a file that the driver created."""
         return path.exists()
 
     def write_part(self, handle: int, size: int, path: Path, buffer: BufferName) -> dict[str, Any]:
@@ -245,13 +246,13 @@ class Worker:
         return self._shares.write(self._buffers.wherever(handle), path, buffer, size)
 
     def free(self, *handles: int) -> None:
-        """Forget buffers."""
+        """Free buffers."""
         for handle in handles:
             self._buffers.free(handle)
             self.sampling.forget_banks(handle)
 
     def offload(self) -> int:
-        """Move all buffers to host memory, from where a command brings back what it trains. Returns bytes that left."""
+        """Move all buffers to host memory. Training commands move theirs back. Returns the bytes that were moved."""
         self.sampling.forget_banks()
         return self._buffers.offload_all()
 
@@ -266,22 +267,22 @@ class Worker:
         objective: Objective | None,
         idle: bool = False,
     ) -> PassOutput | Exception | None:
-        """Outputs of a tile. Its gradients are added to the buffer `sums`, which is made if need be; None: to none.
+        """Compute a tile. Adds its gradients to the buffer `sums`, created if necessary; None: no gradients.
 
-        Of ranks that compute it together, each has a part of the sums, and the first one has the outputs.
+        If several ranks compute it together, each has a part of the gradient sums, and the first returns the outputs.
 
         Args:
-            kind: What is trained.
-            weights: Of the model; None is the base model.
-            sums: Of the pass.
-            tile: Sequences.
-            objective: None is a loss of the protocol.
-            idle: Whether this rank has no tile, and only takes part in this one of another.
+            kind: Kind of the trained model.
+            weights: Handle of the model's weights; None: the base model.
+            sums: Handle of the pass's gradient sums.
+            tile: The tile.
+            objective: None: a loss of the protocol.
+            idle: If True, this rank has no tile and only takes part in another rank's.
         """
         used = None if weights is None else self._weights((kind, weights))
         output, gradients = run_tile(self.model, used, tile, objective, sums is None, self._scoring, idle)
         is_common = self._is_common(kind)
-        if is_common and VALUE_HEAD in gradients:  # FSDP has added up the others
+        if is_common and VALUE_HEAD in gradients:  # FSDP has reduced the other gradients
             dist.all_reduce(gradients[VALUE_HEAD])
         if sums is not None and not isinstance(output, Exception) and (is_common or not idle):
             for name, view in self.model.part_layout(kind).views(self._sums(kind, sums)).items():
@@ -289,7 +290,7 @@ class Worker:
         return output if isinstance(output, Exception) or self.model.is_first else None
 
     def add(self, handle: int, first: int, second: int) -> None:
-        """The sum of two partial buffers."""
+        """Create the sum of two partial buffers."""
         parts = [each for each in map(self._buffers.get, (first, second)) if each is not None]
         if parts:
             self._buffers[handle] = parts[0] + parts[1] if len(parts) == 2 else parts[0]
@@ -302,14 +303,14 @@ class Worker:
         after: tuple[int, int, int],
         scalars: AdamScalars,
     ) -> float:
-        """Global norm of the divided gradients of an AdamW step.
+        """Take an AdamW step. Returns the global norm of the divided gradients.
 
         Args:
-            size: Numbers of the model.
-            spread: How ranks hold its weights.
-            before: Weights, gradient sums (None is zero), first and second moments.
+            size: Number of parameters of the model.
+            spread: Placement of its weights.
+            before: Weights, gradient sums (None: zero), first and second moments.
             after: New weights, first and second moments.
-            scalars: Hyper-parameters.
+            scalars: Hyperparameters.
         """
         if spread == "by_parameter":
             return self._step_of_parts(size, before, after, scalars)
@@ -331,13 +332,13 @@ class Worker:
         after: tuple[int, int],
         scalars: DimuonScalars,
     ) -> float:
-        """Global gradient norm of a Dimuon step of an adapter, whose weights every rank has.
+        """Take a Dimuon step of an adapter, whose weights are replicated. Returns the global gradient norm.
 
         Args:
-            shapes: Of its matrices.
-            before: Weights, gradient sums (None is zero) and momentum.
+            shapes: Shapes of its matrices.
+            before: Weights, gradient sums (None: zero) and momentum.
             after: New weights and momentum.
-            scalars: Hyper-parameters.
+            scalars: Hyperparameters.
         """
         weights, sums, momentum = before
         size = sum(prod(shape) for shape in shapes)
@@ -354,7 +355,7 @@ class Worker:
     def _step_of_parts(
         self, size: int, before: tuple[int, int | None, int, int], after: tuple[int, int, int], scalars: AdamScalars
     ) -> float:
-        """`step` of parts of parameters, whose gradient sums are those of all ranks."""
+        """Take a `step` on parts of parameters, whose gradient sums are reduced over all ranks."""
         weights, sums, first, second = before
         gradients = self._buffers.get(sums)
         norm = 0.0
@@ -400,11 +401,11 @@ class Worker:
         return self.sampling.decode([self._published(version) for version in versions], contents, rows, steps, fixed)
 
     def _weights(self, version: Named) -> Weights | None:
-        """This rank's weights of a model, which are on the device from then on."""
+        """This rank's weights of a model, moved to the device if necessary."""
         return None if version is None else self._viewed(version[0], self._buffers[version[1]])
 
     def _published(self, version: Named) -> Weights | None:
-        """The same of a version that is sampled. It does not stay on the device, which engines may be using."""
+        """This rank's weights of a version for sampling. Offloaded weights are only copied to the device."""
         return None if version is None else self._viewed(version[0], self._buffers.lent(version[1]))
 
     def _viewed(self, kind: Kind, flat: Tensor) -> Weights:
