@@ -89,7 +89,7 @@ CONTRACT_DEFECTS = [
     Defect(
         "K2.2",
         "a version that waits until fewer are read is not read when one of these is dropped",
-        [Edit(VERSIONS, "is not None:  # so that another may be read", "is None:")],
+        [Edit(VERSIONS, "is not None:  # so that another read may start", "is None:")],
         [REST + "test_a_sample_that_waits_for_a_reading_goes_on_when_another_one_is_not_wanted_any_more"],
     ),
     Defect(

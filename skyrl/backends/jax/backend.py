@@ -1,10 +1,10 @@
-"""The embedded backend: one base model in memory, many LoRA adapters training and sampling, on JAX.
+"""The JAX backend: one base model in memory, on which many LoRA adapters train and sample.
 
-A model of rank 0 is trained as a whole: it has base weights of its own beside those that the others share.
+A model of rank 0 is fully trained: it has its own base weights in addition to the shared ones.
 
-Each operation is a generator that yields after every micro-batch, so the executor can take turns between models and
-samples. A pass collects gradients in a scratch of its own and adds them to the model's sums at its end; nothing that
-the model owns is ever donated to a program, so a failure at any point leaves the model as it was.
+Each operation is a generator that yields after every micro-batch, so the executor can interleave models and samples. A
+pass accumulates gradients separately and adds them to the model's sums at its end. No array of a model is donated to a
+program, so a failure at any point leaves the model unchanged.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ from skyrl.utils.adapters.fitting import Features
 from skyrl.utils.tokenizer import Tokenizer
 
 ENDED = object()
-"""Sentinel of a warm-up that has no pieces left."""
+"""Sentinel of a warm-up that has ended."""
 
 
 class JaxBackend(ModelBackend[ModelState, Adapter]):
@@ -85,7 +85,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
         try:
             check_known(config_of(base_model), f"base_model={base_model}")  # before weights are downloaded
             self._folder = self._computed = model_folder(base_model)
-            """Folder that it was asked for, and the one that is loaded."""
+            """The requested model folder, and the folder that is loaded."""
             if config.config_overrides:
                 self._computed = overridden(self._folder, config.config_overrides, config.offload_folder)
                 self._forget = weakref.finalize(self, shutil.rmtree, self._computed.parent, ignore_errors=True)
@@ -206,7 +206,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
         warm_up = by_turns(self._passes.warm_up(), self.sampler.warm_up())
         self._warm_up = warm_up if config.warm_up and not config.enforce_eager else iter(())
 
-    # -- what the executor asks for -----------------------------------------------------------------------------------
+    # -- hooks of the executor ----------------------------------------------------------------------------------------
 
     def step(self):
         with self._computing():
@@ -218,7 +218,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        """Context in which every program is traced and run."""
+        """Context for tracing and running programs."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(jax.default_matmul_precision(self._defaults.matmul_precision))
             if self.config.enforce_eager:
@@ -233,7 +233,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
 
     @staticmethod
     def record_memory(path: Path) -> None:
-        """Write what is in the memory of the process's devices to a file, as a profile for pprof."""
+        """Write a device memory profile of the process to a file, for pprof."""
         path.parent.mkdir(parents=True, exist_ok=True)
         jax.profiler.save_device_memory_profile(str(path))
 
@@ -263,7 +263,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
 
     @property
     def metrics(self) -> dict[str, int]:
-        """The numbers stand still once all shapes have been seen."""
+        """Numbers of compiled programs. They stop growing once all shapes have been seen."""
         return {"training_programs": self._programs.compiled, "sampling_programs": self._runner.compiled}
 
     # -- documented read-only views -----------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
 
     @property
     def accumulated_grads(self) -> dict[str, Any]:
-        """Gradient sums of each model, None where no pass has added any."""
+        """Gradient sums of each model; None if there are none."""
         return {name: state.gradient_sums for name, state in self._peeked()}
 
     def adapter(self, model_id: str) -> Adapter:
@@ -297,7 +297,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             check_selects(kind.lora_config, modules, self.model_config.architecture)
 
     def _check_no_connectors(self, lora_config: LoraConfig) -> None:
-        """Raise `RequestError` if an adapter has connectors, which Dimuon is not for."""
+        """Raise `RequestError` if an adapter has connectors, which Dimuon does not support."""
         targets = connector_targets(self.model_config)
         if name := next((module for target in targets for _, module in adapted(target, lora_config)), None):
             raise RequestError(
@@ -318,7 +318,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
         return self._passes.run(operation, state)
 
     def add_gradients(self, state: ModelState, gradients: Tree) -> None:
-        """Waits for the result, so that a failure shows before it is kept."""
+        """Add gradients and wait for the result, so that a failure shows before the model changes."""
         sums = state.gradient_sums
         state.gradient_sums = gradients if sums is None else jax.block_until_ready(self._programs.add(sums, gradients))
 
@@ -344,5 +344,5 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             state.first_moment, state.second_moment = first, second
             state.step += 1
 
-        return float(norm), keep  # waits for the step, so that a failure shows before anything is replaced
+        return float(norm), keep  # waits for the step, so that a failure shows before the model changes
         yield

@@ -1,4 +1,4 @@
-"""Compiled programs that are counted and announced, so that nobody wonders what a first request waits for."""
+"""Compiled programs, counted and logged, so that a slow first request can be explained."""
 
 import logging
 import os
@@ -13,11 +13,11 @@ log = logging.getLogger(__name__)
 
 
 DETERMINISTIC_ON_GPU = {"xla_gpu_deterministic_ops": True}
-"""No sums by atomic additions, and no choice of kernels by how fast they have just been."""
+"""Disables atomic additions and kernel selection by measured speed."""
 
 
 def by_turns(*warm_ups: Iterator[Any]) -> Iterator[Any]:
-    """Pieces of several warm-ups, one of each in turn, until all have ended."""
+    """Iterate over several warm-ups in round-robin order until all have ended."""
     left = list(warm_ups)
     while left:
         for warm_up in tuple(left):
@@ -31,9 +31,9 @@ class Compiler:
     """`jax.jit` for one group of programs.
 
     Args:
-        group: Name for the log.
-        deterministic: Programs give the same bits each time, in another process too; a CPU's do anyway.
-        on_cpu: Options of XLA for programs on a CPU. `XLA_FLAGS` has the last word on those that it names.
+        group: Name in the log.
+        deterministic: Make programs bit-reproducible, across processes too; on a CPU they always are.
+        on_cpu: XLA options for programs on a CPU. `XLA_FLAGS` takes precedence.
     """
 
     def __init__(self, group: str, deterministic: bool = False, on_cpu: dict[str, Any] | None = None):
@@ -43,10 +43,10 @@ class Compiler:
         own = {"cpu": on_cpu, "gpu": DETERMINISTIC_ON_GPU if deterministic else None}
         self._options = own.get(jax.default_backend())
         self.compiled = 0
-        """Programs compiled so far."""
+        """Number of compiled programs."""
 
     def jit(self, name: str, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """`jax.jit(function, **options)`; `name` is what the log calls it."""
+        """Return `jax.jit(function, **options)`; `name` is for the log."""
 
         @wraps(function)
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -57,14 +57,14 @@ class Compiler:
         return jax.jit(traced, compiler_options=self._options, **options)
 
     def program(self, name: str, function: Callable[..., Any], **options: Any) -> "Program":
-        """The same as a `Program`."""
+        """Return the same as a `Program`."""
         return Program(self.jit(name, function, **options))
 
 
 class Program:
-    """A function that is compiled for shapes of its arguments when it is told to, or first called with them.
+    """A function compiled for shapes of its arguments, ahead of time or at the first call.
 
-    The first argument is the same in every call and so no part of what tells programs apart.
+    The first argument must be the same in every call; it is not part of the key of compiled programs.
     """
 
     def __init__(self, function: Any):
@@ -77,14 +77,14 @@ class Program:
         return self.compiled_for(*args)(*args)
 
     def compiled_for(self, *args: Any) -> Any:
-        """The executable for such arguments, which may be `jax.ShapeDtypeStruct`s."""
+        """Executable for such arguments, which may be `jax.ShapeDtypeStruct`s. Compiles it if necessary."""
         key = self._key(args)
         if key not in self._compiled:
             self._compiled[key] = self._function.lower(*args).compile()
         return self._compiled[key]
 
     def is_compiled_for(self, *args: Any) -> bool:
-        """Return True if a call with such arguments compiles nothing."""
+        """Return True if a call with such arguments needs no compilation."""
         return bool(jax.config.values["jax_disable_jit"]) or self._key(args) in self._compiled
 
     @staticmethod
@@ -93,5 +93,5 @@ class Program:
         return tree, tuple((np.shape(leaf), leaf.dtype) for leaf in leaves)
 
     def temporary_bytes(self, *args: Any) -> int:
-        """Memory that a call takes beside its arguments and results, in bytes."""
+        """Temporary memory of a call in bytes, without arguments and results."""
         return self.compiled_for(*args).memory_analysis().temp_size_in_bytes

@@ -1,7 +1,7 @@
 """Options of the JAX backend.
 
-Names are those of the documented `JaxBackendConfig`. Options for hardware that is not served yet are refused by name
-when they ask for something.
+The names are those of the documented `JaxBackendConfig`. Options for unsupported hardware are rejected unless they have
+their default values.
 """
 
 from typing import Any, Literal
@@ -15,143 +15,143 @@ from skyrl.backends.jax.memory_plan import Checkpointing
 
 
 class JaxBackendConfig(BaseModel):
-    """Options of the JAX backend: loading, training, sampling. Unknown names are refused."""
+    """Options of the JAX backend, for loading, training and sampling. Unknown options are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_lora_adapters: int = Field(default=32, ge=2)
-    """Adapters on the device for sampling at once, slot 0 (the base model) included. Not the number of models."""
+    """Maximum adapters sampled concurrently on the device, including slot 0 (the base model). Not the number of
+    models."""
 
     max_lora_rank: int = Field(default=32, ge=1)
-    """Largest rank a model may ask for."""
+    """Largest allowed adapter rank."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the base weights. `auto`: the checkpoint's on an accelerator, float32 on CPU. Adapters are float32."""
+    """Dtype of the base weights. `auto`: the checkpoint's on an accelerator, float32 on CPU. Adapters are float32."""
 
     load_format: Literal["auto", "dummy"] = "auto"
-    """`dummy`: random base weights made on the device, so that a folder with configuration and tokenizer will do. To
-    measure, not to use."""
+    """`dummy`: random base weights created on the device, so a folder with configuration and tokenizer suffices. Use it
+    for measurements only."""
 
     config_overrides: dict[str, Any] = Field(default_factory=dict)
-    """Values in the place of those in the model's config.json, for training, sampling and exports."""
+    """Values that override those in the model's config.json, for training, sampling and exports."""
 
     matmul_precision: Literal["auto", "default", "high", "highest"] = "auto"
-    """Precision of products of float32 arrays, as JAX names it. `auto`: highest (float32) over float32 base weights and
-    on CPU; high (TF32 on a GPU) over a bfloat16 base on an accelerator. Sums are float32 always."""
+    """Precision of matrix products of float32 arrays, as named by JAX. `auto`: highest (float32) with float32 base
+    weights and on CPU; high (TF32 on a GPU) with a bfloat16 base on an accelerator. Sums are always float32."""
 
     train_micro_batch_size: int = Field(default=0, ge=0)
-    """Sequences per training micro-batch at most. 0: as many as fit into `train_tile_tokens`."""
+    """Maximum sequences per training micro-batch. 0: as many as fit into `train_tile_tokens`."""
 
     forward_micro_batch_size: int = Field(default=0, ge=0)
-    """The same for passes without gradients. 0: as `train_micro_batch_size`."""
+    """Maximum sequences per micro-batch of passes without gradients. 0: as `train_micro_batch_size`."""
 
     train_tile_tokens: int = Field(default=0, ge=0)
-    """Tokens per training micro-batch, from 32 on; a longer sequence has one of its own. 0: 512 on CPU, else 4096."""
+    """Tokens per training micro-batch, at least 32. A longer sequence gets its own. 0: 512 on CPU, else 4096."""
 
     sample_max_num_sequences: int = Field(default=0, ge=0)
-    """Sequences decoded at once. 0: 32 on CPU, 32 to 256 by the size of the KV cache on an accelerator."""
+    """Maximum sequences decoded at once. 0: 32 on CPU, 32 to 256 on an accelerator, depending on the KV cache."""
 
     sample_max_num_batched_tokens: int = Field(default=0, ge=0)
-    """Tokens that a call of the sampler computes at most, from 32 on: of a prompt, or one of each sequence. 0: 256 of a
-    prompt, and as many as there are sequences."""
+    """Maximum tokens per call of the sampler, at least 32: of a prompt, or one for each sequence. 0: 256 of a prompt,
+    or one for each of `sample_max_num_sequences`."""
 
     prefix_caching: bool = True
-    """Keep keys and values of beginnings of prompts for requests that begin alike. The samples of one request share its
-    prompt in any case."""
+    """Cache keys and values of prompt prefixes for later requests with the same prefix. Samples of one request share
+    their prompt in any case."""
 
     chunked_prefill: bool = True
-    """Let running sequences go on between the chunks of a long prompt. False: it is read to its end first."""
+    """Let running sequences decode between the chunks of a long prompt. False: the whole prompt is prefilled first."""
 
     kv_cache_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Most memory, in GiB, for keys and values: of running samples, and of prefixes that later requests may share. 0:
-    2 GiB on CPU, two fifths of what base weights leave on an accelerator."""
+    """Maximum GiB of KV cache, for running samples and cached prefixes. 0: 2 GiB on CPU; on an accelerator, two fifths
+    of the memory left by base weights."""
 
     gpu_memory_utilization: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    """Fraction of the memory that there is, on the host too where that is the device, which base weights and the KV
-    cache take at most. 0: no such bound; that of `kv_cache_gib` holds as well."""
+    """Maximum fraction of the device's memory (on CPU, the host's) for base weights and KV cache, in addition to
+    `kv_cache_gib`. 0: no limit."""
 
     max_context_length: int = Field(default=0, ge=0)
-    """Longest sequence (tokens) to train on or sample, at most what the model was made for. 0: that, 8192 at most."""
+    """Longest sequence in tokens for training and sampling, at most the model's limit. 0: that limit, at most 8192."""
 
     gradient_checkpointing: Checkpointing = "auto"
-    """Part of a layer to compute again in the backward pass, instead of keeping it. true: all of it, which takes a
-    third more time. selective: all but products with weights. false: nothing. auto: for each length of tiles, the least
-    that leaves memory for the rest."""
+    """Activations of a layer to recompute in the backward pass. true: all of them, which takes a third more time.
+    selective: all except products with weights. false: none. auto: for each tile length, the least that fits into
+    memory."""
 
     memory_limit_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Memory, in GiB, that base model, cache, training and models share. 0: what the accelerator or the machine has."""
+    """Memory in GiB for base model, cache, training and models. 0: all memory of the accelerator or the machine."""
 
     adapter_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """GiB on the device for the weights, gradient sums and moments of models. 0: as planned from what is left."""
+    """GiB on the device for weights, gradient sums and moments of models. 0: planned from the remaining memory."""
 
     adapter_host_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """GiB of host memory for models that are not at work. More are moved to disk. 0: as planned."""
+    """GiB of host memory for inactive models. Models beyond that are moved to disk. 0: planned."""
 
     version_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """GiB for published versions. Those that are on disk leave memory, least recently used first, to keep to it; those
-    that are still to be written may take half of it, and publishing waits meanwhile. 0: what models leave."""
+    """GiB for published versions. Beyond that, versions that are on disk are evicted from memory, least recently used
+    first. Versions not on disk yet may use half of it; above that, publishing waits. 0: all that models leave."""
 
     offload_after_step: bool = True
-    """Let models that are not at work leave the device where it has no room for all. False: they stay, and one for
-    which there is no room is refused."""
+    """Move inactive models off the device if they do not all fit. False: they stay, and models that do not fit fail."""
 
     offload_folder: str | None = None
-    """Folder for models that memory has no room for, while the server runs. What a server that was killed left there is
-    removed by the next. None: where temporary files are."""
+    """Folder for models that do not fit into memory, while the server runs. Files of a killed server are removed by the
+    next. None: the directory for temporary files."""
 
     value_head: str = "value_head"
-    """Name of a critic's value head: `<value_head>.weight` is read from the base model if it is there, and exported."""
+    """Name of a critic's value head: `<value_head>.weight` is read from the base model if present, and exported."""
 
     gradient_reduction: GradientReduction = "sum"
-    """Reduction by optim_step of the gradients since the last one: their sum, or `mean`, which divides it by the number
-    of sequences. Trainers reduce losses themselves, and refuse `mean`."""
+    """Reduction of gradients accumulated since the last optim_step: their sum, or `mean`, which divides it by the
+    number of sequences. Trainers reduce losses themselves, and reject `mean`."""
 
     loss_chunk_size: int = Field(default=1024, ge=0)
-    """Tokens whose logits are in memory at once. A longer micro-batch computes them again in its backward pass. 0: all
+    """Tokens whose logits are in memory at once. Longer micro-batches recompute logits in the backward pass. 0: all
     tokens of a micro-batch."""
 
     enforce_eager: bool = False
     """Run operation by operation instead of compiled programs (slow; for debugging)."""
 
     deterministic: bool = False
-    """Results of training and sampling do not depend, bit for bit, on what else is running."""
+    """Make results of training and sampling bit-identical whatever else is running."""
 
     warm_up: bool = True
-    """Compile all programs of training and sampling while there is nothing else to do, from the start on."""
+    """Compile all programs of training and sampling ahead of time, while the server is idle."""
 
     compilation_cache: bool = True
-    """Keep compiled programs in the user's cache folder, so that a restart does not compile again."""
+    """Keep compiled programs in the user's cache folder, so that a restart need not compile again."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices a layer is split over. Only 1 is served yet."""
+    """Devices a layer is split over. Only 1 is supported yet."""
 
     expert_parallel_size: int = Field(default=1, ge=1)
-    """Devices experts are split over. Only 1 is served yet."""
+    """Devices experts are split over. Only 1 is supported yet."""
 
     fully_sharded_data_parallel_size: int = Field(default=1, ge=1)
-    """Devices weights and batch are split over. Only 1 is served yet."""
+    """Devices weights and batch are split over. Only 1 is supported yet."""
 
     shard_attention_heads: bool = True
     """Split attention heads over the tensor-parallel devices (no effect on one device)."""
 
     mhc_expansion_rate: int = Field(default=1, ge=1)
-    """Residual streams (mHC, arXiv:2512.24880). With more than 1, adapters have connectors between them as well, which
-    are trained, saved and sampled with the adapter; memory of activations grows by this factor."""
+    """Number of residual streams (mHC, arXiv:2512.24880). If above 1, adapters include connectors between the streams,
+    which are trained, saved and sampled with them. Activation memory grows by this factor."""
 
     coordinator_address: str | None = None
-    """host:port of process 0. Several processes are not served yet."""
+    """host:port of process 0. Several processes are not supported yet."""
 
     num_processes: int | None = None
-    """Number of processes. Several are not served yet."""
+    """Number of processes. Several are not supported yet."""
 
     use_ray: bool = False
-    """Start workers with Ray. Not served yet."""
+    """Start workers with Ray. Not supported yet."""
 
     ray_actor_options: dict[str, Any] = {}
-    """Options of Ray workers. Not served yet."""
+    """Options of Ray workers. Not supported yet."""
 
     ray_pg_bundles: list[dict[str, float]] = []
-    """Placement of Ray workers. Not served yet."""
+    """Placement of Ray workers. Not supported yet."""
 
     @model_validator(mode="after")
     def _refuse_what_is_not_served(self) -> "JaxBackendConfig":

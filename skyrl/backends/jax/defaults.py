@@ -1,7 +1,7 @@
-"""Options that are left to the platform: one function of the device, the base model and the memory that is left.
+"""Options that depend on the platform, as a function of device, base model and remaining memory.
 
-On CPU they are those of the measured lattice of `benchmarks/README.md`. On an accelerator they follow from memory and
-have been chosen by arithmetic, not by measurement; `benchmarks/accelerator.py` is what measures them.
+On CPU, defaults come from the measurements in `benchmarks/README.md`. On an accelerator, they are derived from memory
+sizes and have not been measured; `benchmarks/accelerator.py` measures them.
 """
 
 from typing import Literal, NamedTuple
@@ -12,33 +12,32 @@ from skyrl.backends.jax.config import JaxBackendConfig
 Precision = Literal["default", "high", "highest"]
 
 CPU_TILE, ACCELERATOR_TILE = 512, 4096
-"""Tokens of a training micro-batch."""
+"""Tokens per training micro-batch."""
 
 CPU_CACHE = 2 * GIB
-"""Bytes of the KV cache where the device is the host."""
+"""Bytes of the KV cache on CPU."""
 
 CACHE_SHARE = 0.4
-"""Part of what base weights leave of an accelerator's memory that is the KV cache's. Training, models and published
-versions have the rest."""
+"""Fraction of an accelerator's memory, after base weights, for the KV cache. The rest is for training, models and
+published versions."""
 
 FEWEST_ROWS, MOST_ROWS = 32, 256
-"""Bounds of the rows of a decode batch. A step of fewer streams the same weights; the vocabulary's logits in float32
-grow with them."""
+"""Bounds of the decode batch size. Smaller batches stream the same weights per step; float32 logits grow with it."""
 
 ROW_TOKENS = 512
-"""Tokens of the KV cache that there should be for each row."""
+"""Desired tokens of KV cache per row."""
 
 
 class Defaults(NamedTuple):
-    """Values of the options that a configuration leaves at 0 or "auto", and of those that it gives."""
+    """Resolved options: those configured, and defaults for those at 0 or "auto"."""
 
     matmul_precision: Precision
     tile_tokens: int
-    """Tokens of a training micro-batch."""
+    """Tokens per training micro-batch."""
     cache_bytes: int
-    """Bytes of the KV cache, at most."""
+    """Maximum bytes of KV cache."""
     rows: int
-    """Sequences decoded at once."""
+    """Maximum sequences decoded at once."""
 
     def __str__(self) -> str:
         return (
@@ -56,25 +55,26 @@ def resolved(
     room: int | None = None,
     state_bytes: int = 0,
 ) -> Defaults:
-    """The options of a backend, on its platform.
+    """Resolve the options of a backend on its platform.
 
     Args:
-        config: What is given there stays.
+        config: Configuration. Explicit values are kept.
         platform: As `jax.default_backend()`.
-        exact: Whether base weights are float32. Products are then, too, although they take an accelerator several times
-            as long; over a bfloat16 base those of float32 adapters round their inputs as `jax.lax.Precision.HIGH` does
-            (TF32 on a GPU, three passes of bfloat16 on a TPU), by far less than the base's own activations are.
-        left: Bytes of memory beside base weights and what is kept free.
-        token_bytes: Keys and values of one token in all layers.
-        room: Bytes of `gpu_memory_utilization` beside base weights. None: there is no such bound.
-        state_bytes: State of one sequence in all layers that have such.
+        exact: True if base weights are float32. Matrix products then are, too, although this is several times slower on
+            an accelerator. With a bfloat16 base, products of float32 adapters round their inputs as
+            `jax.lax.Precision.HIGH` does (TF32 on a GPU, three passes of bfloat16 on a TPU), by far less than the
+            base's own activations are rounded.
+        left: Bytes of memory after base weights and the safety margin.
+        token_bytes: Bytes of KV cache per token in all layers.
+        room: Bytes that `gpu_memory_utilization` allows after base weights. None: no such limit.
+        state_bytes: Bytes of recurrent state per sequence in all layers that have one.
     """
     on_host = platform == "cpu"
     automatic: Precision = "highest" if on_host or exact else "high"
     share = CPU_CACHE if on_host else int(max(left, 0) * CACHE_SHARE)
     cache = int(config.kv_cache_gib * GIB) or share
     cache = cache if room is None else min(cache, room)
-    rows, row_bytes = FEWEST_ROWS, ROW_TOKENS * token_bytes + 2 * state_bytes  # its prompt has a state too
+    rows, row_bytes = FEWEST_ROWS, ROW_TOKENS * token_bytes + 2 * state_bytes  # the state of its prompt is stored too
     most = min(MOST_ROWS, config.sample_max_num_batched_tokens or MOST_ROWS)
     while not on_host and 2 * rows <= most and 2 * rows * row_bytes <= cache:
         rows *= 2

@@ -1,4 +1,4 @@
-"""Set-up before a base model is loaded: device memory, the cache of programs."""
+"""Setup before a base model is loaded: device memory and the compilation cache."""
 
 import os
 
@@ -7,14 +7,14 @@ import jax
 from skyrl.utils.files.paths import cache_folder
 
 CACHE_BYTES = 8 * 2**30
-"""Bytes of compiled programs that are kept on disk; those that were used longest ago go first."""
+"""Maximum bytes of compiled programs on disk. The least recently used are removed first."""
 
 
 def keep_compiled_programs() -> None:
-    """Let JAX keep programs that took more than a moment to compile in the user's cache folder, unless it is set up.
+    """Enable JAX's persistent compilation cache in the user's cache folder, unless it is configured.
 
-    JAX keeps nothing more where an entry lacks the time of its last use: those from before there was a bound, and those
-    that were being written in a process that was killed. They count as used longest ago.
+    JAX adds no entries while an existing entry lacks its access time, such as entries from before the size limit and
+    those of a process killed during a write. These get the access time 0.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         folder = cache_folder() / "xla"
@@ -28,9 +28,9 @@ def keep_compiled_programs() -> None:
 
 
 def claim_device_memory() -> None:
-    """Let JAX take nine tenths of a GPU's memory when it starts there, rather than three quarters, unless it is set up.
+    """Let JAX preallocate 90 % of a GPU's memory instead of 75 %, unless it is configured.
 
-    What is left is for the driver, and for the workspaces of cuBLAS and cuDNN. Without effect where JAX has begun.
+    The rest is for the driver, and for the workspaces of cuBLAS and cuDNN. No effect if JAX has started.
     """
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.9"

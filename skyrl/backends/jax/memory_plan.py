@@ -1,6 +1,6 @@
-"""Memory of a JAX device, and what fits into it of training calls, from what compiled programs say.
+"""Memory of a JAX device, and sizes of training calls that fit into it, measured on compiled programs.
 
-What memory is for is in `skyrl.backends.common.memory_plan`.
+`skyrl.backends.common.memory_plan` has the budget.
 """
 
 from collections.abc import Callable
@@ -12,25 +12,25 @@ from skyrl.backends.common.memory_plan import GIB
 from skyrl.utils.machine import host_memory
 
 Mode = bool | Literal["selective"]
-"""Part of a layer to compute again in the backward pass; see `ModelConfig.gradient_checkpointing`."""
+"""Activations of a layer to recompute in the backward pass; see `ModelConfig.gradient_checkpointing`."""
 
 Checkpointing = Mode | Literal["auto"]
 
 MODES: tuple[Mode, ...] = (False, "selective", True)
-"""From the fastest to the smallest."""
+"""Modes from the fastest to the smallest."""
 
 STACKS = (1, 4, 16)
-"""Tiles in a call, ascending."""
+"""Possible numbers of tiles in a call, ascending."""
 
 COPIES_OF_A_STACK = 3
-"""Copies of each adapter in a call of several: in the stack, its gradients in theirs, and its gradients alone."""
+"""Copies of each adapter in a call with several tiles: in the stack, in the stack's gradients, and its gradients."""
 
 AT_ONCE = GIB // 4
-"""Bytes of the scores that attention computes at once, and of what it makes of them, at most."""
+"""Maximum bytes of attention scores that are computed at once, and of arrays derived from them."""
 
 
 def memory_limit() -> int:
-    """Bytes of memory where the base model is: of the accelerator, else of the host."""
+    """Bytes of memory of the base model's device: the accelerator, else the host."""
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -40,18 +40,18 @@ def memory_limit() -> int:
 def choose_modes(
     asked: Checkpointing, lengths: list[int], typical: int, room: int, measure: Callable[[int, Mode], int]
 ) -> tuple[dict[int, Mode], int]:
-    """Choose what to compute again for tiles of each length, and count the bytes that a call takes at most.
+    """Choose the checkpointing mode for tiles of each length. Returns also the maximum bytes of a call.
 
-    With "auto" it is the least that lets a call do with `room` bytes. Attention keeps no scores, so memory grows in
-    proportion to the length, but for what it takes at once. The longest tile, which takes longest to compile, is
-    measured only where that leaves doubt.
+    "auto" chooses the fastest mode with which a call fits into `room` bytes. Attention stores no scores, so memory is
+    proportional to the length, except for temporary scores. The longest tile, whose compilation takes longest, is
+    measured only if this estimate does not fit.
 
     Args:
-        asked: An explicit value is kept, whatever it takes.
-        lengths: Of tiles, ascending.
-        typical: One of them, to measure first.
-        room: Bytes.
-        measure: (length, mode) -> bytes that a call takes.
+        asked: Configured mode. Explicit values are kept even if they do not fit.
+        lengths: Tile lengths, ascending.
+        typical: One of them, measured first.
+        room: Available bytes.
+        measure: (length, mode) -> bytes of a call.
     """
     modes: dict[int, Mode] = {}
     most, left = 0, lengths
@@ -72,15 +72,15 @@ def choose_modes(
 
 
 def choose_stacks(room: int, adapter: int) -> tuple[int, ...]:
-    """Numbers of tiles that a call may have, so that it does with `room` bytes beside what a single tile takes.
+    """Choose the numbers of tiles per call that fit into `room` bytes, in addition to the memory of a single tile.
 
     Args:
-        room: Bytes.
-        adapter: Bytes of the weights of the largest adapter.
+        room: Available bytes.
+        adapter: Bytes of the largest adapter's weights.
     """
     return tuple(stack for stack in STACKS if stack == 1 or stack_bytes(stack, adapter) <= room)
 
 
 def stack_bytes(stack: int, adapter: int) -> int:
-    """Bytes that a call takes because of the adapters in it, beside what its tokens take."""
+    """Bytes of a call for its adapters, in addition to those for its tokens."""
     return COPIES_OF_A_STACK * stack * adapter if stack > 1 else 0

@@ -1,7 +1,7 @@
-"""Files of models on JAX: training state as safetensors and JSON, sampler weights in PEFT layout, or those of a model
-that is trained as a whole in Hugging Face's.
+"""Checkpoint formats on JAX: training state as safetensors and JSON; sampler weights in PEFT layout, or in Hugging
+Face's layout for fully trained models.
 
-They take references to immutable arrays, so they may be written in a background thread while training goes on.
+Files refer to immutable arrays, so a background thread can write them while training continues.
 """
 
 import json
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class JaxFormat(ModelFormat[ModelState, Adapter]):
-    """`ModelFormat` of trees of arrays."""
+    """`ModelFormat` of pytrees of arrays."""
 
     base_model: str
     """Name of the base model in checkpoints."""
     folder: Path
-    """Its files."""
+    """Folder of the base model."""
     model: Decoder
     """The base model."""
     base: Any
@@ -66,7 +66,7 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
     value_head: str
     """An exported critic's tensor is `<value_head>.weight`."""
     max_lora_rank: int
-    """Largest rank that is sampled."""
+    """Largest rank that can be sampled."""
 
     def weights_bytes(self, state: ModelState) -> int:
         return bytes_of(state.adapter)
@@ -113,7 +113,7 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
         return self._model_files(state.adapter)
 
     def load_version(self, path: str) -> Adapter:
-        """Weights of a sampler checkpoint, or those of a training checkpoint, to sample from.
+        """Load weights of a sampler or training checkpoint for sampling.
 
         Raises:
             StorageError: Missing or damaged files.
@@ -139,9 +139,9 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
         return Adapter(weights, jnp.asarray(stored.kind.lora_config.scaling, jnp.float32))
 
     def _tree(self, stored: TrainingFiles, buffer: BufferName) -> Tree:
-        """A buffer of a training checkpoint. Raises `RequestError` if it is of another base model.
+        """A buffer of a training checkpoint. Raises `RequestError` if it belongs to another base model.
 
-        One of a model without connectors gives a model without them.
+        A checkpoint without connectors loads as a model without connectors.
         """
         config, kind, tensors = self.model.config, stored.kind, stored.buffers[buffer]
         stacked = is_stacked(tensors)
@@ -152,7 +152,7 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
         return (tree_of_stacked if stacked else tree_of)(config, self.base, kind, tensors)
 
     def _whole_model(self, files: dict[str, bytes]) -> Any:
-        """Parameters of a model in Hugging Face format, in the structure and the types of the base model's."""
+        """Parameters of a model in Hugging Face format, with the structure and dtypes of the base model."""
         with TemporaryDirectory() as folder:
             Path(folder, WEIGHTS).write_bytes(files[WEIGHTS])
             return nnx.split(with_weights(self.model, folder))[1]
@@ -162,7 +162,7 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
 
 
 def training_content(state: ModelState, base_model: str, model_config: "ModelConfig") -> dict[str, Content]:
-    """Files of a training checkpoint or snapshot: weights, moments, step, LoRA configuration, gradient sums if any."""
+    """Files of a training checkpoint or snapshot: weights, moments, step, LoRA configuration, and any gradient sums."""
     kind = Kind(state.lora_config, state.value_head)
     trees: dict[BufferName, Tree] = {
         "weights": state.adapter.weights,

@@ -1,4 +1,4 @@
-"""Adapters padded with zeros to a larger rank, which changes nothing that they compute."""
+"""Padding of adapters with zeros to a larger rank, which does not change their results."""
 
 import operator
 
@@ -10,12 +10,12 @@ from skyrl.tx.layers.adapter import Adapter
 
 
 def fitted(adapter: Adapter, like: Adapter) -> Adapter:
-    """A version as it is sampled: `padded`, and itself where it is a base model of its own."""
+    """A version in the form for sampling: `padded`, or unchanged if it has its own base weights."""
     return adapter if adapter.own_base is not None else padded(adapter, like)
 
 
 def padded(adapter: Adapter, like: Adapter) -> Adapter:
-    """The adapter with ranks padded to those of `like`, and itself if they are that already.
+    """Pad the ranks of an adapter to those of `like`. Returns the same object if there is nothing to pad.
 
     Raises ValueError for an adapter of another model.
     """
@@ -26,7 +26,7 @@ def padded(adapter: Adapter, like: Adapter) -> Adapter:
         if leaf.ndim != room.ndim:
             raise ValueError(f"an adapter's array of shape {leaf.shape} cannot be one of shape {room.shape}")
         missing = [(0, wanted - size) for size, wanted in zip(leaf.shape, room.shape, strict=True)]
-        return jnp.asarray(np.pad(leaf, missing))  # on the host, where no program has to be compiled for it
+        return jnp.asarray(np.pad(leaf, missing))  # on the host, without compilation
 
     made = jax.tree.map(pad, adapter, like)
     same = all(map(operator.is_, jax.tree.leaves(made), jax.tree.leaves(adapter)))

@@ -1,8 +1,7 @@
-"""The trainable state of models: one pytree each, nothing shared between tenants.
+"""Trainable state of models. Each model is one pytree, and tenants share nothing.
 
-A model owns its adapter (or base weights of its own), its gradient sums and its Adam moments, all float32. Arrays are
-never changed, only replaced as a whole, so a checkpoint or a published version is a reference to the arrays of that
-moment.
+A model owns its adapter (or its own base weights), its gradient sums and its Adam moments, all float32. Arrays are
+immutable and replaced as a whole, so a checkpoint or a published version can refer to the current arrays.
 """
 
 from dataclasses import dataclass
@@ -28,21 +27,21 @@ Tree = dict[str, Any]
 
 @dataclass
 class ModelState:
-    """One model, as `ModelOffload` moves it. Gradient sums are None until a pass adds to them."""
+    """One model, as managed by `ModelOffload`. Gradient sums are None until a pass adds to them."""
 
     lora_config: LoraConfig
     adapter: Adapter
     first_moment: Tree
     second_moment: Tree
     step: int = 0
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     gradient_sums: Tree | None = None
     sequences: int | None = 0
-    """Sequences whose gradients are in the sums; None is not known."""
+    """Number of sequences in the gradient sums; None: unknown."""
 
     @classmethod
     def fresh(cls, lora_config: LoraConfig, adapter: Adapter) -> "ModelState":
-        """A model that has taken no step."""
+        """Create a model before its first step."""
         return cls(lora_config, adapter, zeros_like(adapter.weights), zeros_like(adapter.weights))
 
     @property
@@ -51,7 +50,7 @@ class ModelState:
         return self.adapter, self.first_moment, self.second_moment, self.gradient_sums
 
     def with_arrays(self, arrays: tuple[Any, ...]) -> "ModelState":
-        """The same model with its arrays elsewhere."""
+        """The same model with other arrays, such as copies in another memory."""
         adapter, first, second, sums = arrays
         return ModelState(self.lora_config, adapter, first, second, self.step, sums, self.sequences)
 
@@ -64,12 +63,12 @@ class ModelState:
         return self.with_arrays(jax.device_put(self.arrays))
 
     def drop_sums(self) -> None:
-        """Clear its gradient sums."""
+        """Clear the gradient sums."""
         self.gradient_sums, self.sequences = None, 0
 
     @property
     def info(self) -> ModelInfo:
-        """Facts about it that are known while it is on disk, too."""
+        """Facts about the model that are known while it is on disk, too."""
         return ModelInfo(self.lora_config, self.step, self.value_head)
 
     @property
@@ -79,20 +78,20 @@ class ModelState:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all arrays, gradient sums included whether they are there or not.
+        """Memory of all arrays, including space for gradient sums.
 
-        With base weights of its own, of which few models have room, what a step takes is included.
+        With its own base weights, it includes the memory of a step, because few models fit.
         """
         return (COPIES if self.adapter.own_base is None else COPIES + NEW_IN_A_STEP) * bytes_of(self.adapter)
 
 
 def bytes_of(adapter: Adapter) -> int:
-    """Memory of its weights."""
+    """Memory of an adapter's weights."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(adapter.weights))
 
 
 def model_bytes(model_config: "ModelConfig", base: Any, kind: "Kind") -> int:
-    """`nbytes` of a model before there is one. `base` are the base model's weights."""
+    """`nbytes` of a model that does not exist yet. `base` has the base model's weights."""
     head = 4 * model_config.hidden_size if kind.value_head else 0
     if kind.lora_config.rank == 0:
         return (COPIES + NEW_IN_A_STEP) * (head + sum(4 * leaf.size for leaf in jax.tree.leaves(base)))
@@ -105,14 +104,14 @@ def model_bytes(model_config: "ModelConfig", base: Any, kind: "Kind") -> int:
 def fresh_adapter(
     model_config: "ModelConfig", base: Any, kind: Kind, seed: int, value_head: np.ndarray | None
 ) -> Adapter:
-    """Weights of a new model's own: an adapter that changes nothing yet, or a float32 copy of the base model.
+    """Create weights of a new model: an adapter without effect, or a float32 copy of the base model.
 
     Args:
-        model_config: Of the base model.
-        base: Its weights.
-        kind: What is asked for.
-        seed: Of the adapter and the value head.
-        value_head: float32 `[hidden]`. None draws one from N(0, 1 / (hidden + 1)), which makes small values.
+        model_config: Configuration of the base model.
+        base: Weights of the base model.
+        kind: Kind of the model.
+        seed: Seed of the adapter and the value head.
+        value_head: float32 `[hidden]`. None: drawn from N(0, 1 / (hidden + 1)), which gives small values.
     """
     config = kind.lora_config
     if config.rank == 0:
@@ -129,7 +128,7 @@ def fresh_adapter(
 
 
 def empty_adapter(model_config: "ModelConfig", base: Any, kind: Kind) -> Adapter:
-    """An adapter of the same shapes, for comparison."""
+    """An adapter with the same shapes, for comparison."""
     if kind.lora_config.rank == 0:
         adapter = Adapter({"base": base}, jnp.float32(1))
     else:
@@ -139,7 +138,7 @@ def empty_adapter(model_config: "ModelConfig", base: Any, kind: Kind) -> Adapter
 
 
 def in_types_of(base: Any, own: Any) -> Any:
-    """Parameters in the types of the base model's, as they are computed with."""
+    """Cast parameters to the dtypes of the base model's, in which they are used."""
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), own, base)
 
 

@@ -1,7 +1,7 @@
-"""Trees of arrays as the tensors of training files, and back.
+"""Conversion between pytrees and the tensors of training files.
 
-Trees have padded ranks and stacks of layers and experts. Files, which `skyrl.backends.common.models.training_files`
-describes, have neither. Files of format 1 hold the arrays of a tree as they are.
+Pytrees have padded ranks and stacks of layers and experts. Files have neither
+(`skyrl.backends.common.models.training_files`), except files of format 1, which hold the arrays of a pytree unchanged.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def named(model_config: "ModelConfig", kind: Kind, tree: Tree) -> dict[str, Tensor]:
-    """Tensors of a buffer by their names."""
+    """Tensors of a buffer, by name."""
     head = {VALUE_HEAD: tensor_of(tree[VALUE_HEAD])} if kind.value_head else {}
     if kind.is_whole:
         return named_tensors(parameters(design_of(model_config)), tree["base"]) | head
@@ -64,13 +64,13 @@ def named(model_config: "ModelConfig", kind: Kind, tree: Tree) -> dict[str, Tens
 
 
 def shapes(model_config: "ModelConfig", base: Any, kind: Kind) -> Shapes:
-    """Shapes of the tensors of a buffer. `base` are the base model's weights."""
+    """Shapes of the tensors of a buffer. `base` has the base model's weights."""
     tree = empty_adapter(model_config, base, kind).weights
     return {name: tensor.shape for name, tensor in named(model_config, kind, tree).items()}
 
 
 def tree_of(model_config: "ModelConfig", base: Any, kind: Kind, tensors: Mapping[str, np.ndarray]) -> Tree:
-    """The inverse of `named`, of tensors that have the right shapes, on the device."""
+    """The inverse of `named` for tensors with checked shapes. Arrays are on the device."""
     head: Tree = {VALUE_HEAD: jnp.asarray(tensors[VALUE_HEAD])} if kind.value_head else {}
     if kind.is_whole:
         table = {param.path: param for param in parameters(design_of(model_config))}
@@ -89,7 +89,7 @@ def _turned(tensor: np.ndarray, turned: bool) -> np.ndarray:
 
 
 def is_stacked(tensors: Mapping[str, np.ndarray]) -> bool:
-    """True for the arrays of a tree, whose names are paths."""
+    """Return True for arrays of a pytree (format 1), whose names are paths."""
     return any("/" in name for name in tensors)
 
 
@@ -100,7 +100,7 @@ def stacked_shapes(model_config: "ModelConfig", base: Any, kind: Kind) -> Shapes
 
 
 def tree_of_stacked(model_config: "ModelConfig", base: Any, kind: Kind, tensors: Mapping[str, np.ndarray]) -> Tree:
-    """Tree on the device of the tensors of a buffer in format 1, whose shapes have been checked."""
+    """Pytree on the device from the tensors of a buffer in format 1, with checked shapes."""
     tree: Tree = {} if kind.is_whole else adapter_of(stacked_connectors(model_config, {}), 1.0).weights
     for path, value in tensors.items():
         *parents, name = path.split("/")
@@ -118,7 +118,7 @@ def tree_of_stacked(model_config: "ModelConfig", base: Any, kind: Kind, tensors:
 
 
 def _flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
-    """A tree's arrays by their paths."""
+    """Arrays of a pytree by their paths."""
     flat: dict[str, Any] = {}
     for name, child in tree.items():
         if isinstance(child, nnx.State):

@@ -1,5 +1,5 @@
-"""Sampling on JAX: `runner` computes what `backends.common.sampling` asks for.
+"""Sampling on JAX: `runner` implements the `ModelRunner` of `backends.common.sampling`.
 
 adapter_stacks     adapters of rows that share a call
-programs           the compiled steps
+programs           compiled programs
 """

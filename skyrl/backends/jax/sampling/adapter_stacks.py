@@ -1,7 +1,7 @@
-"""The adapters of running sequences, stacked a few at a time, so that rows of different adapters share a product.
+"""Stacks of adapters of running sequences, so that rows with different adapters share a matrix product.
 
-Rows with one adapter use a bank of one slot; those with several use banks of `SLOTS`, each with rows of its own. An
-adapter stays where it is until its slot is needed, so that only what is new is written.
+Rows with one adapter use a bank of one slot. Rows with several adapters use banks of `SLOTS`, each with its own rows.
+An adapter keeps its slot until the slot is needed, so only new adapters are written.
 """
 
 from collections.abc import Sequence
@@ -16,33 +16,33 @@ from skyrl.backends.jax.sampling.programs import SamplingPrograms
 from skyrl.tx.layers.adapter import Adapter
 
 SLOTS = 4
-"""Adapters whose rows are decoded together."""
+"""Number of adapters whose rows are decoded together."""
 
 
 class Weights(NamedTuple):
-    """Weights that the rows of a group are decoded with."""
+    """Weights with which the rows of a group are decoded."""
 
     bank: Adapter | None
-    """None is no adapter."""
+    """None: no adapter."""
     base: Any | None = None
-    """Base weights of a version that has its own, and no adapter. None: the base model."""
+    """Base weights of a fully trained version, which has no adapter. None: the base model."""
 
 
 @dataclass(eq=False)
 class _Bank:
     contents: list[int | None]
-    """Content of each slot, as `VersionPool.content`."""
+    """Content number of each slot, see `VersionPool.content`."""
     adapters: Adapter
 
 
 class Banks:
-    """Banks of what is in a version pool.
+    """Banks with the versions of a pool.
 
     Args:
-        programs: Of the sampler.
-        versions: Whose slots sequences name.
-        zero: An adapter that changes nothing, of the largest rank.
-        apart: One bank for each adapter.
+        programs: Programs of the sampler.
+        versions: Pool whose slots sequences refer to.
+        zero: An adapter without effect, of the largest rank.
+        apart: True for a separate bank for each adapter.
     """
 
     def __init__(self, programs: SamplingPrograms, versions: VersionPool[Adapter], zero: Adapter, apart: bool):
@@ -51,10 +51,10 @@ class Banks:
         self._zero = zero
         self._apart = apart
         self._banks: dict[int, list[_Bank]] = {1: [], SLOTS: []}
-        """By their number of slots."""
+        """Banks by their number of slots."""
 
     def groups(self, slots: Sequence[int]) -> list[Group]:
-        """Banks that hold these slots of the pool, which are acquired; each slot is in one group."""
+        """Groups for these acquired slots of the pool. Each slot is in one group."""
         own = {slot: adapter.own_base for slot in slots if (adapter := self._versions.adapter(slot)) is not None}
         own = {slot: base for slot, base in own.items() if base is not None}
         adapted = [slot for slot in slots if slot != BASE_SLOT and slot not in own]
@@ -78,12 +78,12 @@ class Banks:
         return groups + [Group({slot: -1}, Weights(None, base)) for slot, base in own.items()]
 
     def clear(self) -> None:
-        """Free the memory."""
+        """Free all banks."""
         for banks in self._banks.values():
             banks.clear()
 
     def _put(self, content: int, wanted: dict[int, int], together: int) -> None:
-        """Write an adapter to a slot that is not needed, of a new bank if need be."""
+        """Write an adapter to a slot that is not needed, in a new bank if necessary."""
         banks = self._banks[together]
         unneeded = ((bank, place) for bank in banks for place, held in enumerate(bank.contents) if held not in wanted)
         found = next(unneeded, None)

@@ -1,8 +1,8 @@
-"""The compiled programs of sampling: reading a prompt by chunks, decoding rows for some steps, copying what is cached.
+"""The compiled programs of sampling: prefill of prompt chunks, decoding steps, and copies of cached pages.
 
-Pure functions of (base, adapters, pool of pages, data). Shapes come from the short lists below and in `decoding`,
-everything a request can choose is data, so the number of programs is bounded and small; `compiled` counts them. The
-backend sets the matmul precision around all its programs, so that sampler and trainer compute alike.
+All are pure functions of (base, adapters, pool of pages, data). Shapes come from the short lists below and in
+`decoding`, and everything that a request can choose is data, so the number of programs is small; `compiled` counts
+them. The backend sets the matmul precision of all its programs, so sampler and trainer compute alike.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,13 @@ from skyrl.tx.models.types import KVCache, Pool, cache_parts
 from skyrl.tx.sampling import Occurrences, draw_tokens, penalised, sample_tokens, uniforms, without_tokens
 
 QUICKLY_COMPILED = {"xla_backend_optimization_level": 1}
-"""On a CPU: LLVM's levels above take a fifth longer to compile these programs, which then run no faster."""
+"""On a CPU: higher LLVM levels compile these programs a fifth slower, without a gain at run time."""
 
 
 def _drawn(
     logits: jax.Array, numbers: jax.Array, rows: Rows, steps: jax.Array, occurred: Occurrences | None
 ) -> jax.Array:
-    """Tokens int32 `[rows]` that the rows draw after `steps` int32 `[rows]` others."""
+    """Draw tokens int32 `[rows]`, after `steps` int32 `[rows]` earlier ones."""
     assert rows.options is not None
     if (penalties := rows.options.penalties) is not None:
         assert occurred is not None
@@ -53,14 +53,14 @@ def _bytes(shapes: Any) -> int:
 
 
 def _copied(sources: jax.Array, targets: jax.Array, leaf: jax.Array, layers: int) -> jax.Array:
-    """`leaf`, the pages or states of `layers` one after the other, with `sources` copied to `targets` in each."""
+    """Copy `sources` to `targets` in each layer of `leaf`, which holds pages or states of consecutive `layers`."""
     first = jnp.arange(layers, dtype=jnp.int32)[:, None] * (leaf.shape[0] // layers)
     source, target = ((first + places[None]).reshape(-1) for places in (sources, targets))
     return leaf.at[target].set(leaf[source])
 
 
 class SamplingPrograms:
-    """The programs for one model. Those that take a pool and return one consume the one they are given."""
+    """The programs for one model. Those that take and return a pool consume their argument."""
 
     def __init__(self, graphdef: Any, model_config: Any, base: Any, deterministic: bool):
         self._graphdef = graphdef
@@ -83,17 +83,17 @@ class SamplingPrograms:
         self.write_slot = self._program(self._write_slot, donate="bank")
 
     def pool_shapes(self, pages: int, states: int) -> Pool:
-        """Shapes and types of a pool of so many pages and states."""
+        """Shapes and dtypes of a pool with this many pages and states."""
         return jax.eval_shape(lambda: KVCache.pool(self._config, pages, self.cache_dtype, PAGE_SIZE, states))
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of KV cache per token in all layers."""
         return _bytes(self.pool_shapes(1, 0)) // PAGE_SIZE
 
     @property
     def state_bytes(self) -> int:
-        """State of one sequence in all layers that have such."""
+        """Bytes of recurrent state per sequence in all layers that have one."""
         return _bytes(self.pool_shapes(0, 1))
 
     def _program(self, function: Callable, donate: str | None = None, static: str | None = None) -> Callable:
@@ -102,13 +102,13 @@ class SamplingPrograms:
 
     @property
     def compiled(self) -> int:
-        """Programs compiled so far."""
+        """Number of compiled programs."""
         return self._compiler.compiled
 
     def _decode(self, base: Any, bank: Adapter | None, pool: Pool, rows: Rows, steps: jax.Array) -> tuple[Pool, Drawn]:
-        """Generate up to `steps` tokens in every row, until all have reached their limits or a stop token.
+        """Generate up to `steps` tokens in every row, until all rows have reached their limit or a stop token.
 
-        A row that has ended repeats its last step, which changes nothing, until the others have too.
+        A row that has ended repeats its last step, without effect, until all rows have ended.
         """
         model = nnx.merge(self._graphdef, base)
         count, width = len(rows.tokens), min(TOP_WIDTHS[-1], self._config.vocab_size)
@@ -167,10 +167,10 @@ class SamplingPrograms:
         count: jax.Array,
         state: jax.Array,
     ) -> tuple[Pool, list[jax.Array]]:
-        """Read `tokens` int32 `[chunk]` into the pages `table` `[blocks]` of one row, from position `start` on.
+        """Prefill `tokens` int32 `[chunk]` into the pages `table` `[blocks]` of one row, from position `start`.
 
-        The first `count` of them are read into the row's `state` too, where the model has such.
-        Returns the pool and the tokens' hidden states in blocks `[SCORED_AT_ONCE, features]`, for `project`.
+        The first `count` tokens update the row's recurrent `state`, if the model has one. Returns the pool, and the
+        tokens' hidden states in blocks `[SCORED_AT_ONCE, features]` for `project`.
         """
         model = nnx.merge(self._graphdef, base)
         numbers = jnp.arange(tokens.shape[0], dtype=jnp.int32)
@@ -190,20 +190,20 @@ class SamplingPrograms:
         return nnx.merge(self._graphdef, base).compute_logits(hidden, adapter=adapter)
 
     def _pick(self, logits: jax.Array, ids: jax.Array) -> jax.Array:
-        """Logprobs `[rows, width]` of the tokens `ids` int32 `[rows, width]`."""
+        """Log-probabilities `[rows, width]` of the tokens `ids` int32 `[rows, width]`."""
         return logprobs_of(logits, ids)
 
     def _best(self, logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-        """The `k` most likely tokens int32 `[rows, k]`, the first of equals first, and their logprobs."""
+        """The `k` most likely tokens int32 `[rows, k]`, ties in order of ids, and their log-probabilities."""
         top, ids = jax.lax.top_k(logits, k)
         return ids.astype(jnp.int32), top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     def _alternatives(
         self, logits: jax.Array, seed: jax.Array, position: jax.Array, first: jax.Array, temperature: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Draws int32 `[SCORED_AT_ONCE, DRAWS_AT_ONCE]` and their logprobs.
+        """Draws int32 `[SCORED_AT_ONCE, DRAWS_AT_ONCE]` and their log-probabilities.
 
-        They are numbers `first`, ... of the rows from `position` on, and depend on nothing else.
+        They are draws `first`, `first + 1`, ... of the rows from `position` on, and depend on nothing else.
         """
         rows = jnp.arange(SCORED_AT_ONCE, dtype=jnp.int32)
         seeds = jnp.broadcast_to(seed, (SCORED_AT_ONCE, 2))

@@ -1,4 +1,4 @@
-"""`ModelRunner` on JAX: a pool of pages and states as arrays of the device, and the calls of compiled programs."""
+"""`ModelRunner` on JAX: a pool of pages and states as device arrays, and calls of compiled programs."""
 
 import logging
 import time
@@ -32,30 +32,30 @@ from skyrl.tx.models.types import Pool
 log = logging.getLogger(__name__)
 
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Rows of decode programs, those above 32 for accelerators."""
+"""Numbers of rows of decode programs. Those above 32 are for accelerators."""
 COPIES = (1, 32)
-"""Pages that are copied at once."""
+"""Numbers of pages that are copied at once."""
 
 
 def row_counts(most: int, deterministic: bool) -> tuple[int, ...]:
-    """Numbers of rows there are programs for, up to `most`."""
+    """Numbers of rows for which there are programs, up to `most`."""
     return (most,) if deterministic else (*(rows for rows in ROWS if rows < most), most)
 
 
 class JaxRunner(ModelRunner[Adapter]):
     """Programs for one base model, and the arrays of all pages and states.
 
-    These are made when they are first needed: to write gigabytes of zeros takes seconds.
+    The arrays are allocated on first use, because writing gigabytes of zeros takes seconds.
 
     Args:
         graphdef: Static half of the split NNX model.
         base: Its arrays, an argument of every program.
         versions: The pool whose slots are sampled from.
-        zero: An adapter that changes nothing, of the largest rank.
+        zero: An adapter without effect, of the largest rank.
         model_config: Configuration of the model.
-        max_rows: Sequences decoded at once.
-        deterministic: One decode program per adapter, so results do not depend on what else runs.
-        max_tokens: Tokens of a prompt that a call reads at most; 0: as many as there is a program for.
+        max_rows: Maximum sequences decoded at once.
+        deterministic: If True, each adapter is decoded alone, so results do not depend on other requests.
+        max_tokens: Maximum tokens of a prompt per call; 0: the default chunk sizes.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class JaxRunner(ModelRunner[Adapter]):
 
     @property
     def compiled(self) -> int:
-        """Programs compiled so far."""
+        """Number of compiled programs."""
         return self._programs.compiled
 
     # -- the arrays of all pages and states ---------------------------------------------------------------------------
 
     @property
     def _pool(self) -> Pool:
-        """The arrays. A program that changes them takes these and gives others."""
+        """The arrays. Programs that change them consume them and return new ones."""
         while self._make_one():
             pass
         return jax.tree.unflatten(self._structure, self._arrays)
@@ -106,7 +106,7 @@ class JaxRunner(ModelRunner[Adapter]):
         self._arrays = jax.tree.leaves(pool)
 
     def _make_one(self) -> bool:
-        """Make one array. False if all are there."""
+        """Allocate one array. Returns False if all are allocated."""
         if len(self._arrays) == len(self._shapes):
             return False
         shape = self._shapes[len(self._arrays)]
@@ -115,15 +115,15 @@ class JaxRunner(ModelRunner[Adapter]):
 
     @property
     def lost(self) -> bool:
-        """True if a program took the arrays and did not finish, or failed while it made them.
+        """True if a program consumed the arrays and did not finish, or failed while it computed them.
 
-        A program that fails on the device has already given arrays, which raise its error when they are read.
+        A program that fails on the device has already returned arrays, which raise its error when they are read.
         """
         if any(array.is_deleted() for array in self._arrays):
             return True
         try:
             jax.block_until_ready(self._arrays)
-        except Exception:  # whatever the device says
+        except Exception:  # any device error
             return True
         return False
 
@@ -139,10 +139,10 @@ class JaxRunner(ModelRunner[Adapter]):
             arrays[:, : len(some)] = np.asarray(some, np.int32).T
             self._pool = self._programs.copy_pages(self._pool, *arrays)
         if pairs:
-            jax.block_until_ready(self._arrays)  # so that a failure is that of the request that copies
+            jax.block_until_ready(self._arrays)  # so that a failure is attributed to the request that copies
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for source, target in pairs:  # one by one: each may be many megabytes
+        for source, target in pairs:  # one by one, because each may have many megabytes
             self._pool = self._programs.copy_states(
                 self._pool, np.array([source], np.int32), np.array([target], np.int32)
             )
@@ -160,7 +160,7 @@ class JaxRunner(ModelRunner[Adapter]):
         weights = self._weights(version)
         where = np.int32(start), np.int32(len(tokens)), np.int32(state)
         self._pool, hidden = self._programs.prefill(*weights, self._pool, pages, padded, *where)
-        return [jax.block_until_ready(hidden)]  # so that a failure shows here, before other sequences depend on it
+        return [jax.block_until_ready(hidden)]  # so that a failure shows before other sequences depend on the result
 
     def project(self, version: Adapter | None, states: Any) -> Any:
         return self._programs.project(*self._weights(version), states)
@@ -192,7 +192,7 @@ class JaxRunner(ModelRunner[Adapter]):
 
     def decode(self, group: Group, rows: Rows, steps: int) -> Drawn:
         base = self._base if group.handle.base is None else group.handle.base
-        if rows.options is None:  # but for penalties, options are data: one program draws with and without
+        if rows.options is None:  # options other than penalties are data: one program for rows with and without
             rows = rows._replace(options=RowOptions.none(len(rows.tokens)))
         self._pool, drawn = self._programs.decode(base, group.handle.bank, self._pool, rows, np.int32(steps))
         return drawn
@@ -206,9 +206,9 @@ class JaxRunner(ModelRunner[Adapter]):
     # -- start --------------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> Iterator[int]:
-        """Compile the programs of sampling on the scratch page, but those of decoding with penalties.
+        """Compile the programs of sampling on the scratch page, except those for decoding with penalties.
 
-        The first request with a penalty waits for its own. Yields how many there are after each.
+        The first request with a penalty waits for its program. Yields the number of programs after each.
         """
         programs, start = self._programs, time.monotonic()
         while self._make_one():
@@ -226,7 +226,7 @@ class JaxRunner(ModelRunner[Adapter]):
             programs.write_slot(jax.tree.map(jnp.copy, bank), np.int32(0), self._zero)
             yield self.compiled
         for count in self.row_counts or ():
-            for bank in reversed(banks):  # one row too: its group's others may be decoded apart, as they have options
+            for bank in reversed(banks):  # one row too: others of its group may be decoded apart for their options
                 idle = Rows.idle(count, self._blocks, options=True)
                 self._pool, _ = programs.decode(self._base, bank, self._pool, idle, np.int32(0))
                 yield self.compiled

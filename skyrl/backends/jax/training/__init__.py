@@ -1,1 +1,1 @@
-"""Training on JAX: `microbatches` packs passes into tiles, `programs` computes them, `program_choice` picks them."""
+"""Training on JAX: `microbatches` packs passes into tiles, `programs` computes them, `program_choice` selects them."""

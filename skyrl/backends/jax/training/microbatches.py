@@ -1,7 +1,7 @@
-"""Training passes tile by tile: what one asks to be computed, how several are computed in one call, what comes back.
+"""Training passes tile by tile: the work of a pass, calls with several tiles, and their results.
 
-Tiles of several models, of one length and rank, are stacked up to the size of one full tile: many small requests cost
-what one large one does. A stack has one of a few sizes; places that are left over are filled with an idle tile.
+Tiles of several models with equal length and rank are stacked up to the size of one full tile, so many small requests
+cost as much as one large request. A stack has one of a few sizes; unused places are filled with an idle tile.
 """
 
 import logging
@@ -26,17 +26,16 @@ from skyrl.types import AdamParams, ForwardBackwardOutput
 log = logging.getLogger(__name__)
 
 Computed = tuple[PassOutput, Tree | None]
-"""Outputs of a tile on the host, and its gradients unless the pass goes forward only."""
+"""Outputs of a tile on the host, and its gradients; None for a forward pass."""
 
 
 COMPILING = 2**16
-"""Tokens that a tenant is charged for each program of an objective that is compiled for it: 10 s of a server that
-trains 6,500 a second."""
+"""Tokens charged to a tenant for each program compiled for its objective: 10 s at 6,500 trained tokens per second."""
 
 
 @dataclass(frozen=True)
 class TileWork:
-    """A tile and the adapter that it is for."""
+    """A tile and the adapter for it."""
 
     adapter: Adapter
     arrays: TileArrays
@@ -44,21 +43,22 @@ class TileWork:
     objective: Objective | None = None
     """None: a loss of the protocol, which the tile names."""
     tenant: str = ""
-    """Sender of it."""
+    """Tenant of the request."""
 
 
 class Passes:
-    """Passes of any model over one base model.
+    """Passes of any model with one base model.
 
     Args:
-        programs: Compiled for the base model.
-        base: Its weights.
-        shape: How large tiles are.
+        programs: Programs for the base model.
+        base: Weights of the base model.
+        shape: Size of tiles.
         longest: Tokens of the longest sequence.
-        empty: For a padded rank, an adapter of that rank which changes nothing; `ranks` are all there are, ascending.
-        stacks: Tiles that a call may have, ascending; there is a 1.
-        forward_shape: How large tiles are that have no gradient; those of `shape` if it is None.
-        has_connectors: Whether there are several residual streams.
+        empty: Returns an adapter without effect for a padded rank.
+        ranks: All padded ranks, ascending.
+        stacks: Possible numbers of tiles per call, ascending, starting with 1.
+        forward_shape: Size of tiles without gradients; None: `shape`.
+        has_connectors: True if there are several residual streams.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Passes:
     def run(
         self, operation: ForwardBackward, state: ModelState
     ) -> Generator[Quantum, Computed, tuple[ForwardBackwardOutput, Tree | None]]:
-        """The outputs of a pass of a model, and its gradients if it has any.
+        """Compute the outputs of a pass of a model, and its gradients if it has any.
 
-        Each quantum's answer is one of `compute`.
+        The answer to each quantum is an element of `compute`'s result.
         """
         adapter = state.adapter
         if operation.reference:
@@ -109,11 +109,11 @@ class Passes:
             result, gradients = yield Quantum(tile.length, kind, work, self._surcharge(work))
             outputs.fill(tile, result)
             total = gradients if total is None or gradients is None else self._programs.add(total, gradients)
-        jax.block_until_ready(total)  # so that a failure shows before anything is kept
+        jax.block_until_ready(total)  # so that a failure shows before the model changes
         return outputs.result(), total
 
     def _surcharge(self, work: TileWork) -> int:
-        """Tokens that are worth what has to be compiled for a tile of an objective."""
+        """Tokens to charge for programs that have to be compiled for a tile's objective."""
         if work.objective is None:
             return 0
         forward, forward_backward = self._programs.of(work.objective, work.tenant)
@@ -124,16 +124,16 @@ class Passes:
         return 0 if is_compiled else COMPILING
 
     def most_together(self, kind: tuple[int, ...]) -> int:
-        """Tiles of a kind in one call at most: as many as make up a full tile."""
+        """Maximum tiles of a kind in one call: as many as make up a full tile."""
         return self._stacks_of(*kind[:2])[-1]
 
     def _stacks_of(self, length: int, width: int) -> list[int]:
-        """Numbers of tiles of a shape that may share a call, ascending."""
+        """Possible numbers of tiles of this shape in one call, ascending."""
         room = self._shape.tokens // length if width == 1 else 1
         return [stack for stack in self._stacks if stack == 1 or stack <= room]
 
     def compute(self, works: list[TileWork]) -> list[Computed]:
-        """Results of tiles of one kind, of different models; they are there when this returns."""
+        """Compute tiles of one kind, of different models. Returns their results after they are complete."""
         first = works[0]
         forward, forward_backward = self._programs.of(first.objective, first.tenant)
         if first.forward_only:
@@ -146,7 +146,7 @@ class Passes:
         return [(jax.device_get(output), gradients) for output, gradients in results[: len(works)]]
 
     def warm_up(self) -> Iterator[None]:
-        """Compile, one at a time, every program that a request may need; what is asked for most often first."""
+        """Compile, one at a time, every program that a request may need, the most frequently used first."""
         lengths = {width: self._shape.lengths(self._longest, wide=width > 1) for width in (1, WIDE)}
         for rank in reversed(self._ranks):
             yield from self._warm_up_step(rank)

@@ -1,4 +1,4 @@
-"""The programs of training, chosen so that they fit: their memory is read off the compiled ones before weights are."""
+"""Selection of training programs that fit into memory, as measured on compiled programs before weights are loaded."""
 
 import copy
 import math
@@ -27,17 +27,17 @@ from skyrl.tx.models.types import KVCache, ModelForCausalLM
 
 SMALLER_CACHE = "a smaller kv_cache_gib"
 SMALLER_CALLS = f"{SMALLER_CACHE}, a smaller max_context_length or loss_chunk_size, gradient_checkpointing=true"
-"""Ways out of too little memory."""
+"""Remedies for too little memory, in error messages."""
 
 
 def defaults_for(model: ModelForCausalLM, config: JaxBackendConfig) -> Defaults:
-    """The options of a backend with an `abstract_model` on this process's device.
+    """Resolve the options of a backend with an `abstract_model` on this process's device.
 
     Raises:
-        RequestError: Base weights alone take more than `gpu_memory_utilization`.
+        RequestError: Base weights alone exceed `gpu_memory_utilization`.
     """
     base = nnx.split(model)[1]
-    dtype = jax.tree.leaves(base)[0].dtype  # of activations too, and so of keys and values
+    dtype = jax.tree.leaves(base)[0].dtype  # also the dtype of activations, and so of keys and values
     *token, state = jax.eval_shape(lambda: KVCache.pool(model.config, 1, dtype, page_size=1, states=1))
     left = int(_limit(config) * (1 - KEPT_FREE)) - _bytes(base)
     room = int(_limit(config) * config.gpu_memory_utilization) - _bytes(base) if config.gpu_memory_utilization else None
@@ -52,13 +52,13 @@ def defaults_for(model: ModelForCausalLM, config: JaxBackendConfig) -> Defaults:
 def planned(
     model: ModelForCausalLM, config: JaxBackendConfig, cache: int, shape: TileShape, longest: int, widest: Adapter
 ) -> tuple[TrainingPrograms, Plan, tuple[int, ...]]:
-    """Programs for an `abstract_model`, what memory is for, and how many tiles a call may have.
+    """Programs for an `abstract_model`, the memory plan, and the possible numbers of tiles per call.
 
     Args:
-        model: Without weights.
-        config: Of the backend.
-        cache: Bytes of keys and values.
-        shape: Of tiles.
+        model: The model without weights.
+        config: Configuration of the backend.
+        cache: Bytes of KV cache.
+        shape: Size of tiles.
         longest: Tokens of the longest sequence.
         widest: An adapter of the largest rank.
 
@@ -68,7 +68,7 @@ def planned(
     graphs = _graphs(model)
     base = nnx.split(model)[1]
     lengths = shape.lengths(longest)
-    # Programs of their own for each mode: what was traced once for some shapes is not traced again for them.
+    # Separate programs for each mode, because JAX caches traces by shapes.
     options = config.loss_chunk_size, config.deterministic
     of_mode = {mode: TrainingPrograms(lambda _, mode=mode: graphs[mode], *options) for mode in MODES}
 
@@ -102,7 +102,7 @@ def _size(leaf: Any) -> int:
 
 
 def _bytes(tree: Any) -> int:
-    """Bytes of all arrays, or of their shapes."""
+    """Bytes of all arrays, or of arrays with these shapes."""
     return sum(map(_size, jax.tree.leaves(tree)))
 
 

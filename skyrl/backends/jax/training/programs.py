@@ -1,10 +1,10 @@
 """The compiled training programs: pure functions of (base weights, adapters, batch).
 
-A pass maps one tile to outputs and the gradients of the adapter that it belongs to. Tiles may be stacked along a
-leading axis, one adapter each: the stack is a `vmap`, so base GEMMs see all tokens at once while each adapter's
-gradient comes out on its own and nothing contracts over adapters. A stack of one runs as plain GEMMs. Which loss of the
-protocol, its settings and its inputs are data, so shapes alone decide what is compiled; a trainer's objective has
-programs of its own, found by its value and kept for the `OBJECTIVES` that each tenant used last.
+A pass maps one tile to outputs and the gradients of its adapter. Tiles may be stacked along a leading axis, with one
+adapter each: the stack is a `vmap`, so base GEMMs process all tokens at once, while each adapter has separate gradients
+and nothing is contracted over adapters. A stack of one runs as plain GEMMs. The loss of the protocol, its settings and
+its inputs are data, so only shapes determine what is compiled. An objective of a trainer has its own programs, looked
+up by its value. Each tenant keeps programs for its `OBJECTIVES` last used objectives.
 """
 
 from collections import OrderedDict
@@ -31,16 +31,16 @@ from skyrl.tx.layers.dropout import Dropout
 from skyrl.tx.layers.logprobs import Needs
 
 OBJECTIVES = 8
-"""Objectives of a tenant whose programs are kept; those of its least recently used one go when it has another."""
+"""Maximum objectives of a tenant with compiled programs; the least recently used is evicted."""
 ALL_OBJECTIVES = 64
-"""Those of all tenants. When there is another, one of the tenant that has most goes."""
+"""Maximum objectives of all tenants. Beyond that, one of the tenant with the most objectives is evicted."""
 
 
 class TrainingPrograms:
-    """Forward, forward-backward and optimizer step of one base model's architecture.
+    """Forward, forward-backward and optimizer step for one architecture.
 
     Args:
-        graphdef: For a tile's length, the model's static part (they differ in what is kept for the backward pass).
+        graphdef: Returns the model's static part for a tile length (parts differ in activation checkpointing).
         loss_chunk_size: Tokens whose logits are in memory at once; 0: all of a tile.
         deterministic: See `Compiler`.
     """
@@ -51,17 +51,17 @@ class TrainingPrograms:
         self._compiler = Compiler("training", deterministic)
         self._programs: dict[Objective, tuple[Program, Program]] = {}
         self._used: dict[str, OrderedDict[Objective, None]] = {}
-        """Objectives of each tenant, its least recently used first. None is empty."""
+        """Objectives of each tenant, least recently used first, never empty."""
         self.forward, self.forward_backward = self._programs_of(None)
         """Programs for losses of the protocol, see `of`."""
         self.optim_step = self._compiler.jit("optim_step", adamw)
         self.dimuon_step = self._compiler.jit("dimuon_step", dimuon)
         self.connector_norm = self._compiler.jit("connector_norm", connector_norm)
         self.add = self._compiler.jit("add", lambda a, b: jax.tree.map(jnp.add, a, b))
-        """The sum of two trees of gradients."""
+        """Sum of two trees of gradients."""
 
     def of(self, objective: Objective | None, tenant: str = "") -> tuple[Program, Program]:
-        """The programs of a tenant's objective; None: of the losses of the protocol, which the tile names.
+        """Return the programs of a tenant's objective; None: losses of the protocol, which the tile names.
 
         The first is (base, adapter, tile) -> PassOutput. The second is (base, adapters, tiles) -> (PassOutput,
         gradients) of each tile; tiles have one shape, adapters one rank.
@@ -80,7 +80,7 @@ class TrainingPrograms:
         return self._programs[objective]
 
     def _forget_oldest(self, tenant: str) -> None:
-        """Forget a tenant's least recently used objective; its programs go unless another tenant uses it."""
+        """Evict a tenant's least recently used objective, and its programs unless another tenant uses them."""
         oldest, _ = self._used[tenant].popitem(last=False)
         if not self._used[tenant]:
             del self._used[tenant]
@@ -108,7 +108,7 @@ class TrainingPrograms:
     def _losses(
         self, objective: Objective | None, weights: Tree, scaling: jax.Array, base: Any, tile: TileArrays
     ) -> tuple[jax.Array, PassOutput]:
-        """The sum of the tile's losses."""
+        """Sum of the tile's losses, and its outputs."""
         outputs = ("logprobs",) if objective is None else objective.outputs
         dropout = None if tile.dropout is None else Dropout(*map(jnp.asarray, tile.dropout))
         own = Adapter(weights, scaling, dropout)
@@ -145,23 +145,23 @@ class TrainingPrograms:
 
     @property
     def compiled(self) -> int:
-        """Programs compiled so far."""
+        """Number of compiled programs."""
         return self._compiler.compiled
 
     def temporary_bytes(self, base: Any, adapter: Adapter, length: int) -> int:
-        """Memory that forward_backward of one tile of `length` tokens takes beside arguments and results, bytes."""
+        """Temporary bytes of forward_backward of one tile of `length` tokens, without arguments and results."""
         return self.forward_backward.temporary_bytes(base, (adapter,), (abstract_tile(length, 1),))
 
 
 def abstract_tile(length: int, width: int) -> TileArrays:
-    """Abstract tile of `length` tokens with `width` targets each, to compile for."""
+    """Abstract tile of `length` tokens with `width` targets each, for compilation."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), idle_tile(length, width))
 
 
 def adamw(
     weights: Tree, gradients: Tree, first: Tree, second: Tree, p: AdamScalars
 ) -> tuple[Tree, Tree, Tree, jax.Array]:
-    """One AdamW step of divided gradients, as `torch.optim.AdamW` after `torch.nn.utils.clip_grad_norm_`.
+    """One AdamW step on divided gradients, as `torch.optim.AdamW` after `torch.nn.utils.clip_grad_norm_`.
 
     Returns new weights, first and second moments, and the global norm of the divided gradients before clipping.
 
@@ -196,7 +196,7 @@ def connector_norm(gradients: Tree) -> jax.Array:
 
 
 def _scale(gradients: Tree, p: AdamScalars | DimuonScalars) -> tuple[jax.Array, jax.Array]:
-    """Global norm of the divided gradients, and what the sums are multiplied by to be divided and clipped.
+    """Global norm of the divided gradients, and the factor for gradient sums that divides and clips them.
 
     Clipping multiplies by min(1, limit / (norm + 1e-6)).
     """
@@ -206,9 +206,10 @@ def _scale(gradients: Tree, p: AdamScalars | DimuonScalars) -> tuple[jax.Array, 
 
 
 def _over_stack(function: Any, base: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]) -> list[Any]:
-    """`function` of each adapter with its tile, as one `vmap`; a stack of one keeps plain, unbatched GEMMs.
+    """Apply `function` to each adapter and its tile, as one `vmap`; a stack of one keeps plain, unbatched GEMMs.
 
-    Loops over needed tokens are as long for every tile as for the one that needs the most: their length is no batch.
+    Loops over needed tokens are as long for every tile as for the tile that needs most, because a loop's length cannot
+    be batched.
     """
     if len(tiles) == 1:
         return [function(base, adapters[0], jax.tree.map(jnp.asarray, tiles[0]))]
@@ -223,7 +224,7 @@ def _over_stack(function: Any, base: Any, adapters: tuple[Adapter, ...], tiles: 
 
 
 def _loss_inputs(tile: TileArrays, scores: dict[Output, jax.Array]) -> LossInputs:
-    """Inputs of losses, as one row. With several targets per token their weighted sum is the log-probability."""
+    """Inputs of losses, as one row. With several targets per token, the log-probability is their weighted sum."""
     logprobs = scores.get("logprobs", jnp.zeros(tile.targets.shape))
     if logprobs.shape[-1] == 1:
         logprob, weights = logprobs[:, 0], tile.weights[:, 0]
