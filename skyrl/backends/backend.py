@@ -189,7 +189,7 @@ class AbstractBackend(ABC):
     def failed_pass(self, model_id: str) -> str | None:
         """Error of a failed pass since the last optimizer step, which makes the next step fail; else None."""
 
-    # -- what the engine and the trainers replace to be told ----------------------------------------------------------
+    # -- callbacks set by the engine and the trainers -----------------------------------------------------------------
 
     def on_wake(self) -> None:  # noqa: B027
         """Called, from any thread, when `step` may have something to do."""

@@ -83,7 +83,7 @@ def overridden(folder: Path, values: Mapping[str, Any], parent: str | Path | Non
     rope = {name: value for name, value in values.items() if name in ROPE}
     others = {name: value for name, value in values.items() if name not in ROPE}
     _check_names(others, config | inner, inner.get("model_type", config.get("model_type")))
-    if rope and "rope_parameters" in inner:  # where newer ones have both
+    if rope and "rope_parameters" in inner:  # newer files have both in one field
         before = inner["rope_parameters"]
         if any(isinstance(value, dict) for value in before.values()):
             raise RequestError(

@@ -33,7 +33,7 @@ def base_id(folder: Path, random: bool = False) -> str:
     config = json.loads((folder / "config.json").read_text())
     told: dict[str, Any] = {name: value for name, value in config.items() if name not in BESIDE}
     tensors: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError, KeyError, struct.error):  # of which loading them says more
+    with contextlib.suppress(OSError, ValueError, KeyError, struct.error):  # loading these files gives better errors
         paths = () if random else sorted(folder.glob("*.safetensors"))
         tensors = dict(one for path in paths for one in _tensors(path))
     text = json.dumps([told, "random" if random else sorted(tensors.items())], sort_keys=True)

@@ -24,9 +24,9 @@ __all__ = ["SkyRLTrainBackend", "SkyRLTrainBackendOverrides"]
 
 
 class SkyRLTrainBackendOverrides(TorchBackendConfig):
-    """Options of the torch backend, or dotted overrides of the trainer configuration that mean them.
+    """Options of the torch backend, or dotted overrides of the trainer configuration that are translated to them.
 
-    Such as `{"trainer.placement.policy_num_gpus_per_node": 4}`; 0 is the CPU.
+    An example is `{"trainer.placement.policy_num_gpus_per_node": 4}`; 0 means the CPU.
     """
 
     @model_validator(mode="before")
@@ -36,11 +36,11 @@ class SkyRLTrainBackendOverrides(TorchBackendConfig):
 
 
 NOT_A_POLICYS = ForwardOnly, ValueObjective
-"""Objectives that have neither a policy's loss nor an entropy."""
+"""Objectives without a policy loss and without an entropy."""
 
 
 class SkyRLTrainBackend(TorchBackend):
-    """`TorchBackend` by its documented name, methods and metrics.
+    """`TorchBackend` with its documented name, methods and metrics.
 
     Raises `RequestError` if the base model cannot be loaded.
     """
@@ -53,12 +53,12 @@ class SkyRLTrainBackend(TorchBackend):
     ):
         super().__init__(base_model, config, progress)
         self._in_memory: dict[str, None] = {}
-        """Versions that are not on disk and never will be, oldest first."""
+        """Versions that exist in memory only, oldest first."""
 
     def build_models(self, base_model: str | None = None) -> None:
-        """Do nothing: the base model is loaded, and workers run, once there is a backend.
+        """Do nothing: the base model is loaded, and workers run, as soon as the backend exists.
 
-        Raises `RequestError` for another base model, or for classes of workers.
+        Raises `RequestError` for another base model.
         """
         if base_model not in (None, self.base_model):
             raise RequestError(
@@ -67,9 +67,9 @@ class SkyRLTrainBackend(TorchBackend):
             )
 
     def init_weight_sync_state(self, inference_engine_client: Any = None) -> None:
-        """Do nothing: what is published reaches the sampler of this process in memory, and engines by their folder.
+        """Do nothing: published versions reach this process's sampler in memory, and engines through their folder.
 
-        Raises `RequestError` for a client of engines.
+        Raises `RequestError` for an engine client.
         """
         if inference_engine_client is not None:
             raise RequestError(
@@ -84,10 +84,10 @@ class SkyRLTrainBackend(TorchBackend):
         return replace(output, metrics={"total_loss:sum": loss, **terms, **output.metrics}), gradients
 
     def save_sampler_checkpoint(self, output_path: str, model_id: str, persist: bool = True) -> None:
-        """Make the current weights samplable, as every backend does.
+        """Publish the current weights for sampling, as every backend does.
 
-        With `persist=False` the folder or tar holds a marker alone. The weights are in the memory of this process until
-        it ends, or until more of their kind than `version_memory_gib` has room for: then the oldest go.
+        With `persist=False`, the folder or tar file holds only a marker. The weights stay in this process's memory
+        until it ends, or until such versions exceed `version_memory_gib`: then the oldest are dropped.
 
         Raises `RequestError` for an unknown model.
         """

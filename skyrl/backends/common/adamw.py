@@ -1,4 +1,4 @@
-"""Hyper-parameters of an AdamW step as backends compute with them."""
+"""Hyperparameters of an AdamW step, in the form that backends compute with."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -7,13 +7,13 @@ import numpy as np
 from skyrl.types import AdamParams
 
 GradientReduction = Literal["sum", "mean"]
-"""Reduction of accumulated gradients by a step: their sum, or it divided by the number of sequences."""
+"""Reduction of accumulated gradients by a step: their sum, or their sum divided by the number of sequences."""
 SMALLEST_EPS = float(np.finfo(np.float32).tiny)
-"""Least eps: a smaller one is 0 in float32, and would make 0 / 0 of weights that never had a gradient."""
+"""Minimum eps. A smaller one is 0 in float32, and gives 0 / 0 for weights that never had a gradient."""
 
 
 class AdamScalars(NamedTuple):
-    """One step's hyper-parameters as arrays, so that changing them compiles nothing. float32 scalars."""
+    """Hyperparameters of one step as float32 scalar arrays, so that changing them triggers no compilation."""
 
     step_size: Any
     """learning rate / (1 - beta1 ** step)."""
@@ -31,9 +31,9 @@ class AdamScalars(NamedTuple):
     decay: Any
     """1 - learning rate * weight decay."""
     grad_clip_norm: Any
-    """0 does not clip."""
+    """0: no clipping."""
     gradient_divisor: Any
-    """Gradient sums are divided by it before their norm is taken."""
+    """Divisor of gradient sums, applied before their norm is computed."""
 
     @classmethod
     def of(cls, params: AdamParams, step: int, gradient_divisor: int = 1) -> "AdamScalars":
@@ -50,5 +50,5 @@ class AdamScalars(NamedTuple):
             params.grad_clip_norm,
             gradient_divisor,
         )
-        with np.errstate(over="ignore"):  # a learning rate beyond float32 makes that model infinite, and no other
+        with np.errstate(over="ignore"):  # a learning rate beyond float32 makes only this model infinite
             return cls(*(np.float32(value) for value in values))  # pyright: ignore[reportArgumentType]

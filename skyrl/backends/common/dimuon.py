@@ -1,12 +1,12 @@
-"""The Dimuon step of LoRA matrices: momentum whose singular values are all made 1.
+"""The Dimuon step for LoRA matrices: momentum with all singular values set to 1.
 
-The protocol names the optimizer and its hyper-parameters; its formula is not published. What its SDK says of it (0.30:
-a learning rate "applied to a direction with Frobenius norm sqrt(rank)", "matrix-sign iteration count and normalization
-epsilon are internal constants") is what Muon does to a matrix of full rank, so this is Muon on every A and B. A
-correction of the learning rate by rank, which early SDKs had as a setting, is left out: 1 at rank 32.
+The protocol names the optimizer and its hyperparameters, but its formula is not published. The SDK (0.30) mentions a
+learning rate "applied to a direction with Frobenius norm sqrt(rank)", and that "matrix-sign iteration count and
+normalization epsilon are internal constants". Muon does this to a matrix of full rank, so this is Muon on every A and
+B. Early SDKs had a setting that corrected the learning rate by rank. It is omitted here; it is 1 at rank 32.
 
 Sources: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/ (Muon, the quintic iteration); Bjorck & Bowie
-1971, https://doi.org/10.1137/0708036 (the cubic one, with which it ends, as its fixed point is 1).
+1971, https://doi.org/10.1137/0708036 (the cubic iteration, used for the last steps because its fixed point is 1).
 """
 
 from typing import Any, NamedTuple
@@ -18,18 +18,18 @@ from jaxtyping import Float
 from skyrl.types import DimuonParams
 
 FORMULA = "skyrl.ai/dimuon_formula"
-"""Metric of each step: version of the formula, which is not the hosted one."""
+"""Metric of each step: version of the formula, which differs from the hosted service's."""
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients of X, (X X^T) X and (X X^T)^2 X that bring singular values above 0.001 to between 0.7 and 1.2."""
+"""Coefficients of X, (X X^T) X and (X X^T)^2 X. They map singular values above 0.001 to between 0.7 and 1.2."""
 QUINTIC_STEPS = 5
 CUBIC_STEPS = 3
-"""Steps of (3 X - X X^T X) / 2, after which these are 1 within 0.001."""
+"""Steps of (3 X - X X^T X) / 2, after which these values are 1 within 0.001."""
 SMALLEST_NORM = 1e-30
-"""Is added to the norm that a matrix is divided by, so that one without momentum stays 0."""
+"""Added to the norm by which a matrix is divided, so that a matrix without momentum stays 0."""
 
 
 class DimuonScalars(NamedTuple):
-    """One step's hyper-parameters as float32 arrays, so that changing them compiles nothing."""
+    """Hyperparameters of one step as float32 arrays, so that changing them triggers no compilation."""
 
     learning_rate: Any
     keep: Any
@@ -37,7 +37,7 @@ class DimuonScalars(NamedTuple):
     new: Any
     """1 - beta1."""
     grad_clip_norm: Any
-    """0 does not clip."""
+    """0: no clipping."""
     gradient_divisor: Any
     """Same as in `AdamScalars`."""
 
@@ -49,11 +49,11 @@ class DimuonScalars(NamedTuple):
 
 
 def matrix_sign(matrix: Float[Any, "*batch rows columns"]) -> Float[Any, "*batch rows columns"]:
-    """U V^T of each matrix U S V^T, by iteration: its Frobenius norm is the root of the matrix's rank."""
+    """U V^T of each matrix U S V^T, by iteration. Its Frobenius norm is the square root of the matrix's rank."""
     xp = array_namespace(matrix)
     wide = matrix.shape[-2] <= matrix.shape[-1]
     x = matrix if wide else xp.matrix_transpose(matrix)
-    x = x / xp.max(xp.abs(x) + SMALLEST_NORM, axis=(-2, -1), keepdims=True)  # its squares are numbers then
+    x = x / xp.max(xp.abs(x) + SMALLEST_NORM, axis=(-2, -1), keepdims=True)  # so that its squares are finite
     x = x / (xp.sqrt(xp.sum(x * x, axis=(-2, -1), keepdims=True)) + SMALLEST_NORM)
     for step in range(QUINTIC_STEPS + CUBIC_STEPS):
         a, b, c = QUINTIC if step < QUINTIC_STEPS else (1.5, -0.5, 0.0)

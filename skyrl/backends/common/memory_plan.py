@@ -1,7 +1,7 @@
-"""Plan of memory, made at start: base weights, keys and values, one training call, models.
+"""Memory budget computed at startup: base weights, KV cache, one training call, models.
 
-The numbers are those of the machine and of the model, not of the moment, so that a server that is started again decides
-the same. How a call's bytes are known is a backend's matter.
+It depends only on machine and model, not on current memory use, so a restarted server makes the same decisions. Each
+backend determines the memory of a call itself.
 """
 
 from typing import Literal, NamedTuple
@@ -10,19 +10,19 @@ from skyrl.errors import RequestError
 from skyrl.utils.machine import host_memory
 
 KEPT_FREE = 0.1
-"""Share of the memory that is not planned for."""
+"""Fraction of the memory that is not planned for."""
 
 TRAINING_SHARE = 0.4
-"""Share of what base weights and cache leave that a training call may take before more is computed again."""
+"""Fraction of the memory left by base weights and cache that training calls may use before more is recomputed."""
 
 COPIES = 4
-"""Copies that a model has at most: weights, gradient sums and two moments."""
+"""Maximum copies of a model's weights: weights, gradient sums and two moments."""
 
 NEW_IN_A_STEP = 3
-"""Weights and two moments: what optim_step makes beside those that are there."""
+"""Arrays that optim_step creates in addition to existing ones: weights and two moments."""
 
 LONGEST_DEFAULT_CONTEXT = 8192
-"""Limit of sequence length unless `max_context_length` asks for more."""
+"""Default limit of `max_context_length`."""
 
 GIB = 2**30
 
@@ -30,14 +30,14 @@ Device = Literal["host", "accelerator"]
 
 
 class SharedDevice(NamedTuple):
-    """A device that sampling engines use by turns with training."""
+    """A device that sampling engines use in turns with training."""
 
     left: int
-    """Bytes that they leave while they sample."""
+    """Bytes that engines leave free while they sample."""
     version: int
-    """Bytes of one version, which is compared with theirs."""
+    """Bytes of one version, for comparison with the engines."""
     models_leave: bool
-    """True if models are in host memory meanwhile."""
+    """True if models are in host memory while engines sample."""
 
 
 class Plan(NamedTuple):
@@ -47,15 +47,15 @@ class Plan(NamedTuple):
     base: int
     cache: int
     training: int
-    """Bytes of the largest call."""
+    """Bytes of the largest training call."""
     model: int
     """Bytes of a model of the largest rank."""
     device: Device = "host"
-    """Kind of memory. Models share the host's with copies that are kept there."""
+    """Kind of memory. Models and their offloaded copies share the host's."""
     decoding: int = 0
-    """Of the largest decode call, beside the cache. It and a training call take turns."""
+    """Bytes of the largest decode call, in addition to the cache. It never runs together with a training call."""
     shared: SharedDevice | None = None
-    """Other phase of a device that engines use, too."""
+    """The sampling phase of a device shared with engines."""
 
     @property
     def usable(self) -> int:
@@ -64,13 +64,13 @@ class Plan(NamedTuple):
 
     @property
     def left(self) -> int:
-        """Bytes left for models and published versions, in every phase that they are on the device."""
+        """Bytes left for models and published versions, in every phase in which they are on the device."""
         left = self.usable - self.base - self.cache - self.call
         return left if self.shared is None or self.shared.models_leave else min(left, self.beside_engines)
 
     @property
     def beside_engines(self) -> int:
-        """Bytes that base weights, cache and a decode call leave while engines sample: we score versions then."""
+        """Bytes left by base weights, cache and a decode call while engines sample, when versions are scored."""
         assert self.shared is not None
         return self.shared.left - self.base - self.cache - self.decoding
 
@@ -81,18 +81,18 @@ class Plan(NamedTuple):
 
     @property
     def for_training(self) -> int:
-        """Bytes that a training call should do with."""
+        """Bytes that a training call should not exceed."""
         return int(self.left * TRAINING_SHARE)
 
     def models(self, device: float, host: float) -> tuple[int, int]:
-        """Bytes on the device and in host memory for models that are open, of which the other half is versions'.
+        """Bytes on the device and in host memory for open models. Published versions get the rest.
 
         Args:
-            device: GiB as configured; 0 leaves it to the plan.
-            host: Likewise. Where the device is the host, they share.
+            device: Configured GiB; 0: planned.
+            host: Configured GiB; 0: planned. If the device is the host, both share its memory.
 
         Raises:
-            RequestError: What is configured is not there.
+            RequestError: The configured memory is not available.
         """
         shared = self.device == "host"
         on_device = self.on_device(device)
@@ -101,7 +101,7 @@ class Plan(NamedTuple):
         return on_device, int(host * GIB) or (min(self.left // 4, beside // 2) if shared else beside // 4)
 
     def on_device(self, gib: float) -> int:
-        """The first of `models`."""
+        """The first value of `models`."""
         _check_room("adapter_memory_gib", gib, self.left)
         return int(gib * GIB) or max(self.left // (4 if self.device == "host" else 2), self.model)
 
@@ -109,11 +109,11 @@ class Plan(NamedTuple):
         """Bytes for published versions in memory.
 
         Args:
-            gib: As configured; 0 leaves it to the plan, all that models leave.
-            models: Bytes for these on the device and in host memory.
+            gib: Configured GiB; 0: all that models leave.
+            models: Bytes for models on the device and in host memory.
 
         Raises:
-            RequestError: What is configured is not there.
+            RequestError: The configured memory is not available.
         """
         device, host = models
         left = max(0, self.left - device - (host if self.device == "host" else 0))
@@ -121,11 +121,11 @@ class Plan(NamedTuple):
         return int(gib * GIB) or left
 
     def check(self, ways_out: str, call: str = "") -> None:
-        """Raise `RequestError` unless one model fits beside the rest.
+        """Raise `RequestError` unless one model fits in addition to the rest.
 
         Args:
             ways_out: Options to change.
-            call: The largest training call, once it is known what one takes.
+            call: Description of the largest training call, once its size is known.
         """
         if self.left >= self.model:
             return
@@ -143,7 +143,7 @@ class Plan(NamedTuple):
 
     @property
     def fits_beside_engines(self) -> bool:
-        """True if there is room for what stays on the device while engines sample."""
+        """True if base weights, cache, a decode call and models fit on the device while engines sample."""
         return self.shared is None or self.beside_engines >= self._models_beside_engines
 
     @property
@@ -152,7 +152,7 @@ class Plan(NamedTuple):
         return self.shared.version if self.shared.models_leave else max(self.shared.version, self.model)
 
     def check_shared(self) -> None:
-        """Raise `RequestError` unless it `fits_beside_engines`."""
+        """Raise `RequestError` unless `fits_beside_engines`."""
         if self.shared is None or self.fits_beside_engines:
             return
         models = self._models_beside_engines
@@ -177,12 +177,12 @@ class Plan(NamedTuple):
 
 
 def longest_of(asked: int, made_for: int | None) -> int:
-    """Tokens of the longest sequence. None: the model was made for any."""
+    """Longest sequence in tokens. `made_for` is the model's limit; None: no limit."""
     return asked or min(made_for or LONGEST_DEFAULT_CONTEXT, LONGEST_DEFAULT_CONTEXT)
 
 
 def size_of(nbytes: int) -> str:
-    """A number of bytes as people read it."""
+    """A number of bytes in human-readable form."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
 
 

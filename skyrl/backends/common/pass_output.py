@@ -17,7 +17,7 @@ class PassOutput(NamedTuple):
     scores: dict[Output, Any]
     """Log-probability of each target `[N, K]`, and entropy and value `[N]`, as far as the loss reads them."""
     metrics: dict[str, Any] = {}  # noqa: RUF012 (never changed)
-    """Metrics of a traced loss, one number per sequence."""
+    """Metrics of the objective: values per sequence (traced losses) or per tile."""
 
 
 class PassOutputs:

@@ -122,7 +122,7 @@ class VersionPool(Generic[Handle]):
     def mark_stored(self, version: str, adapter: Handle, path: str) -> None:
         """Record that the version, if it is still `adapter`, is in the folder `path`, so it may leave memory."""
         with self._lock:
-            if self._resident.get(version) is adapter:  # else it was dropped or replaced while it was being written
+            if self._resident.get(version) is adapter:  # otherwise it was dropped or replaced during the write
                 self._paths[version] = path
                 self._shed()
 
@@ -133,7 +133,7 @@ class VersionPool(Generic[Handle]):
                 self._set_aside(version)
             else:
                 self._paths.pop(version, None)
-                if self._readings.pop(version, None) is not None:  # so that another may be read
+                if self._readings.pop(version, None) is not None:  # so that another read may start
                     self._read_ended()
                 self._let_go(version)
                 if (slot := self._slot_of(version)) is not None:
@@ -186,7 +186,7 @@ class VersionPool(Generic[Handle]):
                     f"version={version} is not known here (deleted, expired or never saved); save the weights again "
                     "or name a checkpoint that exists"
                 )
-            for other in list(self._readings):  # whose requests were cancelled, perhaps
+            for other in list(self._readings):  # their requests may have been cancelled
                 with suppress(Exception):
                     self._has_arrived(other)
             if len(self._readings) >= READ_AT_ONCE:
@@ -297,7 +297,7 @@ class VersionPool(Generic[Handle]):
         aside = f"{version} (dropped, {next(self._contents)})"
         self._dropped[aside] = self._dropped.get(version, version)
         path = self._paths.pop(version, None)
-        if version in self._resident:  # and stays there, as its files may go
+        if version in self._resident:  # it stays in memory, because its files may be removed
             self._resident[aside], self._sizes[aside] = self._resident.pop(version), self._sizes.pop(version)
         elif path is not None:
             self._paths[aside] = path

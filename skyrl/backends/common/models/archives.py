@@ -87,13 +87,13 @@ class Archives:
             header = read_member(archive, TRAINING_STATE, HEADER, self._limits(TRAINING))
             return kind_of(header_of({TRAINING_STATE: header}, path))
         except (ValueError, KeyError, TypeError):
-            with self.as_folder(path) as folder:  # to say what is wrong
+            with self.as_folder(path) as folder:  # for a detailed error
                 return stored_kind(folder, digest)
 
     def _remote_kind(self, url: str, digest: str | None) -> Kind:
         header = read_stored(url, TRAINING_STATE)
         if header is None:
-            with self.as_folder(url) as folder:  # to say what is wrong
+            with self.as_folder(url) as folder:  # for a detailed error
                 return stored_kind(folder, digest)
         return kind_of(header_of({TRAINING_STATE: header}, url))
 

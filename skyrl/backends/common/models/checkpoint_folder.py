@@ -103,7 +103,7 @@ def stored_kind(path: str, digest: str | None = None) -> Kind:
             header = next(file.reader.read() for file in files if file.name == TRAINING_STATE)
         return kind_of(header_of({TRAINING_STATE: header}, path))
     except (StorageError, OSError, ValueError, KeyError, TypeError, StopIteration):
-        files = read_folder(path, digest)  # says what is wrong, and moves what is damaged aside
+        files = read_folder(path, digest)  # raises a detailed error, and moves damaged files aside
         return kind_of(header_of(files, path))
 
 

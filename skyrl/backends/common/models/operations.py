@@ -55,7 +55,7 @@ from skyrl.utils.failpoints import crash_point
 State = TypeVar("State", bound=OffloadState)
 Version = TypeVar("Version")
 StepScalars = AdamScalars | DimuonScalars
-"""Hyper-parameters of a step of either optimizer."""
+"""Hyperparameters of a step of either optimizer."""
 Gradients = Any
 """Gradient sums of a backend's pass, opaque to this module."""
 
@@ -76,7 +76,7 @@ class ModelBackend(Executor, Generic[State, Version]):
     gradient_reduction: GradientReduction
     """Reduction of the gradient sums by optimizer steps."""
 
-    # -- what a backend gives -----------------------------------------------------------------------------------------
+    # -- computation of the backend -----------------------------------------------------------------------------------
 
     @abstractmethod
     def nbytes_of(self, kind: Kind) -> int:
@@ -112,7 +112,7 @@ class ModelBackend(Executor, Generic[State, Version]):
         """Additional metrics of an optimizer step, computed from the gradient sums before the step."""
         return {}
 
-    # -- what the executor asks for -----------------------------------------------------------------------------------
+    # -- hooks of the executor ----------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -150,7 +150,7 @@ class ModelBackend(Executor, Generic[State, Version]):
         self._writer.forget_version(version)
         self._versions.drop(version)
 
-    # -- documented, beside the contract -----------------------------------------------------------------------------
+    # -- documented methods outside the contract ---------------------------------------------------------------------
 
     def load_sampler_checkpoint(self, model_id: str, checkpoint_id: str, checkpoint_path: str) -> None:
         """Publish the sampler or training checkpoint in a folder or tar file as `checkpoint_id` of `model_id`."""
@@ -312,9 +312,9 @@ class ModelBackend(Executor, Generic[State, Version]):
             return OptimStepOutput(metrics | ({FORMULA: 1.0} if operation.dimuon_params is not None else {}))
 
     def _scalars(self, operation: OptimStep, state: State) -> StepScalars:
-        """Hyper-parameters of the model's next step.
+        """Hyperparameters of the model's next step.
 
-        The reduction `mean` divides by the sequences since the last step.
+        With the reduction `mean`, they include the number of sequences since the last step.
         """
         divisor = 1
         if self.gradient_reduction == "mean":
@@ -338,7 +338,7 @@ class ModelBackend(Executor, Generic[State, Version]):
 
     @_work.register
     def _write(self, operation: SaveCheckpoint | SaveSnapshot | ExportModel | Publish) -> Work:
-        if not isinstance(operation, SaveSnapshot):  # before the model is at work: that must not wait for others
+        if not isinstance(operation, SaveSnapshot):  # before the model is in use, which must not wait for others
             yield from self._storage.room_to_write(operation.model_id)
         with self._at_work(operation.model_id) as brought:
             return (yield from self._storage.write(operation, (yield from brought)))

@@ -141,7 +141,7 @@ class Storage(Generic[State, Version]):
         """
         tried = False
         while True:
-            change = self.writer.next_change()  # before it is looked at, so that none is missed
+            change = self.writer.next_change()  # requested before the check, so that no change is missed
             if not self.is_crowded(model_id):
                 return
             if self.writer.trying:
