@@ -1,11 +1,11 @@
-"""Is everything right on this machine's accelerator, and how fast is it?
+"""Correctness and speed on this machine's accelerator.
 
 Run: `python benchmarks/accelerator.py` on a machine with one GPU or TPU. It needs no network and ends within
-`--minutes`; `--tiny` runs small versions of all cases on a CPU. Cases run in order of worth, as many as there is time
-for, and `--plan` lists them. Each group of cases has a process of its own: a crash costs one case. Prints one JSON line
-per case, which is on disk before the next case begins, and in the end a table. `--resume FILE` goes on where an earlier
-call stopped: with cases that were not run or cut short, then with those that failed. Ctrl-C and SIGTERM end it in good
-order. Exit status: 0, 1 if a case failed, 2 if it cannot be done as asked, 130 if it was interrupted.
+`--minutes`; `--tiny` runs small versions of all cases on a CPU. Cases run in order of importance, as many as fit into
+the time, and `--plan` lists them. Each group of cases has a separate process, so a crash costs one case. Prints one
+JSON line per case, which is on disk before the next case begins, and finally a table. `--resume FILE` continues an
+earlier run: with cases that were not run or cut short, then with failed ones. Ctrl-C and SIGTERM end the run cleanly.
+Exit status: 0, 1 if a case failed, 2 for invalid options, 130 if interrupted.
 """
 
 import argparse
@@ -29,20 +29,20 @@ from skyrl.errors import ConfigError
 
 FOLDER = Path(__file__).parent
 INTERRUPTED = 130
-"""Exit status, as shells have it."""
+"""Exit status after an interrupt, as in shells."""
 
 
 def commit() -> str | None:
-    """Short hash of the commit that is checked out; None outside of a checkout."""
+    """Short hash of the checked-out commit; None outside of a checkout."""
     try:
         told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=FOLDER, capture_output=True, text=True)
-    except OSError:  # no git here
+    except OSError:  # git is not installed
         return None
     return told.stdout.strip() or None
 
 
 class Run:
-    """Lines of one call: written to a file and to standard output as cases end."""
+    """Output of one call: lines for a file and standard output, written as cases end."""
 
     def __init__(self, path: Path, earlier: list[report.Line], tiny: bool):
         self.file = report.open_for_more(path)
@@ -51,7 +51,7 @@ class Run:
         self.device: object = None
         self.failed = False
         self.ended: set[str] = set()
-        """Names of cases that need no further call, failed ones among them."""
+        """Names of cases that need no further run, including failed ones."""
         for line in earlier:
             report.append(self.file, line)
 
@@ -79,14 +79,14 @@ class Run:
 
 
 def interrupt(number: int, frame: object) -> None:
-    """Handler of signals: the first signal ends the run in good order, and further ones do not disturb that."""
+    """Handle a signal: the first one ends the run cleanly, later ones are ignored."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def lines_of(path: Path, option: str) -> list[report.Line]:
-    """Results of a file that the user has named."""
+    """Results in a file given by the user."""
     try:
         lines = report.read(path)
     except OSError as error:
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace, known: Sequence[Case], deadline: float) -> 
 
 
 def command_to_go_on(options: argparse.Namespace, path: Path, left: Sequence[Case]) -> str:
-    """The command line that runs what is left, with time enough for each of these cases."""
+    """Command line that runs the remaining cases, with enough time for each of them."""
     minutes = max(options.minutes, *(math.ceil((case.estimate_s + case.start_s) / 60 + 0.1) for case in left))
     words = ["python", "benchmarks/accelerator.py", "--resume", str(path), "--minutes", f"{minutes:g}"]
     words += ["--tiny"] if options.tiny else []
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None, cases: Callable[[bool], list[Case]]
         parser.error(str(error))
     except KeyboardInterrupt:  # before the first case
         return INTERRUPTED
-    except BrokenPipeError:  # whoever reads has seen enough; what is buffered has nowhere to go
+    except BrokenPipeError:  # the reader has closed the pipe, so buffered output cannot be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

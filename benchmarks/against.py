@@ -1,10 +1,10 @@
-"""This version beside another checkout: two servers at once, the same work for each in turn, the ratio pair by pair.
+"""Comparison with another checkout: two servers at once, the same work for each in turn, ratios of pairs.
 
     python benchmarks/against.py ../other-checkout --pairs 12
 
-A ratio above 1 means that this version takes longer, by the clock or in processor time of the server's processes. Its
+A ratio above 1 means that this version is slower, in wall time or in processor time of the server's processes. The
 bound is the upper end of a one-sided 95 % interval of the geometric mean (t distribution). While one server works, the
-other waits for requests and takes no processor time; which of the two comes first alternates.
+other is idle and takes no processor time. The two alternate in going first.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ADAPTERS = 4
 
 
 class Server:
-    """A server of a checkout, and what a client asks of it."""
+    """A server of a checkout, and a client's work on it."""
 
     def __init__(self, checkout: Path, model: Path, folder: Path):
         with socket.socket() as free:
@@ -77,7 +77,7 @@ class Server:
         self._samplers = [trainer.save_weights_and_get_sampling_client().result() for trainer in self._trainers]
 
     def processor_s(self) -> float:
-        """Seconds of processor time of all its processes so far."""
+        """Processor time in seconds of all its processes so far."""
         main = psutil.Process(self.process.pid)
         return sum(sum(one.cpu_times()[:2]) for one in (main, *main.children(recursive=True)))
 
@@ -144,7 +144,7 @@ def running(checkout: Path, model: Path, folder: Path) -> Iterator[Server]:
 
 
 def report(case: str, pairs: list[tuple[list[float], list[float]]]) -> None:
-    """Print what a case came to: of each pair [seconds, processor seconds] of this version and of the other."""
+    """Print the results of a case. Each pair has [seconds, processor seconds] of this version and of the other."""
     fields: dict[str, object] = {}
     for index, name in enumerate(("", "processor_")):
         logs = [math.log(ours[index] / theirs[index]) for ours, theirs in pairs]
@@ -168,7 +168,7 @@ def main(other: Path, pairs: int) -> None:
         ]
         for server in servers:
             server.connect()
-            for case in CASES * 2:  # what compiles is not measured
+            for case in CASES * 2:  # compilation is not measured
                 case(server)
         for case in CASES:
             found = []

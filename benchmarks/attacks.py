@@ -1,7 +1,7 @@
-"""Attacks of a hostile client on a server, each a function that runs in a process of its own.
+"""Attacks of a hostile client on a server. Each is a function that runs in a separate process.
 
-An attack prepares its bodies, calls `Attacker.begin`, and repeats itself until `Attacker.over`. It is to cost little
-processor time, so that it is the server's that is measured. Adding one means a function with `@attack(...)`.
+An attack prepares its request bodies, calls `Attacker.begin`, and repeats itself until `Attacker.over`. It should take
+little processor time, so that the measurement is of the server. To add an attack, write a function with `@attack(...)`.
 """
 
 import http.client
@@ -31,7 +31,7 @@ class Size:
     """Sizes of the attacks."""
 
     result_tokens: int = 2**17
-    """Prompt of the result that is polled as JSON, 16 log-probabilities each: 16 MiB as protobuf."""
+    """Prompt tokens of the result that is polled as JSON, with 16 log-probabilities each: 16 MiB as protobuf."""
     json_mib: tuple[int, ...] = (8, 32)
     held_bodies: int = 8
     held_mib: int = 128
@@ -41,13 +41,13 @@ class Size:
     table_rows: int = 100_000
     listed: int = 10_000
     gap_tokens: int = 2**20
-    """Of a pass that is held behind a gap: 12 bytes each when decoded."""
+    """Tokens of a pass that waits behind a gap: 12 bytes each when decoded."""
     evicting_tokens: int = 2**18
-    """Prompt of a sample whose result is to drive others out, 64 log-probabilities each: 128 MiB."""
+    """Prompt tokens of a sample whose result evicts others, with 64 log-probabilities each: 128 MiB."""
 
 
 SMALL = Size(2**10, (1,), 2, 1, 20, 2**10, 1, 2000, 50, 2**10, 2**10)
-"""To see that each does what it says."""
+"""Sizes for tests of the attacks."""
 
 
 @dataclass
@@ -63,14 +63,14 @@ class Attacker:
     largest_answer: int = 0
     sent_bytes: int = 0
     began_s: float = 0.0
-    """Processor time of this process when it began."""
+    """Processor time of this process at the start of the attack."""
     _over: bool = False
 
     def client(self, key: str | None = None) -> PlainClient:
         return PlainClient(self.url, key or self.key)
 
     def begin(self) -> None:
-        """Say that all is prepared; return when it is to begin."""
+        """Report that the preparation is complete, and wait for the start signal."""
         self.link.send("ready")
         assert self.link.recv() == "begin"
         self.began_s = _processor_s()
@@ -85,7 +85,7 @@ class Attacker:
         return self._over
 
     def repeat(self, threads: int, make: Callable[[int], Callable[[], tuple[int, bytes]]]) -> None:
-        """Call what `make(thread)` gives again and again, in so many threads, until it is over."""
+        """Repeat the calls that `make(thread)` creates, in this many threads, until the end."""
 
         def work(call: Callable[[], tuple[int, bytes]]) -> None:
             while not self._over:
@@ -112,7 +112,7 @@ ATTACKS: dict[str, Callable[[Attacker], None]] = {}
 
 
 def attack(name: str) -> Callable[[Callable[[Attacker], None]], Callable[[Attacker], None]]:
-    """Put the decorated function into the table."""
+    """Register the decorated function as an attack."""
 
     def register(function: Callable[[Attacker], None]) -> Callable[[Attacker], None]:
         ATTACKS[name] = function
@@ -122,7 +122,7 @@ def attack(name: str) -> Callable[[Callable[[Attacker], None]], Callable[[Attack
 
 
 def run(name: str, url: str, base_model: str, size: Size, link: Connection) -> None:
-    """Carry out an attack in this process; tell at its end what it did and which processor time it took."""
+    """Run an attack in this process. At its end, report its counters and processor time."""
     os.nice(NICENESS)
     attacker = Attacker(url, base_model, f"tml-attacker-{name}", size, link)
     ATTACKS[name](attacker)
@@ -134,7 +134,7 @@ def run(name: str, url: str, base_model: str, size: Size, link: Connection) -> N
         "sent_bytes": attacker.sent_bytes,
     }
     link.send(report)
-    os._exit(0)  # threads that still wait for an answer are not waited for
+    os._exit(0)  # does not wait for threads that wait for a response
 
 
 def _processor_s() -> float:
@@ -246,7 +246,7 @@ def _delimited(tag: bytes, content: bytes) -> bytes:
 
 
 def bombs(size: Size, model: str) -> list[bytes]:
-    """zstd bodies: one datum of so many empty chunks; one field that nobody knows, of so many zeros."""
+    """Two zstd bodies: a datum with very many empty chunks, and an unknown field with very many zeros."""
     address = pass_body(model, 1, 0, 0)
     chunks = address + _delimited(b"\x1a", b"\x0a\x00" * size.empty_parts)
     zeros = address + _delimited(b"\x7a", bytes(size.bomb_mib * 2**20))
@@ -295,7 +295,7 @@ def _deletes(attacker: Attacker) -> None:
 
 
 LISTING_KEY = "tml-attacker-listing"
-"""Owns the many sessions and checkpoints of the database."""
+"""Key that owns the many sessions and checkpoints in the database."""
 
 
 @attack("long lists and searches")

@@ -1,8 +1,8 @@
-"""Memory and time that a server takes to save a large checkpoint in a bucket.
+"""Memory and time of a server for saving a large checkpoint to a bucket.
 
 Run: `python benchmarks/bench_buckets.py --gib 1`. A server with `--checkpoints-base s3://...`, on moto's S3 server on
-this machine, trains a whole model whose checkpoint (weights and two moments in float32) has so many GiB, and saves it.
-Prints one JSON line per run: MiB by which the memory of each process rose during `save_state` at most, and its seconds.
+this machine, fully trains a model whose checkpoint (weights and two moments in float32) has this size, and saves it.
+Prints one JSON line per run: the maximum growth in MiB of each process during `save_state`, and its seconds.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common import API_KEY, datum, emit
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the S3 server is that of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the S3 server of the tests
 from tests.buckets import contents_bytes, environment, make_bucket, s3_server
 
 SHAPE = {"hidden": 640, "heads": 10, "kv_heads": 5, "head_dim": 64, "intermediate": 1920}
@@ -31,7 +31,7 @@ def memory(pid: int, name: str) -> int:
 
 
 def forget_peak(pid: int) -> None:
-    """See clear_refs in proc(5)."""
+    """Reset the peak memory of a process; see clear_refs in proc(5)."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 

@@ -1,10 +1,10 @@
-"""Cost of bodies and results beside the computation, for a forward_backward of a million tokens, chunked by the SDK.
+"""Cost of bodies and results without computation, for a forward_backward of a million tokens, chunked by the SDK.
 
-Run: `python benchmarks/bench_codec.py`. The server has a backend that computes nothing (benchmarks/idle.py). Prints one
-JSON line per part (processor seconds, measured in this process on the bodies that the SDK sends), one for the server's
-processes while the stock SDK sends them (`codec_s`; with what tiles cost in a real engine, `share_at_...` is its share
-of a step at so many trained tokens a second), and one for heartbeats that another process sends meanwhile, which say
-how long the event loop is kept from its work.
+Run: `python benchmarks/bench_codec.py`. The backend of the server computes nothing (benchmarks/idle.py). Prints one
+JSON line per part (processor seconds, measured in this process on the SDK's request bodies), one for the server's
+processes while the stock SDK sends them, and one for heartbeats that another process sends in the meantime, which show
+how long the event loop is blocked. `codec_s` is the server's processor time plus that of tiles in a real engine, and
+`share_at_...` its share of a step at this rate of trained tokens per second.
 """
 
 import argparse
@@ -29,13 +29,13 @@ import psutil
 from common import API_KEY, emit, peak_flops
 
 RATES = {"tiny, 2 cores": 1_800, "a GPU": 100_000}
-"""Trained tokens a second, for orientation."""
+"""Trained tokens per second, for comparison."""
 PAUSE_S = 0.002
-"""Between a heartbeat's answer and the next."""
+"""Pause between the answer to a heartbeat and the next heartbeat."""
 
 
 def sequences(tokens: int, length: int) -> list:
-    """So many tokens in sequences of one length."""
+    """Data with this many tokens, in sequences of one length."""
     import tinker
 
     draws = np.random.default_rng(0)
@@ -49,7 +49,7 @@ def sequences(tokens: int, length: int) -> list:
 
 @contextmanager
 def idle_server() -> Iterator:
-    """A server whose backend computes nothing."""
+    """Run a server whose backend computes nothing."""
     from skyrl.tinker.local_server import LocalServer
 
     root = str(Path(__file__).parents[1])
@@ -65,7 +65,7 @@ def idle_server() -> Iterator:
 
 
 def bodies_of(trainer, data: list) -> list[bytes]:
-    """The requests' bodies, as the SDK chunks and encodes them."""
+    """Request bodies as the SDK chunks and encodes them."""
     from tinker import types
     from tinker.proto.request_conv import forward_backward_request_to_proto
 
@@ -78,7 +78,7 @@ def bodies_of(trainer, data: list) -> list[bytes]:
 
 
 def parts(bodies: list[bytes], folder: Path) -> dict[str, float]:
-    """Processor seconds of each part of their way, over all bodies. `folder` is for a database."""
+    """Processor seconds of each processing step, over all bodies. `folder` is for a database."""
     from skyrl.algorithms.checks.requests import check_pass
     from skyrl.backends.common.packing import TileShape, make_tiles
     from skyrl.backends.operations import ForwardBackward
@@ -138,13 +138,13 @@ def parts(bodies: list[bytes], folder: Path) -> dict[str, float]:
 
 
 def processor_s(pid: int) -> float:
-    """Seconds that a process has computed."""
+    """Processor seconds of a process so far."""
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
 
 
 def heartbeats(url: str, session: str, link: Connection) -> None:
-    """Send heartbeats, one after the other, until told to stop; tell how long each took, in seconds."""
+    """Send heartbeats, one after the other, until told to stop. Then report the seconds of each."""
     host, port = url.removeprefix("http://").split(":")
     server = http.client.HTTPConnection(host, int(port), timeout=60)
     server.connect()

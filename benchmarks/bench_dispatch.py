@@ -1,9 +1,9 @@
-"""Cost of a dispatch to torch workers, by executor, and bytes that ranks gather where they share the base weights.
+"""Cost of a dispatch to torch workers by executor, and bytes gathered by ranks that share the base weights.
 
-Run: `python benchmarks/bench_dispatch.py` (`--no-ray` without Ray's cluster). On the CPU, a random tiny model. For each
-executor the median time of a command that does nothing, of one before which ranks agree and meet in a collective, and
-of a training pass and step, by turns. Then bytes in the collectives of a micro-batch and of an optimizer step of an
-adapter, for each way of sharing, of one rank that does not meet the others. Prints one JSON line per figure.
+Run: `python benchmarks/bench_dispatch.py` (`--no-ray` without Ray's cluster). On the CPU, with a random tiny model. For
+each executor: the median time of a command that does nothing, of a command with an agreement and a collective of the
+ranks, and of a training pass and step, in turn. Then, for each kind of sharing: bytes in the collectives of a
+micro-batch and of an optimizer step of an adapter, counted on one rank without others. Prints one JSON line per figure.
 """
 
 import argparse
@@ -57,7 +57,7 @@ WAYS = {
 
 
 def median_ms(call: Callable[[], object], times: int) -> float:
-    """Median milliseconds of a call, after one that is not counted."""
+    """Median milliseconds of a call, after a warm-up call."""
     call()
     seconds = []
     for _ in range(times):
@@ -89,7 +89,7 @@ def time_dispatches(folder: Path, ray: bool) -> None:
 
 
 class Bytes(TorchDispatchMode):
-    """Bytes in the results of collectives that torch dispatches."""
+    """Counts calls of collectives that torch dispatches, and bytes in their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Bytes(TorchDispatchMode):
 
 
 class Alone:
-    """Process group on the host of which this process is the only rank that there is."""
+    """Process group on the host in which this process is the only existing rank."""
 
     def __init__(self, size: int):
         self.size = lambda: size
@@ -117,9 +117,9 @@ class Alone:
 
 @contextlib.contextmanager
 def one_rank(folder: Path, **options: Any) -> Iterator[Worker]:
-    """The first of several ranks, whose collectives return at once. What it computes is nonsense."""
+    """Create the first of several ranks, with collectives that return at once. Its results are meaningless."""
     config = TorchBackendConfig(workers="processes", **options)
-    LoadedModel._try_together = lambda *given: None  # which compares numbers
+    LoadedModel._try_together = lambda *given: None  # which compares results
     rendezvous.host_group, rendezvous.host_subgroup = lambda: Alone(config.num_workers), Alone
     dist.init_process_group("fake", rank=0, world_size=config.num_workers, store=FakeStore())
     try:
@@ -129,7 +129,7 @@ def one_rank(folder: Path, **options: Any) -> Iterator[Worker]:
 
 
 def count_bytes(folder: Path) -> None:
-    """Print bytes of collectives of a micro-batch and of a step of an adapter."""
+    """Print bytes of collectives of a micro-batch and of an adapter's step."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, 256).astype(np.int32)
     inputs = {"target_tokens": tokens, "weights": np.ones(256, np.float32)}

@@ -1,17 +1,17 @@
-"""Seconds until a version is sampled on an engine, and tokens a second through the router and without it.
+"""Seconds until a version can be sampled on an engine, and tokens per second with and without the router.
 
-Run: `python benchmarks/bench_engines.py` (engines of the tests, in NumPy: what is measured is our side), or with
-`--urls http://127.0.0.1:8001 --model MODEL` (servers of vLLM with that model, `--max-loras 16 --max-lora-rank 32`,
+Run: `python benchmarks/bench_engines.py` with engines of the tests, in NumPy, which measures our side. Or run it with
+`--urls http://127.0.0.1:8001 --model MODEL` and vLLM servers with that model (`--max-loras 16 --max-lora-rank 32`,
 VLLM_SERVER_DEV_MODE=1, their key in VLLM_API_KEY, and on a CPU `--no-enable-chunked-prefill`). Prompts have 64 tokens;
-samples are of temperature 1, with log-probabilities. A first round of each case is not counted. Prints one JSON line
-per case:
+samples are drawn at temperature 1, with log-probabilities. The first round of each case is not counted. Prints one JSON
+line per case:
 
     sync      seconds from publishing a trained version to its first token on an engine, with and without the
               comparison of each version, and bytes of its files, by rank
-    whole     the same for all weights of the model. vLLM on a CPU needs a server of its own for it, without LoRA
-    samples   tokens a second of one engine asked directly, and through the router on all engines, with so many
-              adapters in turn (0: the base model), and the share of samples through the router that engines drew:
-              what an engine failed to serve right when it was verified, the backend draws itself
+    whole     the same for a full model. vLLM on a CPU needs a separate server for it, without LoRA
+    samples   tokens per second from one engine directly, and through the router on all engines, with this number
+              of adapters in turn (0: the base model), and the fraction of routed samples that engines drew (the
+              backend itself draws those for which an engine was not admitted)
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main() -> None:
             engines = {"urls": arguments.urls} if arguments.urls else {"launch": launch_of(model, count)}
             cases = [case for case in arguments.cases if case == "samples" or count == counts[0]]
             for checked in (True, False):
-                loras = folder / f"{count}-{checked}"  # else a version of equal weights is there already
+                loras = folder / f"{count}-{checked}"  # otherwise a version with equal weights exists already
                 if "sync" in cases or (checked and "samples" in cases):
                     with opened(model, loras, check_every_sync=checked, **engines) as backend:
                         for rank in RANKS if "sync" in cases else ():
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def launch_of(model: Path, count: int) -> dict[str, Any]:
-    """Engines of the tests that serve a model."""
+    """Options that launch engines of the tests for a model."""
     sizes = {"max_loras": MOST_ADAPTERS, "max_lora_rank": LARGEST_RANK, "longest": LONGEST}
     served = json.dumps({"model": str(model), "base": str(model), "sizes": sizes})
     command = [sys.executable, "-m", "tests.backends.engines.engine_server", "{port}", served]
@@ -93,7 +93,7 @@ def launch_of(model: Path, count: int) -> dict[str, Any]:
 
 @contextmanager
 def opened(model: Path, folder: Path, **engines: Any) -> Iterator[TorchBackend]:
-    """A backend on engines."""
+    """Open a backend with engines."""
     given = {"folder": str(folder), "max_loras": MOST_ADAPTERS, "max_requests": 64} | engines
     sizes = {"max_lora_rank": LARGEST_RANK, "max_context_length": LONGEST, "dtype": "float32", "engines": given}
     backend = TorchBackend(str(model), TorchBackendConfig.model_validate(sizes))
@@ -126,7 +126,7 @@ def sync(backend: TorchBackend, folder: Path, rank: int, repeats: int) -> dict[s
 
 
 def samples(backend: TorchBackend, adapters: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of one engine asked directly and through the router, and the share of samples that it drew."""
+    """Tokens per second from one engine directly and through the router, and the fraction drawn by engines."""
     count, repeats, new = arguments.samples, arguments.repeats, arguments.tokens
     names: list[str | None] = [f"adapter {number}" for number in range(adapters)]
     for number, name in enumerate(names):
@@ -150,7 +150,7 @@ def samples(backend: TorchBackend, adapters: int, arguments: argparse.Namespace)
 
 
 async def asked_directly(backend: TorchBackend, adapters: int, arguments: argparse.Namespace) -> float:
-    """Tokens a second of the first engine without a router, with adapters that it has loaded."""
+    """Tokens per second of the first engine without a router, with adapters that it has loaded."""
     sampler = backend.sampler
     assert isinstance(sampler, EngineSampler)
     name = next(iter(sampler.fleet.engines))
@@ -177,7 +177,7 @@ async def asked_directly(backend: TorchBackend, adapters: int, arguments: argpar
 
 
 def prompt(seed: int) -> np.ndarray:
-    """Random tokens, which no cache has."""
+    """Random tokens that are in no cache."""
     return np.random.default_rng(seed).integers(1000, size=PROMPT).astype(np.int32)
 
 
@@ -187,7 +187,7 @@ def sample(name: str, version: str | None, seed: int, tokens: int) -> Sample:
 
 
 def run(backend: TorchBackend, *operations: Operation) -> list[Any]:
-    """Results of operations, which must succeed."""
+    """Run operations, which must succeed. Returns their results."""
     results = backend._finish(list(operations))
     errors = [result for result in results.values() if isinstance(result, ErrorResponse)]
     assert not errors, errors[0]

@@ -1,11 +1,11 @@
-"""Waiting time of a small training request beside large ones, and beside other clients.
+"""Latency of a small training request in the presence of large ones, and of other clients.
 
-Run: `python benchmarks/bench_fairness.py`. The tiny model, adapters of rank 32, every client with a key of its own.
-Through the stock SDK: small requests on an idle server and while another process trains 64 sequences of 512 tokens
-without a pause; 100 small requests of one client, and of 8 clients at once, where `slowest_over_fastest` compares the
-times at which the clients were done, `slowest_over_8_alone` the last of them with 8 times the client that was alone. In
-this process: how long the engine's turns take, of which a small request may wait for one that trains the large batch.
-Prints one JSON line per case.
+Run: `python benchmarks/bench_fairness.py`. The tiny model with adapters of rank 32; every client has its own key.
+Through the stock SDK: small requests on an idle server, and while another process continuously trains 64 sequences of
+512 tokens; then 100 small requests of one client, and of 8 clients at once. `slowest_over_fastest` compares the
+completion times of the clients, `slowest_over_8_alone` the last one with 8 times that of a client alone. In this
+process: durations of the engine's turns, one of which a small request may have to wait for while the large batch is
+trained. Prints one JSON line per case.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from common import API_KEY, RANK, datum, emit, milliseconds, peak_flops, seconds
 from skyrl.tinker.local_server import close_client
 
 HEAVY = 64, 512
-"""Sequences of the large passes, tokens of each."""
+"""Sequences per large pass, and tokens of each."""
 SMALL = 16
-"""Tokens of the small ones."""
+"""Tokens of a small pass."""
 CLIENTS, REQUESTS = 8, 100
 
 
@@ -63,7 +63,7 @@ def train_on(url: str, base_model: str, link: Connection) -> None:
 
 @contextmanager
 def heavy_training(server) -> Iterator[None]:
-    """Another tenant trains in another process."""
+    """Context in which another tenant trains in another process."""
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe()
     process = context.Process(target=train_on, args=(server.url, server.base_model, its))
@@ -76,7 +76,7 @@ def heavy_training(server) -> Iterator[None]:
 
 
 def latencies(server, repeats: int, report: Callable[..., None]) -> None:
-    """Small requests, alone and beside large ones."""
+    """Measure small requests, alone and concurrent with large ones."""
     import tinker
 
     with tenants(server, 1) as (client,):
@@ -105,7 +105,7 @@ def latencies(server, repeats: int, report: Callable[..., None]) -> None:
 
 
 def crowd(server, report: Callable[..., None]) -> None:
-    """Many small requests of one client, and of many."""
+    """Measure many small requests of one client, and of several."""
     with tenants(server, CLIENTS) as clients:
         trainers = [
             client.create_lora_training_client(server.base_model, rank=RANK, seed=seed).result()
@@ -113,7 +113,7 @@ def crowd(server, report: Callable[..., None]) -> None:
         ]
 
         def all_done(trainer) -> float:
-            """Seconds until the last of one client's requests, which are sent at once, is answered."""
+            """Seconds until all requests of one client, sent at once, are answered."""
             start = time.perf_counter()
             futures = [trainer.forward_backward([datum(SMALL, seed)], "cross_entropy") for seed in range(REQUESTS)]
             for future in futures:
@@ -146,7 +146,7 @@ def crowd(server, report: Callable[..., None]) -> None:
 
 
 def turns(seconds: float, report: Callable[..., None]) -> None:
-    """Lengths of the engine's turns while one model trains large batches and another small ones."""
+    """Measure the engine's turns while one model trains large batches and another one small batches."""
     from skyrl.backends.jax.backend import JaxBackend
     from skyrl.backends.jax.config import JaxBackendConfig
     from skyrl.backends.operations import CreateModel, ForwardBackward, OptimStep
@@ -184,7 +184,7 @@ def turns(seconds: float, report: Callable[..., None]) -> None:
                 ran = request_ids
 
             def run(until: float) -> dict[str, list[float]]:
-                """Seconds of the turns that trained each of them; the first where it was both."""
+                """Seconds of the turns that trained each batch; turns with both count for the first."""
                 times: dict[str, list[float]] = {name: [] for name in batches}
                 while time.perf_counter() < until:
                     start = time.perf_counter()

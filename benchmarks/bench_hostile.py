@@ -1,10 +1,11 @@
 """Harm that one client can do to another: heartbeats and training of a client while others attack the server.
 
-Run: `python benchmarks/bench_hostile.py --seconds 10 --together 60`. A real server whose passes sleep as on a device of
-their own (benchmarks/slow_device.py), so that the training rate says what is lost on the way there. Each attack alone,
-then all together; attackers are niced processes on the same cores, `attackers_share` of which they take themselves.
-Heartbeats are timed from when they were due. Prints one JSON line per attack; exits with 1 unless each keeps the goals:
-p99 of a heartbeat, training rate against alone, growth of the API's memory, and no request of the victim that fails.
+Run: `python benchmarks/bench_hostile.py --seconds 10 --together 60`. A real server whose passes sleep, as on a separate
+device (benchmarks/slow_device.py), so the training rate shows the loss on the way to the device. Each attack runs
+alone, then all together. Attackers are niced processes on the same cores; `attackers_share` is their own share of the
+processor. The time of a heartbeat counts from its due time. Prints one JSON line per attack. Exits with 1 unless each
+attack meets the goals: p99 of heartbeats, training rate relative to the undisturbed rate, memory growth of the API
+process, and no failed request of the victim.
 """
 
 import argparse
@@ -34,20 +35,20 @@ from plain_http import PlainClient
 
 BASE_MODEL = "fake"
 PASS_S = 0.05
-"""Of a small model on a device; a batch of 128 x 1,024 tokens takes one of 0.6B parameters a second at 400 TFLOP/s."""
+"""Seconds of a small model's pass; 128 x 1,024 tokens with 0.6B parameters take one second at 400 TFLOP/s."""
 P99_MS, RATE, GROWTH_MIB = 250.0, 0.4, 3072.0
-"""Goals. Memory: 2 GiB of queued requests, 256 MiB of answers, and what is being read and made at a time."""
+"""Goals. Memory: 2 GiB of queued requests, 256 MiB of answers, and data being read and created at a time."""
 TOGETHER = "all together"
 
 
 def keys() -> list[str]:
-    """Of all who take part: each is a tenant."""
+    """Keys of all clients; each is a tenant."""
     attackers = [f"tml-attacker-{name}{part}" for name in ATTACKS for part in ("", "-a", "-b")]
     return ["tml-victim", "tml-large", LISTING_KEY, *attackers]
 
 
 def start(folder: Path, pass_s: float = PASS_S):
-    """The server under attack, whose passes take so many seconds."""
+    """Create the server under attack, whose passes take this many seconds."""
     from skyrl.tinker.local_server import LocalServer
 
     root = str(Path(__file__).parents[1])
@@ -58,7 +59,7 @@ def start(folder: Path, pass_s: float = PASS_S):
 
 
 def fill(server, size: Size) -> None:
-    """A database as after long use: done requests, and one key's many sessions and checkpoints, copied from one."""
+    """Fill the database as after long use: done requests, and one key's many sessions and checkpoints, all copies."""
     client = PlainClient(server.url, LISTING_KEY)
     session = client.new_session()
     model = client.new_model(BASE_MODEL, session)
@@ -85,7 +86,7 @@ def fill(server, size: Size) -> None:
 
 @dataclass
 class Memory:
-    """Resident MiB of the API process, looked at ten times a second in a thread."""
+    """Resident MiB of the API process, measured ten times per second in a thread."""
 
     pid: int
     mib: list[float] = field(default_factory=list)
@@ -102,7 +103,7 @@ class Memory:
 
     def _watch(self) -> None:
         process = psutil.Process(self.pid)
-        with suppress(psutil.NoSuchProcess):  # it was killed, and its successor is another
+        with suppress(psutil.NoSuchProcess):  # it was killed; its successor has another pid
             self.mib.append(process.memory_info().rss / 2**20)
             while not self._over.wait(0.1):
                 self.mib.append(process.memory_info().rss / 2**20)
@@ -110,7 +111,7 @@ class Memory:
 
 @contextmanager
 def process(target, *arguments) -> Iterator[Connection]:
-    """A process that has said that it is ready."""
+    """Run a process. Waits until it has reported that it is ready."""
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe()
     child = context.Process(target=target, args=(*arguments, its), daemon=True)
@@ -125,7 +126,7 @@ def process(target, *arguments) -> Iterator[Connection]:
 
 
 def measure(server, size: Size, names: list[str], seconds: float, link: Connection) -> tuple[dict, dict]:
-    """(figures of a case, what each attacker reports), while the named attacks go on."""
+    """(figures of a case, reports of the attackers) during the named attacks."""
     api = server.pids().api
     with ExitStack() as stack:
         attackers = [stack.enter_context(process(attacks.run, name, server.url, BASE_MODEL, size)) for name in names]
@@ -151,15 +152,15 @@ def figures(
     """Return the printed figures of a case.
 
     Args:
-        pulse: Of the victim's heartbeats.
-        training: Of its training.
-        reports: What the attackers did.
-        mib: Resident memory of the API process, the first before the attack.
-        wall_s: How long it went on.
-        survived: Whether the API process is the one that it was.
+        pulse: Heartbeats of the victim.
+        training: Training of the victim.
+        reports: Reports of the attackers.
+        mib: Resident memory of the API process, the first value before the attack.
+        wall_s: Duration in seconds.
+        survived: True if the API process is still the same.
     """
     statuses = pulse.statuses + training.statuses
-    times = 1e3 * np.asarray(pulse.heartbeats_s or [wall_s])  # none: they took at least as long
+    times = 1e3 * np.asarray(pulse.heartbeats_s or [wall_s])  # none: they took at least this long
     attackers_s = sum(report["processor_s"] for report in reports)
     counted = sum((Counter(report["statuses"]) for report in reports), Counter[str]())
     return {
@@ -182,7 +183,7 @@ def figures(
 
 
 def missed(row: dict) -> list[str]:
-    """The goals that a case does not keep."""
+    """Goals that a case misses."""
     kept = {
         "heartbeat": row["p99_ms"] < P99_MS,
         "rate": row["of_alone"] > RATE,
@@ -195,7 +196,7 @@ def missed(row: dict) -> list[str]:
 def rows(
     names: list[str], seconds: float, together: float, size: Size, folder: Path, pass_s: float = PASS_S
 ) -> Iterator[dict]:
-    """The figures of each attack. Each has a server of its own, so that none finds what the one before left."""
+    """Figures of each attack. Each attack has a new server, without leftovers of the previous one."""
     cases = [(name, [name], seconds) for name in names]
     if together:
         cases.append((TOGETHER, list(ATTACKS), together))
@@ -215,7 +216,7 @@ def rows(
 
 
 def main(names: list[str], seconds: float, together: float, size: Size, pass_s: float) -> bool:
-    """Run the attacks and print their figures. Return True if all goals were kept."""
+    """Run the attacks and print their figures. Return True if all goals were met."""
     kept = True
     with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
         for row in rows(names, seconds, together, size, Path(scratch), pass_s):

@@ -1,10 +1,10 @@
-"""Do large updates get in, and who waits meanwhile?
+"""Time to upload large updates, and latency of other clients in the meantime.
 
-Run: `python benchmarks/bench_large_updates.py`. Two cases against the server of bench_hostile.py: one update in 208
-bodies of 3.3 MB, sent as fast as they are taken; and 500 MB over a line of 10 Mbit/s, with time scaled by `--scale`:
-the line is so many times as fast and `gap_timeout_s` so many times as short. As the SDK does, the first chunk is sent
-when the others have been accepted. Prints one JSON line per case: seconds until all were taken, and until all had their
-results; how the requests ended; heartbeats of another client meanwhile.
+Run: `python benchmarks/bench_large_updates.py`. Two cases with the server of bench_hostile.py: one update in 208 bodies
+of 3.3 MB, sent as fast as they are accepted; and 500 MB over a line of 10 Mbit/s, with time scaled by `--scale`: the
+line is faster and `gap_timeout_s` shorter by this factor. Like the SDK, the client sends the first chunk after the
+others have been accepted. Prints one JSON line per case: seconds until all were accepted, and until all had results;
+outcomes of the requests; heartbeats of another client.
 """
 
 import argparse
@@ -28,7 +28,7 @@ GAP_S, SLOW_BYTES_S = 300.0, 10e6 / 8
 
 
 def update(client: PlainClient, model: str, bodies: int, body_bytes: float, bytes_s: float | None) -> dict:
-    """Send the chunks of an update and an optimizer step; the figures of it."""
+    """Send the chunks of an update, and an optimizer step. Returns the figures."""
     rows = max(1, round(body_bytes / (LENGTH * TOKEN_BYTES)))
     tail = pass_body("", 0, rows, LENGTH)
     refused: Counter[int] = Counter()
@@ -64,7 +64,7 @@ def update(client: PlainClient, model: str, bodies: int, body_bytes: float, byte
 
 
 def measure(case: str, bodies: int, body_bytes: float, scale: float | None) -> None:
-    """One case on a server of its own, with a victim beside it."""
+    """Run one case on a new server, with a concurrent victim."""
     with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
         server = start(Path(scratch))
         if scale is not None:

@@ -1,8 +1,8 @@
 """Latency and memory of the server while thousands of requests wait.
 
 Run: `python benchmarks/bench_load.py`. Client processes of the stock SDK keep 2,000 samples waiting and 16 models
-training on the built-in model, while another process asks the cheap questions over plain HTTP. Prints one JSON line per
-cheap call (milliseconds), one for what was done, and one per server process (resident memory, middle and end).
+training on the built-in model, while another process makes cheap calls over plain HTTP. Prints one JSON line per cheap
+call (milliseconds), one for the work done, and one per server process (resident memory at middle and end).
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main(load: Load) -> None:
 
 
 def emit_memory(report: Report) -> None:
-    """Medians around the middle and over the last tenth of the time."""
+    """Print medians around the middle and over the last tenth of the time."""
     for name, mib in report.memory_mib.items():
         tenth = max(1, len(mib) // 10)
         middle = statistics.median(mib[len(mib) // 2 :][:tenth])

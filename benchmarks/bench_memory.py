@@ -1,9 +1,9 @@
-"""Memory cost of one more model, at work and idle.
+"""Memory cost of one more model, active and idle.
 
 Run: `python benchmarks/bench_memory.py --models medium`. In this process: models of rank 32 on all linear layers, each
-with gradient sums and both moments, first all of them on the device, then with room there for one. `per_model` is what
-each adds to this process, or to the arrays of JAX, over the size of its weights, sums and two moments in float32, less
-what the first four add. Prints one JSON line per case.
+with gradient sums and both moments, first all on the device, then with room for one there. `per_model` is the growth
+per model of this process, or of JAX's arrays, relative to the size of its weights, sums and two moments in float32. The
+first four models are not counted. Prints one JSON line per case.
 """
 
 import argparse
@@ -20,11 +20,11 @@ import flops
 from common import RANK, emit, sequence
 
 BEFORE = 4
-"""Models that are there before it is counted: the first ones bring programs and buffers with them."""
+"""Number of models created before counting starts: the first ones allocate programs and buffers too."""
 
 
 def measure(folder: Path, count: int, room_gib: float) -> tuple[int, float, float]:
-    """(bytes of a model's weights, sums and moments; what each adds to this process, and to the arrays of JAX)."""
+    """(bytes of a model's weights, sums and moments; growth per model of this process, and of JAX's arrays)."""
     import jax
 
     from skyrl.backends.jax.backend import JaxBackend

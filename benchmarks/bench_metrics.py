@@ -1,7 +1,7 @@
 """Cost of metrics in the API process: a scrape, and the accounting of one sample with its HTTP requests.
 
-Run: `python benchmarks/bench_metrics.py`. The registry is as large as it gets: 50 tenants, 40 routes, 12 operations.
-Prints one JSON line per case; milliseconds of the process's CPU, the median and 90th percentile.
+Run: `python benchmarks/bench_metrics.py`. The registry has its maximum size: 50 tenants, 40 routes, 12 operations.
+Prints one JSON line per case: milliseconds of the process's CPU time, median and 90th percentile.
 """
 
 import argparse
@@ -23,7 +23,7 @@ OPERATIONS = [f"operation_{number}" for number in range(12)]
 
 @dataclass(frozen=True)
 class Ready:
-    """An engine that tells as much as the JAX backend's does."""
+    """An engine that reports as many statistics as with the JAX backend."""
 
     metrics: dict[str, int]
     statistics: dict[str, int]

@@ -1,14 +1,14 @@
-"""Speed of experts beside a dense model of as much work, and seconds of compiling by number of layers.
+"""Speed of experts compared with an equivalent dense model, and compile time by number of layers.
 
 Run: `python benchmarks/bench_models.py --cases experts compile`. In one process, without a server.
 
 `experts`: forward and backward of an adapter of rank 32 over 2,048 tokens (4 x 512), float32: Qwen3-MoE with 16
-experts, 4 for each token, beside a Qwen3 whose feed-forward part is as wide as 4 experts, by turns. Then the parts of
-one feed-forward layer, each compiled alone, forward and backward: router, sorting with gathering, grouped products,
-products of adapters, and scattering with the weighted sum; of the dense layer its products and those of its adapter.
+experts, 4 per token, and a Qwen3 whose feed-forward part is as wide as 4 experts, in turn. Then the parts of one
+feed-forward layer, each compiled alone, forward and backward: router, sorting with gathering, grouped products,
+products of adapters, and scattering with the weighted sum; for the dense layer its products and those of its adapter.
 
-`compile`: seconds of `lower().compile()`, with no cache, of a training program (a tile of 512 tokens) and of a decode
-program (8 rows of an adapter's bank, one step) at 4, 8, 9 and 32 layers; those of 9 and more are scanned.
+`compile`: seconds of `lower().compile()`, without a cache, of a training program (a tile of 512 tokens) and of a decode
+program (8 rows with an adapter bank, one step) at 4, 8, 9 and 32 layers. From 9 layers on, they are scanned.
 
 Prints one JSON line per case.
 """
@@ -43,10 +43,10 @@ from skyrl.types import LoraConfig
 TILE = 512
 TILES, EXPERTS, ACTIVE = 4, 16, 4
 GOAL = 0.6
-"""Of tokens a second of experts, beside a dense model."""
+"""Target for tokens per second with experts, relative to the dense model."""
 LAYERS = (4, 8, 9, 32)
 COMPILE_GOAL = 1.5
-"""Of seconds for 32 layers, beside 4."""
+"""Target for seconds with 32 layers, relative to 4."""
 ROWS, SLOTS, CONTEXT = 8, 5, 512
 KEYS = map(jax.random.key, itertools.count())
 
@@ -57,7 +57,7 @@ def normal(*shape: int, scale: float = 1.0) -> jax.Array:
 
 
 class Model:
-    """A random model without files of weights, and an adapter."""
+    """A random model without weight files, and an adapter."""
 
     def __init__(self, arch: str, shape: flops.Shape, folder: Path, weights: bool = True):
         path = make_model(folder / f"{arch}-{shape.layers}", arch, **asdict(shape), weights=False)
@@ -67,7 +67,7 @@ class Model:
         self.adapter = init_adapter(self.config, LoraConfig(rank=RANK), 0, RANK)
 
     def pass_(self, weights: Any, base: Any, ids: jax.Array) -> tuple[jax.Array, Any]:
-        """Sum of the log-probabilities of the next tokens, and its gradient in the adapter's weights."""
+        """Sum of the next tokens' log-probabilities, and its gradient with respect to the adapter's weights."""
 
         def objective(weights: Any) -> jax.Array:
             model, adapter = nnx.merge(self.graph, base), Adapter(weights, self.adapter.scaling)
@@ -80,11 +80,11 @@ class Model:
         return jax.value_and_grad(objective)(weights)
 
     def lower_pass(self) -> Any:
-        """The program of a pass over a tile."""
+        """Lowered program of a pass over a tile."""
         return jax.jit(self.pass_).lower(self.adapter.weights, self.base, jax.ShapeDtypeStruct((1, TILE), jnp.int32))
 
     def lower_step(self) -> Any:
-        """The program of a step."""
+        """Lowered program of a decoding step."""
         cache = jax.eval_shape(lambda: KVCache.zeros(self.config, ROWS, CONTEXT, jnp.float32))
         tokens = jax.ShapeDtypeStruct((ROWS, 1), jnp.int32)
         return jax.jit(self.step).lower(self.base, jax.eval_shape(self.bank), cache, tokens)
@@ -94,7 +94,7 @@ class Model:
         return empty_bank(lora_targets(self.config), self.adapter, SLOTS, self.config.unroll_layers)
 
     def step(self, base: Any, bank: Adapter, cache: KVCache, tokens: jax.Array) -> tuple[jax.Array, KVCache | None]:
-        """Most likely next tokens of rows, each of which has an adapter of a bank."""
+        """Most likely next tokens of rows, each with an adapter of the bank."""
         model, slots = nnx.merge(self.graph, base), jnp.arange(ROWS, dtype=jnp.int32) % SLOTS
         positions = jnp.full((ROWS, 1), CONTEXT // 2, jnp.int32)
         output = model(tokens, positions=positions, adapter=bank, adapter_index=slots, kv_cache=cache)
@@ -103,7 +103,7 @@ class Model:
 
 
 def in_turn(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call in each round, after one that is not counted."""
+    """Seconds of each call in each round, after a warm-up round."""
     rows = [
         {name: timed(lambda call=call: jax.block_until_ready(call())) for name, call in calls.items()}
         for _ in range(rounds + 1)
@@ -112,7 +112,7 @@ def in_turn(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
 
 
 def experts(shape: flops.Shape, rounds: int, folder: Path) -> None:
-    """Print the rates of both models, their ratio, and where the time goes."""
+    """Print the rates of both models, their ratio, and times of the parts."""
     ids = jnp.asarray(np.random.default_rng(0).integers(0, shape.vocab, (TILES, TILE)), jnp.int32)
     calls = {}
     for arch in ("qwen3", "qwen3_moe"):
@@ -155,7 +155,7 @@ def _parts(shape: flops.Shape, tokens: int) -> dict[str, Callable[[], Any]]:
     back = normal(shape.intermediate, RANK, scale=0.1), normal(RANK, hidden, scale=0.1)
 
     def total(function: Callable[..., jax.Array]) -> Callable[..., Any]:
-        """The function and the gradient of the sum of its squares in its first argument, compiled."""
+        """Compile the function with the gradient of the sum of its squares with respect to its first argument."""
         return jax.jit(jax.value_and_grad(lambda first, *rest: (function(first, *rest) ** 2).sum()))
 
     def products(blocks: jax.Array, up: jax.Array, down: jax.Array, group: jax.Array) -> jax.Array:
@@ -193,7 +193,7 @@ def _parts(shape: flops.Shape, tokens: int) -> dict[str, Callable[[], Any]]:
 
 
 def compiling(archs: list[str], shape: flops.Shape, folder: Path) -> None:
-    """Print seconds of compiling at each depth, and those of the deepest beside those of the shallowest."""
+    """Print compile times at each depth, and the ratio of the deepest to the shallowest."""
     for arch in archs:
         took: dict[str, dict[int, float]] = {"training": {}, "decode": {}}
         for layers in LAYERS:

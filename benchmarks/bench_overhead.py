@@ -1,7 +1,7 @@
-"""Cost of a request beside its computation: round trips of the smallest requests through the stock SDK.
+"""Overhead of a request: round trips of the smallest requests through the stock SDK.
 
-Run: `python benchmarks/bench_overhead.py`. The tiny model, one request at a time, after a warm-up that compiles.
-Prints one JSON line per operation; milliseconds from the call to its result.
+Run: `python benchmarks/bench_overhead.py`. The tiny model, one request at a time, after a warm-up that compiles. Prints
+one JSON line per operation, with milliseconds from the call to its result.
 """
 
 import argparse

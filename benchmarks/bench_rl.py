@@ -1,9 +1,9 @@
 """Seconds of one iteration of reinforcement learning, and of its parts.
 
-Run: `python benchmarks/bench_rl.py --models tiny`. Through the stock SDK, one adapter of rank 32: publish the weights,
-sample 8 prompts of 64 tokens 8 times each, 64 new tokens per sample, then forward_backward (importance_sampling, with
-the sampled log-probabilities) and optim_step, pipelined. The first iterations, which compile, are not counted. Prints
-one JSON line per model with the median seconds of an iteration and of its parts.
+Run: `python benchmarks/bench_rl.py --models tiny`. Through the stock SDK, with one adapter of rank 32: publish the
+weights, sample 8 prompts of 64 tokens 8 times each with 64 new tokens per sample, then forward_backward
+(importance_sampling, with the sampled log-probabilities) and optim_step, pipelined. The first iterations, which
+compile, are not counted. Prints one JSON line per model with the median seconds of an iteration and of its parts.
 """
 
 import argparse
@@ -19,7 +19,7 @@ PROMPTS, SAMPLES, PROMPT, NEW = 8, 8, 64, 64
 
 
 def rollout_datum(prompt: list[int], sampled, advantage: float):
-    """A sample as importance sampling takes it: nothing is learned of its prompt."""
+    """A sample as input for importance sampling. Its prompt has no advantages."""
     import tinker
 
     tokens = [*prompt, *sampled.tokens]

@@ -1,11 +1,11 @@
-"""Is a token routed to other experts in training than in sampling, and how near to a tie are those that are?
+"""Tokens that are routed to different experts in training and in sampling, and their distance from a tie.
 
 Run: `python benchmarks/bench_routing.py --tokens 100000`. In one process, without a server: random Qwen3-MoE and
-DeepSeek-V3 with 16 experts, 4 for each token, in float32 and bfloat16. The JAX backend samples with two adapters, then
-trains on what it sampled; inputs and choices of all routers are recorded in both. The gap of a token is the difference
-between the score of the last expert (or group of experts) that is chosen and of the first that is not, computed from
-the recorded input in float64. A flip is a token whose experts differ in a layer. It `follows` if, in an earlier layer,
-the same or an earlier token of its sequence was flipped: then its input is another one. Prints one JSON line per case.
+DeepSeek-V3 with 16 experts, 4 per token, in float32 and bfloat16. The JAX backend samples with two adapters, then
+trains on the samples. Inputs and choices of all routers are recorded in both. The gap of a token is the difference
+between the scores of the last selected expert (or group of experts) and of the first one not selected, computed from
+the recorded input in float64. A flip is a token whose experts differ in a layer. It `follows` if the same or an earlier
+token of its sequence was flipped in an earlier layer, because its input then differs. Prints one JSON line per case.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from skyrl.types import AdamParams, Datum, LoraConfig, SamplingParams
 ARCHITECTURES = ("qwen3_moe", "deepseek_v3")
 SIZES: dict[str, Any] = {"hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 4096}
 PROMPT, NEW = 72, 56
-"""Tokens of a prompt, more than a page of the cache, and of what is sampled after it."""
+"""Tokens of a prompt, more than a page of the cache, and tokens sampled after it."""
 ADAPTERS = 2
 NUMBERS = itertools.count()
 
@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
 
 class Recorder:
-    """Record of routers while it is entered. Layers must be unrolled, and programs compiled meanwhile."""
+    """Context that records routers. Layers must be unrolled, and programs compiled within the context."""
 
     def __init__(self):
         self.calls: list[Call] = []
@@ -97,14 +97,14 @@ class Recorder:
 
 
 class Routed(NamedTuple):
-    """Inputs and choices of each layer's router for each token of some sequences, one after the other."""
+    """Inputs and choices of each layer's router, for each token of concatenated sequences."""
 
     x: np.ndarray
     chosen: np.ndarray
 
     @classmethod
     def of(cls, calls: list[Call], sequences: list[list[int]]) -> "Routed":
-        """Assemble what was recorded. Raises AssertionError if a token is missing."""
+        """Assemble the records. Raises AssertionError if a token is missing."""
         starts = np.cumsum([0, *map(len, sequences)])
         places = {
             (place, *tokens[place : place + 2]): number
@@ -143,7 +143,7 @@ class Routed(NamedTuple):
 
 
 def gaps(x: np.ndarray, design: Experts, kernel: np.ndarray, correction: np.ndarray | None):
-    """Gaps float64 `[tokens]` and experts `[tokens, k]` in ascending order, by a router of its own."""
+    """Gaps float64 `[tokens]` and experts `[tokens, k]` in ascending order, by an independent router."""
     logits = x.astype(np.float64) @ kernel
     if design.sigmoid:
         ranked = 1 / (1 + np.exp(-logits))
@@ -165,7 +165,7 @@ def gaps(x: np.ndarray, design: Experts, kernel: np.ndarray, correction: np.ndar
 
 
 class Backend:
-    """The JAX backend with some trained adapters."""
+    """The JAX backend with several trained adapters."""
 
     def __init__(self, folder: Path, dtype: str):
         options = JaxBackendConfig.model_validate(
@@ -173,7 +173,7 @@ class Backend:
                 "dtype": dtype,
                 "warm_up": False,
                 "gradient_checkpointing": False,
-                "prefix_caching": False,  # each prompt's tokens are read
+                "prefix_caching": False,  # so that each prompt's tokens are computed
                 "max_lora_rank": 8,
                 "max_context_length": PROMPT + NEW,
             }
@@ -190,7 +190,7 @@ class Backend:
             self._run(Publish(request_id=_name(), model_id=model, version=model, path=path, persist=False))
 
     def sample(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Tokens that the router met of each prompt and its samples: all but the last."""
+        """Sample. Returns the tokens of each prompt and its samples that passed the router: all except the last."""
         params = SamplingParams(max_tokens=NEW, seed=0, stop=[])
         samples = [
             Sample(
@@ -208,7 +208,7 @@ class Backend:
         ]
 
     def train(self, sequences: list[list[int]], number: int) -> None:
-        """A pass of a model."""
+        """Run a pass of a model."""
         data = [
             Datum(
                 np.asarray(tokens, np.int32),
@@ -230,7 +230,7 @@ class Backend:
         return results
 
     def close(self) -> None:
-        """End its threads."""
+        """Stop its threads."""
         self._backend.close()
 
 
@@ -239,9 +239,9 @@ def _name() -> str:
 
 
 def measure(arch: str, dtype: str, tokens: int, folder: Path) -> dict[str, Any]:
-    """Fields of a case, of at least so many tokens.
+    """Fields of a case with at least this many tokens.
 
-    Raises AssertionError where a router chose others than its scores in float64 say, with a gap above 1e-6.
+    Raises AssertionError if a router's choices differ from its scores in float64, with a gap above 1e-6.
     """
     model = make_model(folder / f"{arch}-{dtype}", arch, **SIZES, intermediate=128, dtype=dtype)
     count = -(-tokens // (PROMPT + NEW - 1))
@@ -272,7 +272,7 @@ def measure(arch: str, dtype: str, tokens: int, folder: Path) -> dict[str, Any]:
 
 
 def _fields(flipped: np.ndarray, gap: np.ndarray, lengths: list[int], bound: float) -> dict[str, Any]:
-    """Numbers of `[layers, tokens]` flips and gaps of sequences of these lengths."""
+    """Figures of flips and gaps `[layers, tokens]` of sequences with these lengths."""
     before = np.concatenate([np.zeros_like(flipped[:1]), np.logical_or.accumulate(flipped)[:-1]])
     ends = np.cumsum(lengths)[:-1]
     follows = np.concatenate(

@@ -2,7 +2,7 @@
 
 Run: `python benchmarks/bench_sampling.py --models tiny medium`. Through the stock SDK unless a case says otherwise.
 Four adapters of rank 32 on all linear layers, in turn; temperature 1, log-probabilities on, prompts of 64 tokens, stops
-disabled, so that every sequence reaches its `max_tokens`. A first round of each case, which may compile, is not
+disabled, so that every sequence reaches its `max_tokens`. The first round of each case, which may compile, is not
 counted. Prints one JSON line per case.
 """
 
@@ -35,14 +35,14 @@ class Samplers:
         self.rounds = 0
 
     def submit(self, prompt: list[int], max_tokens: int, samples: int = 1, adapter: int = 0):
-        """Ask for samples. Returns the future."""
+        """Request samples. Returns the future."""
         import tinker
 
         params = tinker.SamplingParams(max_tokens=max_tokens, seed=self.rounds, stop=[])
         return self.samplers[adapter % len(self.samplers)].sample(tinker.ModelInput.from_ints(prompt), samples, params)
 
     def fresh(self, length: int, number: int) -> list[int]:
-        """A prompt that nobody has seen."""
+        """A new prompt."""
         return sequence(length, 100_000 * self.rounds + number)
 
     def decode(self, limits: list[int], prompt: int = PROMPT) -> float:
@@ -55,7 +55,7 @@ class Samplers:
         return time.perf_counter() - start
 
     def first_tokens(self, requests: int, prompts: int, samples: int = 1, length: int = 512) -> float:
-        """Seconds until the last of so many requests of so many prompts has its first token."""
+        """Seconds until all of this many requests, with this many different prompts, have their first token."""
         self.rounds += 1
         start = time.perf_counter()
         futures = [self.submit(self.fresh(length, i % prompts), 1, samples) for i in range(requests)]
@@ -64,17 +64,17 @@ class Samplers:
         return time.perf_counter() - start
 
     def short(self) -> float:
-        """Seconds that a short request takes."""
+        """Seconds of a short request."""
         self.rounds += 1
         start = time.perf_counter()
         self.submit(self.fresh(16, 0), 8).result()
         return time.perf_counter() - start
 
     def short_beside(self, times: int) -> list[float]:
-        """The same while 8 long requests run."""
+        """Seconds of short requests while 8 long requests run."""
         self.rounds += 1
         futures = [self.submit(self.fresh(16, i), 512) for i in range(8)]
-        self.short()  # answered after one of theirs has begun to be read
+        self.short()  # answered after the first of the long ones has started
         seconds = []
         for _ in range(times):
             seconds.append(self.short())
@@ -86,7 +86,7 @@ class Samplers:
         return seconds
 
     def publish(self) -> float:
-        """Seconds from asking for the weights of this moment to be published to their first token."""
+        """Seconds from publishing the current weights to their first token."""
         import tinker
 
         self.rounds += 1
@@ -98,13 +98,13 @@ class Samplers:
 
 
 def median(measure: Callable[[], float], repeats: int) -> float:
-    """Median of `repeats` runs after one that is not counted."""
+    """Median of `repeats` runs, after a warm-up run."""
     measure()
     return statistics.median(measure() for _ in range(repeats))
 
 
 def decode_phase(model: str, repeats: int) -> float:
-    """Tokens a second of the sampler in this process, from the time that all prompts are read."""
+    """Tokens per second of the sampler in this process, after all prompts are read."""
     from dataclasses import asdict
 
     from skyrl.backends.jax.backend import JaxBackend
@@ -146,7 +146,7 @@ def decode_phase(model: str, repeats: int) -> float:
 
 
 def through_sdk(model: str, repeats: int, report: Callable[..., None]) -> None:
-    """The cases of one model that drive a live server."""
+    """Run the cases of one model on a live server."""
     with serving(model) as (client, server):
         samplers = Samplers(client, server, ADAPTERS)
 

@@ -1,9 +1,9 @@
 """Seconds until a server is ready, and until it has trained its first step.
 
-Run: `python benchmarks/bench_start.py --models tiny`. Servers as `skyrl serve` starts them, one after the other: with
-an empty cache of compiled programs, and with the cache that the first one has left. A first step is a new model of rank
-32, forward_backward of 16 x 256 tokens and optim_step, through the stock SDK, asked for as soon as the server is ready.
-Importing the SDK is not counted. Prints one JSON line per case with median seconds.
+Run: `python benchmarks/bench_start.py --models tiny`. Servers started like `skyrl serve`, one after the other: with an
+empty compilation cache, and with the cache left by the first one. A first step is a new model of rank 32,
+forward_backward of 16 x 256 tokens and optim_step, through the stock SDK, requested as soon as the server is ready. The
+import of the SDK is not counted. Prints one JSON line per case with median seconds.
 """
 
 import argparse
@@ -18,11 +18,11 @@ import flops
 from common import API_KEY, RANK, datum, emit, peak_flops
 
 BATCH = 16, 256
-"""Sequences, tokens of each."""
+"""Number of sequences, and tokens of each."""
 
 
 def start(model: Path, state: Path, cache: Path) -> tuple[float, float]:
-    """(seconds until ready, until the first step is done) of a new server."""
+    """(seconds until ready, seconds until the first step is done) of a new server."""
     import tinker
 
     from skyrl.tinker.local_server import LocalServer, close_client
@@ -52,7 +52,7 @@ def main(models: list[str], repeats: int) -> None:
         with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
             folder = Path(scratch)
             model = make_model(folder / name, arch="qwen3", **asdict(flops.SHAPES[name]), seed=0)
-            start(model, folder / "discarded", folder / "discarded cache")  # files of the system are in memory now
+            start(model, folder / "discarded", folder / "discarded cache")  # files are now in the system's page cache
             for number in range(repeats):
                 for case, times in found.items():
                     times.append(start(model, folder / f"{case} {number}", folder / f"cache {number}"))

@@ -1,9 +1,8 @@
-"""Duration of `GET /status` with thousands of requests waiting, and the delay that it causes for others.
+"""Duration of `GET /status` with thousands of waiting requests, and the delay that it causes for others.
 
-Run: `python benchmarks/bench_status.py`. A server with the fake backend of the tests, whose engine stands
-still; samples of one model wait, and so many training requests of ten. Prints one JSON line per route: milliseconds
-until it was answered, and until a `GET /livez` that was sent beside it was, on a connection of its own, the median and
-90th percentile.
+Run: `python benchmarks/bench_status.py`. A server with the fake backend of the tests, whose engine is stopped. Samples
+of one model wait, and 200 training requests of ten models. Prints one JSON line per route: median and 90th percentile
+of milliseconds until it was answered, and until a concurrent `GET /livez` on another connection was.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import numpy as np
 
 from common import emit
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the fake backend is one of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the fake backend of the tests
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 
 TRAINING = 200

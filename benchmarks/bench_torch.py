@@ -1,10 +1,10 @@
-"""Speed of training and sampling on the torch backend, beside PEFT in a plain loop and beside itself alone.
+"""Speed of training and sampling on the torch backend, compared with PEFT in a plain loop and with itself.
 
 Run: `python benchmarks/bench_torch.py`. In one process, without a server: a random tiny Qwen3, adapters of rank 32 on
-all linear layers but the vocabulary projection, float32. What is compared is run in turn, and the ratio is
-that of the medians. With `--ray`: two workers as Ray actors beside two local processes, and the driver's share
-of a processor. With `--beside-jax`: torch and JAX, each in a process of its own. With `--one-core`: processor time of
-one core, for a machine that has other work. Prints one JSON line per case.
+all linear layers except the vocabulary projection, float32. Compared calls run in turn, and the ratio is that of the
+medians. With `--ray`: two workers as Ray actors compared with two local processes, and the driver's share of a
+processor. With `--beside-jax`: torch and JAX, each in a separate process. With `--one-core`: processor time of one
+core, for a busy machine. Prints one JSON line per case.
 """
 
 import argparse
@@ -33,12 +33,12 @@ NUMBERS = itertools.count()
 ADAM = AdamParams(learning_rate=1e-4)
 NEW, PROMPT, ROWS = 64, 64, 32
 EVEN = [(PROMPT, NEW)] * ROWS
-"""Tokens of each prompt, and of what follows it."""
+"""(tokens of a prompt, tokens after it) of each sample."""
 MIXED = [(int(prompt), int(new)) for prompt, new in np.random.default_rng(1).integers((16, 8), (129, 129), (ROWS, 2))]
 
 
 class Ours:
-    """A backend, torch or jax, with models that train and versions that are sampled."""
+    """A backend, torch or jax, with models for training and versions for sampling."""
 
     def __init__(self, folder: Path, models: int, kind: str = "torch", **options):
         sizes = {"max_lora_rank": RANK, "sample_max_num_sequences": ROWS, **options}
@@ -55,7 +55,7 @@ class Ours:
             self.run(Publish(request_id=_name(), model_id=str(number), version=str(number), path=path, persist=False))
 
     def run(self, *operations) -> None:
-        """Until all have ended."""
+        """Run operations until all have ended."""
         for operation in operations:
             self.backend.submit(operation)
         left = {operation.request_id for operation in operations}
@@ -66,7 +66,7 @@ class Ours:
                 left.discard(completion.request_id)
 
     def train(self, lengths: list[int], models: int = 1) -> None:
-        """A pass and a step of each model, over its share of the sequences."""
+        """Run a pass and a step of each model, on its share of the sequences."""
         operations = []
         for number in range(models):
             data = [_datum(length, seed) for seed, length in enumerate(lengths) if seed % models == number]
@@ -77,7 +77,7 @@ class Ours:
         self.run(*operations)
 
     def sample(self, sizes: list[tuple[int, int]]) -> None:
-        """Samples of fresh prompts at once: tokens of each prompt, and of what follows it."""
+        """Sample new prompts concurrently. Sizes are (tokens of the prompt, tokens after it)."""
         self.run(
             *(
                 Sample(
@@ -92,7 +92,7 @@ class Ours:
 
 
 class Plain:
-    """PEFT and torch's AdamW in the loop that one writes without a server; sequences are padded to the longest."""
+    """PEFT and torch's AdamW in a loop without a server. Sequences are padded to the longest."""
 
     def __init__(self, folder: Path):
         from peft import LoraConfig as PeftConfig
@@ -107,7 +107,7 @@ class Plain:
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
 
     def train(self, lengths: list[int], rows: int = 8) -> None:
-        """A step over the sequences, `rows` at a time."""
+        """Take a step on the sequences, `rows` at a time."""
         for start in range(0, len(lengths), rows):
             some = lengths[start : start + rows]
             tokens = torch.zeros(len(some), max(some) + 1, dtype=torch.int64)
@@ -123,7 +123,7 @@ class Plain:
 
     @torch.no_grad()
     def sample(self, sizes: list[tuple[int, int]]) -> None:
-        """One batch by `generate`: prompts are padded on the left, and all go on for as long as the longest."""
+        """Sample one batch with `generate`: prompts are padded on the left, and all sequences get the same length."""
         longest, new = (max(numbers) for numbers in zip(*sizes, strict=True))
         prompts = torch.zeros(len(sizes), longest, dtype=torch.int64)
         mask = torch.zeros_like(prompts)
@@ -136,7 +136,7 @@ class Plain:
 
 
 class Apart:
-    """`Ours` in a process of its own, which says how long a call took."""
+    """`Ours` in a separate process, which reports the seconds of each call."""
 
     def __init__(self, folder: Path, kind: str, one_core: bool):
         context = get_context("spawn")
@@ -151,7 +151,7 @@ class Apart:
         return self._pipe.recv()
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         self._pipe.close()
         self._process.join()
 
@@ -169,7 +169,7 @@ def _serve(pipe: Connection, folder: Path, kind: str, one_core: bool) -> None:
 
 
 def compare_backends(folder: Path, one_core: bool) -> None:
-    """Print rates of torch, and how many times as fast as JAX it is, for the same work in turn."""
+    """Print rates of torch, and its speed relative to JAX, for the same work in turn."""
     cases = {
         f"{folder.name}: 16 x 256 beside JAX": (16 * 256, "train", [256] * 16),
         f"{folder.name}: 32 samples beside JAX": (ROWS * NEW, "sample", EVEN),
@@ -187,7 +187,7 @@ _clock = time.perf_counter
 
 
 def _choose_clock(one_core: bool) -> None:
-    """Measure processor time on one core, or time by the clock on all."""
+    """Measure processor time on one core, or wall time on all cores."""
     global _clock
     if one_core:
         _clock = time.process_time
@@ -213,7 +213,7 @@ def _datum(length: int, seed: int) -> Datum:
 
 
 def compare(case: str, tokens: int, wanted: float, ours: Callable[[], object], other: Callable[[], object]) -> None:
-    """Print the rate of one and how many times as fast as the other it is."""
+    """Print the rate of `ours`, and its speed relative to `other`."""
     ours(), other()
     pairs = [(timed(ours), timed(other)) for _ in range(5)]
     mine, its = (statistics.median(times) for times in zip(*pairs, strict=True))
@@ -227,7 +227,7 @@ def compare(case: str, tokens: int, wanted: float, ours: Callable[[], object], o
 
 
 def compare_executors(folder: Path) -> None:
-    """Print what two workers take for the same passes and steps as processes and as Ray actors, in turn."""
+    """Print the times of two workers for the same passes and steps, as processes and as Ray actors in turn."""
     groups = {workers: Ours(folder, models=1, workers=workers, num_workers=2) for workers in ("processes", "ray")}
     for lengths in ([256] * 16, [32]):
         took: dict[str, list[tuple[float, float]]] = {workers: [] for workers in groups}

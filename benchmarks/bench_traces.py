@@ -1,8 +1,8 @@
-"""Cost of request timelines in the API process: in time for each request, in memory, and for an export.
+"""Cost of request timelines in the API process: CPU time per request, memory, and CPU time of an export.
 
-Run: `python benchmarks/bench_traces.py`. Futures are those of samples of 100 sessions, each from its acceptance to its
-outcome, with and without what is noted of its timeline. Prints one JSON line per case; microseconds and milliseconds
-of the process's CPU, the median and 90th percentile.
+Run: `python benchmarks/bench_traces.py`. Futures of samples of 100 sessions, each from acceptance to outcome, with and
+without their timelines. Prints one JSON line per case: microseconds and milliseconds of the process's CPU time, median
+and 90th percentile.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def notes_alone(timelines: Timelines, some: list[tuple[str, tuple[str, int]]]) -
 
 
 def measured(call: Callable[[int], object], repeats: int) -> tuple[float, float]:
-    """Median and 90th percentile of milliseconds of a call, which is given its number."""
+    """Median and 90th percentile of the milliseconds of a call, which gets its number as the argument."""
     times = []
     for number in range(repeats + 2):
         start = time.thread_time()

@@ -1,20 +1,20 @@
-"""Cost of a step of the RL trainer beside its models: rollouts, collation, advantages, calls of the backend.
+"""Cost of a step of the RL trainer without its models: rollouts, collation, advantages, calls of the backend.
 
 Run: `python benchmarks/bench_trainer.py`. Whole steps of `RLTrainer` with a tokenizer, a chat template, the
-environments gsm8k and gsm8k_multi_turn and the executor of every backend, but a model that answers at once with made-up
-numbers (benchmarks/instant.py). Dumps are off, as they are by default. Prints one JSON line per case: the best of
-`repeats` steps by the clock (`seconds`) and by the processor time of the whole process (`processor_s`). Nothing is
-subtracted, what the made-up numbers cost neither. Where other programs share the machine, the second says what the
-first would be without them.
+environments gsm8k and gsm8k_multi_turn and the executor of every backend, but with a model that answers at once with
+made-up numbers (benchmarks/instant.py). Dumps are off, as by default. Prints one JSON line per case: the best of
+`repeats` steps by wall time (`seconds`) and by processor time of the whole process (`processor_s`). Nothing is
+subtracted, not even the cost of the made-up numbers. If other programs use the machine, the second estimates the first
+without them.
 
-Then one line per case and part of the work (processor time of the event loop's thread, in steps of their own), and one
-line per case and setting: `share` is the fraction of a step in which the trainer works and the models do not, if the
-models take no longer than their products at the stated rate. A token takes 2 P operations of a model with P parameters
-when it is sampled or scored and 6 P when it is trained on; prompts, attention and what keeps real ones from that rate
-are left out, so that a real step is longer and the share smaller.
+Then it prints one line per case and part of the work (processor time of the event loop's thread, in separate steps),
+and one line per case and setting. `share` is the fraction of a step in which the trainer works and the models do not,
+assuming that the models take only the time of their products at the stated rate. A token takes 2 P operations of a
+model with P parameters when it is sampled or scored, and 6 P when it is trained on. Prompts, attention and other costs
+of real models are left out, so a real step takes longer and the share is smaller.
 
-`--model-seconds S` makes the models wait instead: S seconds for the sampled tokens, as much for each token of prompts,
-256 samples at a time. Then the share is measured, and work that goes on while the models compute costs nothing.
+`--model-seconds S` makes the models wait instead: S seconds for the sampled tokens, the same per token of prompts, 256
+samples at a time. Then the share is measured, and work during computations of the models costs nothing.
 """
 
 import argparse
@@ -43,13 +43,13 @@ SETTINGS = {
     "Qwen3-8B, 8 H100 at 400 TFLOP/s each": (8.2e9, 8 * 400e12),
     "Qwen3-32B, 64 H100 at 400 TFLOP/s each": (32.8e9, 64 * 400e12),
 }
-"""Parameters, and operations a second."""
+"""Number of parameters, and operations per second."""
 CPU = "tiny, 2 cores: sampling and training as in README.md, nothing else"
 CPU_S = 1 / 6222 + 1 / 6079
-"""Seconds per token there."""
+"""Seconds per token in this setting."""
 
 WARM_UP = 2
-"""Steps that are not counted."""
+"""Number of steps that are not counted."""
 ANSWER = 42
 PROMPT = (
     "Ann picks {ours} apples in the morning, and her brother Ben, who gets up a little later than she does, picks "
@@ -85,12 +85,12 @@ CASES = {
 
 
 class Size(NamedTuple):
-    """Of a step."""
+    """Size of a step."""
 
     prompts: int
     samples: int
     tokens: int
-    """Sampled in a trajectory, all turns together."""
+    """Sampled tokens per trajectory, over all turns."""
 
     @property
     def sampled(self) -> int:
@@ -99,7 +99,7 @@ class Size(NamedTuple):
 
 
 class Rows:
-    """The same prompts, over and over."""
+    """Data source that repeats the same prompts."""
 
     def __init__(self, count: int, env: str):
         from skyrl.train.rollouts.episode import Prompt
@@ -135,7 +135,7 @@ def responses(tokenizer, count: int, length: int, answer: int) -> np.ndarray:
 
 @contextmanager
 def trainer_of(case: Case, size: Size, folder: Path, model_s: float = 0.0) -> Iterator[tuple[Any, InstantBackend]]:
-    """(trainer, its backend). All models together take `model_s` seconds for the sampled tokens of a step."""
+    """Create (trainer, its backend). All models together take `model_s` seconds for the sampled tokens of a step."""
     from transformers import AutoTokenizer
 
     from skyrl.backends.async_client import BackendClient
@@ -160,7 +160,7 @@ def trainer_of(case: Case, size: Size, folder: Path, model_s: float = 0.0) -> It
         ]
     ).resolve()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    answer = ANSWER if case.turns == 1 else ANSWER - 1  # a right one would end the episode
+    answer = ANSWER if case.turns == 1 else ANSWER - 1  # a correct answer would end the episode
     sampled = responses(tokenizer, size.prompts * size.samples, size.tokens // case.turns, answer)
     token_s = model_s / (model_units(case) * size.sampled)
     backend = InstantBackend(sampled, Options(vocab_size=len(tokenizer), token_s=token_s))
@@ -179,8 +179,8 @@ def trainer_of(case: Case, size: Size, folder: Path, model_s: float = 0.0) -> It
 
 
 def model_units(case: Case) -> int:
-    """Work of a step per sampled token, in forward passes: sampling, the policy and the reference score; three for the
-    training of each model; a critic scores too."""
+    """Work of a step per sampled token, in forward passes: one each for sampling, the policy's score and the
+    reference's score, three for training each model, one for a critic's score."""
     critic = any("critic" in override for override in case.overrides)
     return 1 + 1 + 1 + 3 + (1 + 3 if critic else 0)
 
@@ -191,11 +191,11 @@ class Step(NamedTuple):
     wall: float
     processor: float
     waited: float
-    """For the models, as `model_s` says."""
+    """Seconds that the models took, as set by `model_s`."""
 
 
 def steps(trainer, backend: InstantBackend, size: Size, repeats: int) -> list[Step]:
-    """Steps after some that are not counted."""
+    """Take steps, after some that are not counted. Returns the cost of each."""
 
     async def run() -> list[Step]:
         await trainer.policy.publish(0)
@@ -212,7 +212,7 @@ def steps(trainer, backend: InstantBackend, size: Size, repeats: int) -> list[St
 
 
 class Parts:
-    """Processor time of the event loop's thread by part of the work; what is within another part is not that one's."""
+    """Processor time of the event loop's thread by part of the work. Nested parts count separately."""
 
     def __init__(self):
         self.seconds: Counter[str] = Counter()
@@ -234,7 +234,7 @@ class Parts:
         self._since = now
 
     def watch(self, part: str, owner: Any, *names: str) -> None:
-        """Count calls of functions, or of cached properties, of a module or class."""
+        """Measure calls of functions, or of cached properties, of a module or class."""
         for name in names:
             found = vars(owner)[name]
             if isinstance(found, cached_property):
@@ -259,7 +259,7 @@ class Parts:
 
 
 def watched_parts() -> Parts:
-    """From now on the parts of each step are counted."""
+    """Start to measure the parts of each step."""
     from skyrl.envs.tasks.gsm8k import GSM8kEnv
     from skyrl.envs.tasks.gsm8k_multi_turn import GSM8kMultiTurnEnv
     from skyrl.train.rl import trainer, update

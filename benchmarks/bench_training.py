@@ -1,10 +1,10 @@
-"""Tokens a second that the server trains, and the fraction of the machine's peak that this is.
+"""Tokens per second trained by the server, and as a fraction of the machine's peak.
 
 Run: `python benchmarks/bench_training.py --models tiny medium`. Steps (forward_backward + optim_step, pipelined)
-through the stock SDK, rank 32 on all linear layers; the first steps, which compile, are not counted. Cases that are
-compared take turns in one process, as the machine's speed wanders: rates are medians over the rounds, ratios medians of
-the ratios within a round. Prints one JSON line per case. `fraction_of_peak` is useful work (benchmarks/flops.py) over
-the rate of a 2048^3 float32 product in JAX, the best of those measured before and after.
+through the stock SDK, rank 32 on all linear layers; the first steps, which compile, are not counted. Compared cases
+alternate in one process, because the machine's speed varies: rates are medians over the rounds, ratios are medians of
+the ratios within a round. Prints one JSON line per case. `fraction_of_peak` is useful work (benchmarks/flops.py)
+relative to the rate of a 2048^3 float32 product in JAX, the best of those measured before and after.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from common import RANK, datum, emit, peak_flops, serving, tenants
 
 LENGTHS = np.random.default_rng(0).integers(16, 513, 64).tolist()
 ROWS, MEAN = round(sum(LENGTHS) / 256), round(sum(LENGTHS) / len(LENGTHS))
-"""As many tokens in sequences of 256, and the length of as many equal sequences."""
+"""Number of sequences of 256, and length of 64 equal sequences, with the same total number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Case:
 
     name: str
     lengths: list[list[int]]
-    """Of the sequences of a batch, per adapter. Each adapter is a client with a key of its own."""
+    """Lengths of the sequences in a batch, per adapter. Each adapter belongs to a client with its own key."""
     models: tuple[str, ...] = ("tiny", "medium")
 
 
@@ -60,7 +60,7 @@ def steps(trainers, batches, count: int) -> float:
 
 
 def rates(model: str, cases: list[Case], rounds: int, seconds: float) -> tuple[dict[str, list[float]], float]:
-    """(tokens a second of each case in each round, peak rate of the machine)."""
+    """(tokens per second of each case in each round, peak rate of the machine)."""
     found: dict[str, list[float]] = {case.name: [] for case in cases}
     with serving(model) as (_, server), tenants(server, 8) as clients:
         trainers = [

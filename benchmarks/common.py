@@ -42,7 +42,7 @@ def serving(name: str, backend_config: dict[str, object] | None = None) -> Itera
 
 @contextmanager
 def tenants(server, count: int) -> Iterator[list]:
-    """Service clients with a key each: to the server they are different people."""
+    """Create service clients with different keys, which are different tenants."""
     import tinker
 
     from skyrl.tinker.local_server import close_client
@@ -68,7 +68,7 @@ def datum(length: int, seed: int = 0):
 
 
 def peak_flops(size: int = 2048, repeats: int = 10) -> float:
-    """The machine's rate in a float32 product of two `[size, size]` matrices through JAX, best of `repeats`."""
+    """Rate of float32 products of two `[size, size]` matrices in JAX, best of `repeats`."""
     import jax
 
     left, right = (jax.random.normal(jax.random.key(seed), (size, size)) for seed in range(2))
@@ -86,7 +86,7 @@ def timed(call) -> float:
 
 
 def seconds_of(call, repeats: int, warm_up: int = 3) -> list[float]:
-    """Seconds of each call, after some that are not counted."""
+    """Seconds of each call, after warm-up calls."""
     return [timed(call) for _ in range(warm_up + repeats)][warm_up:]
 
 
@@ -99,12 +99,12 @@ def milliseconds(times: list[float]) -> dict[str, float]:
 
 
 def machine() -> str:
-    """Processor and the number of its cores that this process may use."""
+    """Processor, and the number of its cores that this process may use."""
     info = Path("/proc/cpuinfo")
     names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def emit(**fields: object) -> None:
-    """One result as a JSON line."""
+    """Print one result as a JSON line."""
     print(json.dumps({**fields, "machine": machine()}), flush=True)

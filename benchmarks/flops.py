@@ -1,11 +1,11 @@
-"""The one definition of useful work, in floating-point operations (a multiply-add is two).
+"""Definition of useful work, in floating-point operations (a multiply-add is two).
 
-Only matrix products count, and only those that the mathematics needs: causal attention over the keys a token may see
-(half of the square), adapters at their true rank, no padding, no recomputation. What is left is a property of the
-request and not of the program that serves it, so fractions of a machine's peak are comparable between versions.
+Only matrix products count, and only those that the mathematics needs: causal attention over the keys visible to a token
+(half of the square), adapters at their true rank, no padding, no recomputation. So the work depends on the request
+only, not on the program, and fractions of a machine's peak are comparable between versions.
 
-Training an adapter needs three products per base matrix application in full fine-tuning but only two here: forward
-(2 N) and backward to the activations (2 N); the base has no weight gradient. The adapter's own matrices need all three.
+Full fine-tuning needs three products per base matrix application, but training an adapter only two: forward (2 N) and
+backward to the activations (2 N); the base has no weight gradient. The adapter's own matrices need all three.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ QWEN3 = {
     "4B": Shape(hidden=2560, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=9728, vocab=151_936),
     "8B": Shape(hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12_288, vocab=151_936),
 }
-"""Of Qwen3 (https://arxiv.org/abs/2505.09388, table 1); vocabularies of the first three are tied."""
+"""Shapes of Qwen3 (https://arxiv.org/abs/2505.09388, table 1); the first three have tied vocabularies."""
 
 
 def attention(shape: Shape, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""A backend that computes nothing: what a server with it takes is spent on bodies, results and their way."""
+"""A backend that computes nothing: the time of a server with it is spent on transport of bodies and results."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from tests.fakes import FakeBackend
 
 
 class IdleBackend(FakeBackend):
-    """The backend of the tests, but the outputs of a pass are zeros."""
+    """The backend of the tests, but with zeros as outputs of passes."""
 
     def _forward_backward(self, operation: ForwardBackward) -> Work:
         yield

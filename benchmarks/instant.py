@@ -1,6 +1,6 @@
-"""A backend without a model: it answers at once, or after the time that models would take, with made-up numbers.
+"""A backend without a model: it answers with made-up numbers, at once or after the time that models would take.
 
-What a trainer with it takes is what the trainer costs by itself.
+With it, the time of a trainer is the cost of the trainer itself.
 """
 
 import time
@@ -29,7 +29,7 @@ from skyrl.types import (
 )
 
 AT_ONCE = 256
-"""Samples that are drawn at a time."""
+"""Samples per burst."""
 
 
 class Options(BaseModel):
@@ -37,15 +37,15 @@ class Options(BaseModel):
 
     vocab_size: int
     token_s: float = 0.0
-    """Seconds that a token takes in a forward pass, and when it is sampled; thrice that with gradients."""
+    """Seconds per token in a forward pass and in sampling; three times this with gradients."""
 
 
 class InstantBackend(Executor):
     """Passes and samples of the right shapes.
 
     Args:
-        responses: int32 `[responses, tokens]`: what is sampled, one after another. Samples end at their length.
-        options: How long it takes.
+        responses: int32 `[responses, tokens]`: sampled in turn. Samples end at their length.
+        options: Vocabulary size and durations.
     """
 
     def __init__(self, responses: np.ndarray, options: Options):
@@ -89,13 +89,13 @@ class InstantBackend(Executor):
         raise AssertionError(operation)
 
     def wait_for(self, tokens: int) -> None:
-        """As long as a forward pass over so many tokens takes."""
+        """Sleep for the duration of a forward pass over this many tokens."""
         if seconds := tokens * self._options.token_s:
             time.sleep(seconds)
             self.waited_s += seconds
 
     def _output(self, operation: ForwardBackward) -> ForwardBackwardOutput:
-        """Return made-up inputs of the objective, all between -1 and 0."""
+        """Create made-up inputs of the objective, all between -1 and 0."""
         assert not isinstance(operation.loss_fn, str)
         names = (*operation.loss_fn.outputs, "elementwise_loss")
         outputs = [
@@ -105,7 +105,7 @@ class InstantBackend(Executor):
 
 
 class InstantSampler:
-    """Draws `AT_ONCE` samples at a time."""
+    """Completes `AT_ONCE` samples at a time."""
 
     def __init__(self, backend: InstantBackend, responses: np.ndarray):
         self._backend = backend

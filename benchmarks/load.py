@@ -1,7 +1,7 @@
-"""Many clients of the stock SDK at once, and what their server takes and how it answers meanwhile.
+"""Load by many concurrent clients of the stock SDK, with measurements of their server's memory and latency.
 
-`put_load` starts client processes at a low priority, asks the cheap questions over plain HTTP from a process of its
-own, and reads the server's memory. The benchmark prints what comes of it, a test asserts that nothing failed.
+`put_load` starts client processes at a low priority, makes cheap calls over plain HTTP from a separate process, and
+measures the server's memory. The benchmark prints the results; a test asserts that nothing failed.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from skyrl.tinker.local_server import close_client
 
 API_KEY = "tml-load"
 CLIENT_NICENESS = 10
-"""Clients leave the processor to the server, as those on other machines do."""
+"""Niceness of clients, which leave the processor to the server like clients on other machines."""
 SAMPLERS_PER_PROCESS = 500
 TRAINERS_PER_PROCESS = 8
 PROBE_PAUSE_S = 0.02
@@ -37,17 +37,17 @@ class Load:
     """Work of the clients, and its duration."""
 
     samples: int
-    """Requests for samples that wait at any moment."""
+    """Number of sample requests that wait at any time."""
     trainers: int
-    """Training clients, each with a session and a model of its own."""
+    """Number of training clients, each with its own session and model."""
     seconds: float
-    """Of measurement, after the warm-up."""
+    """Duration of the measurement, after the warm-up."""
     warm_up_s: float = 20.0
-    """For compilation. What happens in it is counted, but not timed."""
+    """Duration of the warm-up, for compilation. Its work is counted, but not timed."""
     prompt_tokens: int = 16
     max_tokens: int = 16
     batch: tuple[int, int] = (4, 32)
-    """Sequences of a training pass, tokens of each."""
+    """Number of sequences of a training pass, and tokens of each."""
 
 
 @dataclass
@@ -55,22 +55,22 @@ class Report:
     """Results of a load."""
 
     latencies_s: dict[str, list[float]] = field(default_factory=dict)
-    """Of each cheap call."""
+    """Seconds of each cheap call."""
     memory_mib: dict[str, list[float]] = field(default_factory=dict)
-    """Resident memory of each process, sampled evenly."""
+    """Resident memory of each process, at regular intervals."""
     samples: int = 0
     steps: int = 0
     errors: list[str] = field(default_factory=list)
 
 
 def put_load(url: str, server_pid: int, base_model: str, load: Load) -> Report:
-    """Run all clients against a server to their end.
+    """Run all clients against a server until they end.
 
     Args:
-        url: Where the server is.
-        server_pid: The process whose children are the server's.
-        base_model: Its name.
-        load: Who does what.
+        url: URL of the server.
+        server_pid: Parent process of the server's processes.
+        base_model: Name of the base model.
+        load: Load of the clients.
     """
     import tinker
 
@@ -99,7 +99,7 @@ def put_load(url: str, server_pid: int, base_model: str, load: Load) -> Report:
 
 
 def _watch(service: Any, results: "Queue[Any]", start: Any, jobs: int, server_pid: int, load: Load) -> Report:
-    """Wait until all are ready, let them begin, and gather what they and the server's processes show."""
+    """Wait until all jobs are ready, start them, and collect their reports and the server's memory."""
     report = Report()
     for _ in range(jobs):
         assert results.get(timeout=300) == "ready"
@@ -120,7 +120,7 @@ def _watch(service: Any, results: "Queue[Any]", start: Any, jobs: int, server_pi
 
 
 def memory(server_pid: int) -> dict[str, float]:
-    """Resident MiB of the processes of a server."""
+    """Resident MiB of a server's processes, by name."""
     found = {}
     root = psutil.Process(server_pid)
     for process in [root, *root.children(recursive=True)]:
@@ -132,7 +132,7 @@ def memory(server_pid: int) -> dict[str, float]:
 
 
 def _shares(total: int, most: int) -> Iterator[int]:
-    """`total` in parts of at most `most`."""
+    """Split `total` into parts of at most `most`."""
     while total > 0:
         yield min(total, most)
         total -= most
@@ -142,7 +142,7 @@ def _shares(total: int, most: int) -> Iterator[int]:
 
 
 def _work(job: Callable[..., None], args: tuple[Any, ...], start: Any, results: "Queue[Any]") -> None:
-    """Do a job in a process of its own. It calls the given `begin` when it is ready, which returns when all are."""
+    """Run a job in a client process. The job calls `begin` when it is ready, which returns at the common start."""
     report = Report()
 
     def begin() -> None:
@@ -221,7 +221,7 @@ def _train(url: str, base_model: str, seeds: range, load: Load, begin: Callable[
 
 
 def _probe(url: str, model_id: str, load: Load, begin: Callable[[], None], report: Report) -> None:
-    """The cheap calls, one after the other, over one connection."""
+    """Make the cheap calls, one after the other, over one connection."""
     host, port = url.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
     connection.connect()

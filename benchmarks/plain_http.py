@@ -1,4 +1,4 @@
-"""A client of the wire protocol that costs next to nothing: prebuilt bodies over one kept connection."""
+"""A client of the wire protocol with minimal cost: prebuilt bodies over one persistent connection."""
 
 import http.client
 import json
@@ -13,7 +13,7 @@ PROTOBUF, JSON = "application/x-protobuf", "application/json"
 
 
 class PlainClient:
-    """One connection with one key (None: without)."""
+    """One connection with one key (None: no key)."""
 
     def __init__(self, url: str, key: str | None, timeout_s: float = 60):
         address = urlsplit(url)
@@ -21,7 +21,7 @@ class PlainClient:
         self._headers = {} if key is None else {"X-API-Key": key}
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
-        """(status, body). Raises `OSError` or `http.client.HTTPException` where the connection ends."""
+        """Send a request. Returns (status, body). Raises `OSError` or `http.client.HTTPException` on disconnects."""
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         try:
             if self._connection.sock is None:
@@ -35,13 +35,13 @@ class PlainClient:
             raise
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON answer of a request that has to succeed."""
+        """Send a request that must succeed. Returns its JSON answer."""
         status, answer = self.request("POST", f"/api/v1/{path}", json.dumps(body).encode())
         assert status == 200, f"{path}: {status} {answer[:300]!r}"
         return json.loads(answer)
 
     def result(self, request_id: str, accept: str = PROTOBUF) -> bytes:
-        """The result of a queued request, polled for."""
+        """Poll for the result of a queued request."""
         body = json.dumps({"request_id": request_id}).encode()
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
@@ -52,23 +52,23 @@ class PlainClient:
         raise TimeoutError(f"{request_id} has not ended in 120 s")
 
     def new_session(self) -> str:
-        """The id of a session."""
+        """Create a session. Returns its id."""
         body = {"tags": [], "user_metadata": {"purpose": "benchmark"}, "sdk_version": "0.38.0"}
         return self.post("create_session", body)["session_id"]
 
     def new_model(self, base_model: str, session: str) -> str:
-        """The id of a model."""
+        """Create a model. Returns its id."""
         body = {"session_id": session, "model_seq_id": 0, "base_model": base_model, "lora_config": {"rank": 4}}
         return json.loads(self.result(self.post("create_model", body)["request_id"]))["model_id"]
 
     def new_sampler(self, base_model: str, session: str) -> str:
-        """The id of a sampler of the base model."""
+        """Create a sampler of the base model. Returns its id."""
         body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": base_model}
         return self.post("create_sampling_session", body)["sampling_session_id"]
 
 
 def pass_body(model: str, seq_id: int, rows: int, length: int) -> bytes:
-    """A forward_backward of `rows` sequences of `length` equal tokens."""
+    """Body of a forward_backward of `rows` sequences with `length` equal tokens."""
     request = pb.ForwardBackwardRequest(model_id=model, seq_id=seq_id, loss_fn="cross_entropy")
     for _ in range(rows):
         datum = request.data.add()
@@ -80,7 +80,7 @@ def pass_body(model: str, seq_id: int, rows: int, length: int) -> bytes:
 
 
 def sample_body(sampler: str, seq_id: int, tokens: int, **options: object) -> bytes:
-    """An asample whose prompt has `tokens` equal tokens, as JSON. Made by joining text, which costs little."""
+    """JSON body of an asample with a prompt of `tokens` equal tokens. It is built by joining text, which is cheap."""
     fields = {"sampling_session_id": sampler, "seq_id": seq_id, "sampling_params": {"max_tokens": 1}, **options}
     head, tail = json.dumps(fields)[:-1], b"1]}]}}"
     start = f'{head},"prompt":{{"chunks":[{{"type":"encoded_text","tokens":['.encode()

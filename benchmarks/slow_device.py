@@ -1,6 +1,6 @@
-"""A backend whose passes and samples take the time of a device and none of the processor: `time.sleep`.
+"""A backend whose passes and samples take the time of a device, but no processor time: `time.sleep`.
 
-What a server with it loses of its training rate is lost on the way to the device, not to neighbours on the processor.
+So a loss in a server's training rate occurs on the way to the device, not by contention for the processor.
 """
 
 import time
@@ -15,16 +15,16 @@ from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput
 from tests.fakes import FakeBackend, FakeConfig, FakeSampler, table
 
 BURST_S = 0.002
-"""In which each sample that runs gets a token."""
+"""Seconds in which each running sample gets a token."""
 
 
 class SlowConfig(FakeConfig):
     pass_s: float = 0.05
-    """Seconds that a pass takes."""
+    """Seconds of a pass."""
 
 
 class SlowDevice(FakeBackend):
-    """The backend of the tests, but a pass sleeps, and its outputs are zeros; so do samples, which repeat a token."""
+    """The backend of the tests, but passes sleep and return zeros, and samples sleep and repeat a token."""
 
     def __init__(self, base_model: str, config: SlowConfig, *arguments: Any):
         self._pass_s = config.pass_s
@@ -42,7 +42,7 @@ class SlowDevice(FakeBackend):
 
 
 class SlowSampler(FakeSampler):
-    """Samples of ones. Its tables are made once: a device fills them while the processor does other things."""
+    """Samples of ones. Tables are created once, because a device fills them while the processor does other work."""
 
     def burst(self):
         time.sleep(BURST_S)

@@ -1,4 +1,4 @@
-"""Turns the JSON lines of the benchmarks into the tables of README.md: `make bench | python benchmarks/table.py`."""
+"""Converts the JSON lines of the benchmarks to the tables of README.md: `make bench | python benchmarks/table.py`."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ LEFT_OUT = ("benchmark", "machine", "repeats", "rounds", "steps")
 
 
 def tables(lines: Iterable[str]) -> str:
-    """A Markdown table per benchmark; lines that are no JSON objects are passed over."""
+    """A Markdown table per benchmark. Lines that are not JSON objects are skipped."""
     groups: dict[str, list[dict[str, object]]] = {}
     for line in lines:
         if line.startswith("{"):

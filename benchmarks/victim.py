@@ -1,8 +1,8 @@
-"""A well-behaved client beside hostile ones: it sends heartbeats and trains, and tells how that went.
+"""A well-behaved client in the presence of hostile ones: it sends heartbeats, trains, and reports the outcome.
 
-It runs in a process of its own. Heartbeats follow a timetable, and are timed from when they were due: one that stalls
-makes those behind it late, as many clients would find it. Requests that the server turns away are sent again as the
-SDK does; one that fails for good, or has not ended some time after the rest, is counted as failed.
+It runs in a separate process. Heartbeats follow a timetable, and their time counts from the due time: a stalled one
+delays the following ones, as many clients would experience it. Rejected requests are retried like in the SDK. A request
+that fails permanently, or does not end some time after the others, counts as failed.
 """
 
 import http.client
@@ -18,11 +18,11 @@ from plain_http import PROTOBUF, PlainClient, pass_body
 
 KEY = "tml-victim"
 PERIOD_S = 0.05
-"""Between two heartbeats."""
+"""Interval of heartbeats."""
 END_S = 60.0
-"""Seconds after the end of the attack in which its last requests have to end."""
+"""Seconds after the end of the attack in which the last requests must end."""
 AGAIN = {408, 409, 425, 429}
-"""Statuses on which the SDK sends a request again, with those above 499."""
+"""Statuses on which the SDK retries a request, in addition to those above 499."""
 
 
 @dataclass
@@ -32,14 +32,14 @@ class Part:
     heartbeats_s: list[float] = field(default_factory=list)
     steps: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
-    """Other than 200 and 408 (a poll without a result)."""
+    """Statuses other than 200 and 408 (a poll without a result)."""
     broken: int = 0
-    """Connections that ended without an answer."""
+    """Number of connections that ended without an answer."""
     failed: list[str] = field(default_factory=list)
 
 
 class Sender:
-    """Sends requests, again and again until they are taken or refused for good."""
+    """Sends requests, with retries until they are accepted or permanently rejected."""
 
     def __init__(self, url: str, part: Part, deadline: "Deadline"):
         self._client = PlainClient(url, KEY)
@@ -47,7 +47,7 @@ class Sender:
         self._deadline = deadline
 
     def send(self, path: str, body: bytes, media_type: str = "application/json") -> bytes | None:
-        """The answer; None (and a failure is counted) where there is none."""
+        """Send a request and return the answer; None (counted as a failure) if there is none."""
         pause, status, answer = 0.25, 0, b""
         while not self._deadline.passed():
             try:
@@ -71,7 +71,7 @@ class Sender:
         return None
 
     def result(self, answer: bytes | None, what: str) -> bool:
-        """Return True if a queued request ended well."""
+        """Return True if a queued request succeeded."""
         if answer is None:
             return False
         body = json.dumps({"request_id": json.loads(answer)["request_id"]}).encode()
@@ -83,7 +83,7 @@ class Sender:
 
 @dataclass
 class Deadline:
-    """End of waiting: never, until the end has been told."""
+    """Deadline for requests: none before the end is signaled."""
 
     over: Event = field(default_factory=Event)
     at: float = float("inf")
@@ -108,7 +108,7 @@ def _heartbeats(sender: Sender, part: Part, session: str, deadline: Deadline) ->
 
 
 def _train(sender: Sender, part: Part, model: str, seq_id: int, deadline: Deadline) -> int:
-    """Passes and steps, one after the other, until the end. Returns the next seq_id."""
+    """Run passes and steps, one after the other, until the end. Returns the next seq_id."""
     while not deadline.over.is_set():
         passed = sender.send("forward_backward", pass_body(model, seq_id, 4, 64), PROTOBUF)
         step = {"model_id": model, "seq_id": seq_id + 1, "adam_params": {"learning_rate": 0.1}}
@@ -120,7 +120,7 @@ def _train(sender: Sender, part: Part, model: str, seq_id: int, deadline: Deadli
 
 
 def run(url: str, base_model: str, link: Connection) -> None:
-    """For each "begin", work until "end" and tell `Part`s of heartbeats and training; end at "stop"."""
+    """After each "begin", work until "end" and report `Part`s of heartbeats and training. Exit on "stop"."""
     client = PlainClient(url, KEY)
     session = client.new_session()
     model, seq_id = client.new_model(base_model, session), 1

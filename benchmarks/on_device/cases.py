@@ -1,7 +1,7 @@
-"""All cases, in order of worth. Those up to the decoding of 4B make the first nine minutes on one H100.
+"""All cases, in order of importance. Those up to the decoding of 4B fit into the first nine minutes on one H100.
 
-To add one, write a function of the process's dictionary that returns figures, and name it here with the seconds that
-it should take.
+To add a case, write a function of the process's dictionary that returns figures, and list it here with its expected
+seconds.
 """
 
 import sys
@@ -31,7 +31,7 @@ NUMBERS = (
     " or logprobs_of_the_base_model or jax-untied-cross_entropy or deterministic_run"
     " or stack_of_models or hyper_parameters_compile_nothing or nan_weights"
 )
-"""Of those files, one test of each kind."""
+"""Selection from these files: one test of each kind."""
 BACKEND_TESTS = (
     "tests/backends/test_memory.py",
     "tests/conformance",
@@ -40,7 +40,7 @@ BACKEND_TESTS = (
     "tests/backends/test_defaults.py",
 )
 IN_ONE_PROCESS = "not (torch_sharded or torch_hybrid or torch_sequences or torch_tensors or test_gradients)"
-"""Of the kit. Its gradients are among the numbers above."""
+"""Selection from the conformance kit, without its gradients, which are among the numbers above."""
 SAMPLER_TESTS = (
     "tests/backends/test_sampler.py",
     "tests/backends/test_sampler_batching.py",
@@ -52,12 +52,12 @@ OBJECTIVE_TESTS = ("tests/backends/test_jax_objectives.py", "tests/backends/test
 
 
 def cases(tiny: bool) -> list[Case]:
-    """The cases for an accelerator or, small enough for two CPU cores, of a tiny model."""
+    """Cases for an accelerator, or small ones with a tiny model for two CPU cores."""
     return list(_tiny() if tiny else _all())
 
 
 def run(process: dict[str, Any], function: str, **arguments: Any) -> dict[str, object]:
-    """Call `module:function` of this room, which is imported by the process that runs it and by no other."""
+    """Call `module:function` of this package, which is imported only in the process that runs it."""
     module, name = function.split(":")
     figures = getattr(import_module(f"{__package__}.{module}"), name)(process, **arguments)
     if jax := sys.modules.get("jax"):
@@ -100,13 +100,13 @@ def _tiny() -> Iterator[Case]:
 
 
 Decoded = tuple[tuple[int, int], ...]
-"""Rows and adapters."""
+"""(rows, adapters) of each case."""
 
 
 def _speed(
     shape: str, several: int = 16, decoded: Decoded = ((128, 1), (128, 16), (400, 1), (32, 1))
 ) -> Iterator[Case]:
-    """Training with one adapter and with several, and the decoding that matters most."""
+    """Training with one adapter and with several, and the most important decoding cases."""
     size, start_s = _billions(shape), _start_s(shape)
     yield Case(f"{shape} ready", shape, partial(run, function="throughput:ready", shape=shape), 8, 200, start_s)
     for adapters in (1, several):
@@ -116,7 +116,7 @@ def _speed(
 
 
 def _more(shape: str, decoded: Decoded = ((32, 16), (400, 16))) -> Iterator[Case]:
-    """More decoding, reading prompts, RL, and where the time goes."""
+    """More decoding, prefill, RL, and profiles."""
     start_s = _start_s(shape)
     yield from _decoding(shape, decoded)
     yield Case(f"{shape} prefill", shape, partial(run, function="throughput:prefill", shape=shape), 20, 120, start_s)
@@ -125,7 +125,7 @@ def _more(shape: str, decoded: Decoded = ((32, 16), (400, 16))) -> Iterator[Case
 
 
 def _torch(shape: str, several: int = 4) -> Iterator[Case]:
-    """The torch backend: training, decoding, and weights that several devices share. No GPU has run these yet."""
+    """The torch backend: training, decoding, and weights shared by several devices. Not yet run on a GPU."""
     group, size, start_s = f"torch {shape}", _billions(shape), _start_s(shape)
     for adapters in (1, several):
         job = partial(run, function="torch_speed:train", shape=shape, adapters=adapters)
@@ -145,7 +145,7 @@ def _decoding(shape: str, decoded: Decoded) -> Iterator[Case]:
 
 
 def _start_s(shape: str) -> float:
-    """Seconds until a process has planned memory, made the weights and measured rates."""
+    """Seconds until a process has planned memory, created the weights and measured rates."""
     return 40 + 3 * _billions(shape)
 
 

@@ -1,4 +1,4 @@
-"""Right numbers on the device: the tests marked `gpu`, and what is left after memory has run out."""
+"""Correctness on the device: the tests marked `gpu`, and recovery after running out of memory."""
 
 import importlib.util
 import os
@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 def tests(
     process: dict[str, Any], *, files: tuple[str, ...], limit_s: float, only: str = "", tiny: bool = False
 ) -> dict[str, object]:
-    """Outcome of `pytest -m gpu` on some files, as far as it gets within `limit_s`."""
+    """Run `pytest -m gpu` on some files, for at most `limit_s` seconds."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-vv", "--tb=short", "-p", "no:cacheprovider"]
-    command += ["-W", "default"]  # packages of this machine may warn; the project's own suite is strict
+    command += ["-W", "default"]  # packages of this machine may emit warnings; the project's own suite is strict
     command += ["-n", "4"] if (os.cpu_count() or 1) >= 8 and importlib.util.find_spec("xdist") else []
     command += [*files, *(["-k", only] if only else [])]
     environment = os.environ | {"COLUMNS": "250", "PYTHONUNBUFFERED": "1"}
@@ -39,10 +39,10 @@ def tests(
 
 
 def _figures(lines: list[str], status: int, tiny: bool) -> dict[str, object]:
-    """Figures of what pytest has printed."""
+    """Figures parsed from the output of pytest."""
     ended = [line for line in lines if re.search(r"::.* (PASSED|FAILED|ERROR)|(PASSED|FAILED|ERROR) .*::.*[^.]$", line)]
     failed = [line for line in lines if re.match(r"(FAILED|ERROR) \S+::", line)]
-    failed = failed or [line for line in ended if "PASSED" not in line]  # where pytest did not come to its summary
+    failed = failed or [line for line in ended if "PASSED" not in line]  # if pytest did not reach its summary
     device = next((line.removeprefix("device: ") for line in lines if line.startswith("device: ")), "")
     problems = failed.copy()
     if status < 0 or (status and not failed):
@@ -55,10 +55,10 @@ def _figures(lines: list[str], status: int, tiny: bool) -> dict[str, object]:
 
 
 def out_of_memory(process: dict[str, Any], *, shape: str) -> dict[str, object]:
-    """A training step and samples while other arrays hold nearly all of the device, and the same after they have gone.
+    """Run a training step and samples while other arrays fill nearly all of the device, and again after they are freed.
 
-    The plan keeps a server from this. Somebody else on the device does not: then a request fails, and no more than it.
-    On a CPU nobody knows what memory is left, so that nothing is made to fail there.
+    The memory plan protects a server from this case, but not from other programs on the device. Then a request fails,
+    and only this request. On a CPU, the free memory is unknown, so nothing is made to fail there.
     """
     import jax
 
@@ -72,7 +72,7 @@ def out_of_memory(process: dict[str, Any], *, shape: str) -> dict[str, object]:
         loaded.passes([model], [data])
 
     def scores() -> list[np.ndarray]:
-        """Log-probabilities of the base model, which nothing here trains: of given tokens, and of what it samples."""
+        """Log-probabilities of the base model, which is not trained here: of given tokens, and of its samples."""
         passed, sampled = loaded.finish([loaded.reference_pass(model, data), loaded.sampling(None, prompt, 8, 4)])
         rows = [output["logprobs"] for output in passed.loss_fn_outputs]
         return [np.concatenate(rows), *(sequence.logprobs for sequence in sampled.sequences[:1])]
@@ -97,7 +97,7 @@ def out_of_memory(process: dict[str, Any], *, shape: str) -> dict[str, object]:
 
 
 def _fill_device() -> list[Any]:
-    """Arrays that leave less than 64 MiB, in few steps: an allocation that fails is tried for seconds."""
+    """Allocate arrays that leave less than 64 MiB, in few steps: a failing allocation is retried for seconds."""
     import jax
     import jax.numpy as jnp
 
@@ -109,7 +109,7 @@ def _fill_device() -> list[Any]:
             break
         try:
             ballast.append(jax.block_until_ready(jnp.zeros((free - 2**24) // 4, jnp.float32)))
-        except jax.errors.JaxRuntimeError:  # the largest block is not all there
+        except jax.errors.JaxRuntimeError:  # the largest block is not completely available
             ballast.append(jax.block_until_ready(jnp.zeros(free // 8, jnp.float32)))
     return ballast
 

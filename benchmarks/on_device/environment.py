@@ -15,7 +15,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers", "tinker")
 
 
 def environment(process: dict[str, Any], *, tiny: bool) -> dict[str, object]:
-    """Devices, memory in GiB, versions, and measured rates. Raises RuntimeError where there is no accelerator."""
+    """Devices, memory in GiB, versions, and measured rates. Raises RuntimeError if there is no accelerator."""
     import jax
 
     from skyrl.backends.jax.loading import claim_device_memory
@@ -37,11 +37,11 @@ def environment(process: dict[str, Any], *, tiny: bool) -> dict[str, object]:
 
 
 def rates(size: int, copied: int) -> dict[str, object]:
-    """Products of random square matrices in TFLOP/s, and a copy on the device in GB/s (bytes read and written).
+    """Rates of products of random square matrices in TFLOP/s, and of a copy on the device in GB/s (read and written).
 
     Args:
         size: Rows of a matrix.
-        copied: Bytes.
+        copied: Bytes to copy.
     """
     import jax
     import jax.numpy as jnp
@@ -61,7 +61,7 @@ def rates(size: int, copied: int) -> dict[str, object]:
 
 
 def per_call(function: Callable[..., Any], *arguments: Any, calls: int = 10, rounds: int = 5) -> float:
-    """Seconds of one call of several that are dispatched together, median over rounds."""
+    """Seconds per call, of several calls dispatched together, median over rounds."""
     import jax
 
     jax.block_until_ready(function(*arguments))
@@ -69,14 +69,14 @@ def per_call(function: Callable[..., Any], *arguments: Any, calls: int = 10, rou
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(calls):
-            result = function(*arguments)  # in the place of the one before, so that few are in memory
+            result = function(*arguments)  # replaces the previous result, so that few are in memory
         jax.block_until_ready(result)
         seconds.append((time.perf_counter() - start) / calls)
     return statistics.median(seconds)
 
 
 def require_accelerator(tiny: bool) -> None:
-    """Raise RuntimeError where JAX has found none and the cases are not small ones."""
+    """Raise RuntimeError if JAX has no accelerator and the cases are not small ones."""
     import jax
 
     if not tiny and jax.default_backend() == "cpu":
@@ -91,7 +91,7 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """Driver of an NVIDIA GPU; None without one."""
+    """Driver of an NVIDIA GPU; None if there is none."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]

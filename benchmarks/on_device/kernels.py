@@ -1,4 +1,4 @@
-"""The kernels that take the time of a training step and of decoding, as the profiler of JAX saw them."""
+"""The most expensive kernels of a training step and of decoding, as measured by the profiler of JAX."""
 
 import tempfile
 from collections import Counter
@@ -9,7 +9,7 @@ from .loaded import Loaded
 from .throughput import LENGTH, PROMPT
 
 LONGEST = 10
-"""Kernels that are listed."""
+"""Number of kernels listed."""
 
 
 def profile(process: dict[str, Any], *, shape: str) -> dict[str, object]:
@@ -52,7 +52,7 @@ def _traced(job: Any) -> dict[str, object]:
 
 
 def kernel_times(data: Any) -> Counter[str]:
-    """Nanoseconds by kernel: of the streams of a GPU, the operations of a TPU, or what XLA's threads of a CPU ran."""
+    """Nanoseconds by kernel: from a GPU's streams, a TPU's operations, or XLA's threads on a CPU."""
     planes = list(data.planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
     times: Counter[str] = Counter()
@@ -63,6 +63,6 @@ def kernel_times(data: Any) -> Counter[str]:
         threads = [line for line in lines if "XLA" in line.name or "Eigen" in line.name] if not devices else []
         for line in streams or operations or threads:
             for event in line.events:
-                if devices or "::" not in event.name:  # of a CPU's runtime, frames around those of kernels
+                if devices or "::" not in event.name:  # on a CPU, runtime frames enclose those of kernels
                     times[event.name] += event.duration_ns
     return times

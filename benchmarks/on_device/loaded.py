@@ -1,4 +1,4 @@
-"""A backend with random weights of one shape, made on the device, and the jobs that cases time on it."""
+"""A backend with random weights of one shape, created on the device, and the jobs that cases measure on it."""
 
 import itertools
 import os
@@ -22,17 +22,17 @@ from skyrl.utils.files.paths import cache_folder
 from .environment import rates, require_accelerator
 
 TINY = flops.Shape(hidden=64, layers=9, heads=4, kv_heads=2, head_dim=16, intermediate=192, vocab=512)
-"""Deep enough to be scanned, as models are that people have."""
+"""Deep enough that its layers are scanned, like those of real models."""
 
 SHAPES = {"tiny": TINY, **flops.QWEN3}
 UNTIED = {"8B"}
 
 MOST_ROWS = 400
-"""Of a decode batch: the largest that a case asks for."""
+"""Rows of the largest decode batch of a case."""
 
 
 def make_folder(scratch: str, name: str) -> Path:
-    """A folder with configuration and tokenizer of a shape, without weights."""
+    """Create a folder with configuration and tokenizer of a shape, without weights."""
     return make_model(
         Path(scratch) / f"qwen3-{name}",
         **asdict(SHAPES[name]),
@@ -47,7 +47,7 @@ class Loaded:
     """A backend in bfloat16 with rank-32 adapters on all linear layers.
 
     Args:
-        name: Of the shape, in `SHAPES`.
+        name: Name of the shape, in `SHAPES`.
     """
 
     def __init__(self, name: str):
@@ -62,7 +62,7 @@ class Loaded:
         if self.tiny:
             options |= {"train_tile_tokens": 128, "max_context_length": 256, "kv_cache_gib": 0.05}
         self.programs_cached_before = sum(1 for _ in (cache_folder() / "xla").glob("*-cache"))
-        """Compiled programs of earlier processes: with any, times until ready are those of a second start."""
+        """Number of compiled programs of earlier processes. If above 0, startup times are those of a second start."""
         started = time.perf_counter()
         config = JaxBackendConfig(load_format="dummy", dtype="bfloat16", warm_up=False, **options)
 
@@ -75,7 +75,7 @@ class Loaded:
 
     @classmethod
     def of(cls, process: dict[str, Any], name: str) -> "Loaded":
-        """The one that earlier cases of the process have left, or a new one."""
+        """Return the instance created by earlier cases of the process, or a new one."""
         if name not in process:
             process[name] = cls(name)
         return process[name]
@@ -84,21 +84,21 @@ class Loaded:
 
     @property
     def peak_flops(self) -> float:
-        """Rate of bfloat16 products that was measured here."""
+        """Measured rate of bfloat16 products on this device."""
         return float(self.rates["bf16_tflops"]) * 1e12  # pyright: ignore[reportArgumentType]
 
     @property
     def bandwidth(self) -> float:
-        """Bytes that a copy reads and writes in a second, as measured here."""
+        """Measured bytes per second that a copy reads and writes."""
         return float(self.rates["copy_gb_s"]) * 1e9  # pyright: ignore[reportArgumentType]
 
     def planned(self) -> dict[str, object]:
-        """Return the memory plan, GiB for each purpose."""
+        """Memory plan, in GiB by purpose."""
         names = ("total", "base", "cache", "training", "model", "left")
         return {f"plan_{name}_gib": round(getattr(self.backend.plan, name) / 2**30, 3) for name in names}
 
     def peak(self) -> dict[str, object]:
-        """The most memory that was in use so far; GiB. None where the platform does not tell."""
+        """Peak memory in GiB so far; None if the platform does not report it."""
         import jax
 
         peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
@@ -107,7 +107,7 @@ class Loaded:
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
     def finish(self, operations: Sequence[Operation]) -> list[Any]:
-        """Results of operations that are submitted together. Raises RuntimeError with the first error."""
+        """Run operations that are submitted together, and return their results. Raises RuntimeError for an error."""
         for operation in operations:
             self.backend.submit(operation)
         results: dict[str, Any] = {}
@@ -122,7 +122,7 @@ class Loaded:
         return f"request-{next(self._numbers)}"
 
     def models(self, count: int) -> list[str]:
-        """Names of so many models, made where they are not there."""
+        """Names of this many models. Missing ones are created."""
         names = [f"model-{number}" for number in range(count)]
         missing = [name for name in names if not self.backend.has_model(name)]
         self.finish(
@@ -134,7 +134,7 @@ class Loaded:
         return names
 
     def versions(self, models: Sequence[str]) -> list[str]:
-        """Publish the models' weights of this moment, in memory."""
+        """Publish the current weights of models, in memory."""
         names = [f"{model}/{self.new_id()}" for model in models]
         self.finish(
             [
@@ -145,7 +145,7 @@ class Loaded:
         return names
 
     def passes(self, models: Sequence[str], data: Sequence[list[Datum]], loss: str = "cross_entropy") -> list[Any]:
-        """Results of one step of every model: a pass over its data, and an optimizer step."""
+        """Run one step of every model: a pass over its data, and an optimizer step. Returns the results."""
         operations: list[Operation] = []
         for model, own in zip(models, data, strict=True):
             adam = AdamParams(learning_rate=1e-5)
@@ -174,7 +174,7 @@ class Loaded:
         )
 
     def prompt(self, length: int) -> np.ndarray:
-        """Tokens that nobody has seen."""
+        """New random tokens."""
         draws = np.random.default_rng([os.getpid(), next(self._numbers)])
         return draws.integers(0, self.shape.vocab, length).astype(np.int32)
 

@@ -1,7 +1,7 @@
-"""The driver's hold on the process of a group: start it, have it run cases, end it with all that it has started.
+"""The driver's control of a group's process: start it, let it run cases, and end it with all its descendants.
 
-Servers that a case starts are sessions of their own, out of reach of a signal to the process group, and outlive a crash
-of the case with the device's memory in their hands. So the process and its descendants carry a mark in their
+Servers started by a case are separate sessions. A signal to the process group does not reach them, and they would
+survive a crash of the case and keep the device's memory. So the process and its descendants have a mark in their
 environment, by which they are found and killed (Linux; elsewhere only the process group is).
 """
 
@@ -26,13 +26,13 @@ OK, FAILED, TIMED_OUT, CRASHED, CUT_SHORT = "ok", "failed", "timed out", "crashe
 
 MARK = "SKYRL_ON_DEVICE"
 PATIENCE_S = 5.0
-"""Seconds that a process may take to end when it is asked to."""
+"""Seconds that a process may take to end on request."""
 GONE_S = 20.0
-"""Seconds that killed processes may take to be gone. A driver that frees much device memory takes a few."""
+"""Seconds until killed processes must be gone. A driver that frees much device memory takes a few."""
 STACK_S = 1.0
-"""Longest wait for the stack of a case that has reached its limit."""
+"""Maximum wait for the stack of a case that has timed out."""
 OUTPUT_LINES, STACK_LINES = 20, 12
-"""Last lines of output, and innermost lines of a stack, in the result of a case that failed."""
+"""Numbers of last lines of output, and of innermost lines of a stack, in the result of a failed case."""
 OUTPUT_BYTES = 2**16
 
 
@@ -47,12 +47,12 @@ class Outcome(NamedTuple):
 
 
 class GroupProcess:
-    """A fresh process, started at once; `close` it in any case."""
+    """A new process, started at once. It must be closed."""
 
     def __init__(self):
         self._log, self._log_name = tempfile.mkstemp(prefix="skyrl-on-device-")
         context = multiprocessing.get_context("spawn")
-        resource_tracker.ensure_running()  # it outlives this process, so it is not to inherit the mark
+        resource_tracker.ensure_running()  # it outlives this process, so it must not inherit the mark
         self._connection, its = context.Pipe()
         self._mark = uuid.uuid4().hex
         self._process = context.Process(target=work, args=(its, self._log_name))
@@ -63,10 +63,10 @@ class GroupProcess:
             del os.environ[MARK]
             its.close()
         self.usable = True
-        """True while it can take a further case."""
+        """True while it can run further cases."""
 
     def run(self, case: Case, limit_s: float) -> Outcome:
-        """Run a case, for at most `limit_s`. The process is gone afterwards unless it has returned figures."""
+        """Run a case, for at most `limit_s` seconds. The process survives only if the case has returned figures."""
         begun, start = time.monotonic(), self._log_size()
         try:
             status, result, error = self._answer_to(case, begun + limit_s)
@@ -74,14 +74,14 @@ class GroupProcess:
             stack = self._stack() if status == TIMED_OUT else []
             if result is None:
                 self._kill()
-        except BaseException:  # an interrupt: nobody waits for this case any more
+        except BaseException:  # an interrupt: the case is not waited for any more
             self._kill()
             raise
         output = None if status == OK else "\n".join(self._output(start, end)[-OUTPUT_LINES:] + stack)
         return Outcome(status, seconds, result, error, output)
 
     def close(self) -> None:
-        """Ask it to end, kill it if it does not, and kill what it has left behind."""
+        """Ask the process to end, kill it if it does not, and kill its descendants."""
         if self.usable:
             self._connection.close()
             self._process.join(PATIENCE_S)
@@ -94,7 +94,7 @@ class GroupProcess:
         with suppress(BrokenPipeError):
             self._connection.send_bytes(pickle.dumps(case.run))
         while True:
-            # Processes that it has forked keep its end of both open, hence the look at the process each second.
+            # Processes that it has forked keep its ends of both open, so the process is checked every second.
             left = deadline - time.monotonic()
             wait([self._connection, self._process.sentinel], min(max(left, 0.0), 1.0))
             alive = self._process.is_alive()
@@ -114,7 +114,7 @@ class GroupProcess:
                 return TIMED_OUT, None, None
 
     def _kill(self) -> None:
-        """Kill it with all that it has started, and wait until they are gone: they hold the device's memory."""
+        """Kill the process and its descendants, and wait until they are gone, because they hold device memory."""
         self.usable = False
         assert self._process.pid is not None
         deadline = time.monotonic() + GONE_S
@@ -128,7 +128,7 @@ class GroupProcess:
             for process in marked:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
-            # A dying process loses its environment, the mark with it, before its files and the device's memory.
+            # A dying process loses its environment, including the mark, before its files and device memory.
             dying = _living(dying + marked)
             self._process.join(0.05)
             if not dying and not self._process.is_alive():
@@ -138,7 +138,7 @@ class GroupProcess:
         self._connection.close()
 
     def _stack(self) -> list[str]:
-        """Lines that say where the process is, the innermost call first."""
+        """Stack of the process as lines, innermost call first."""
         start = seen = self._log_size()
         assert self._process.pid is not None
         with suppress(ProcessLookupError):
@@ -156,7 +156,7 @@ class GroupProcess:
         return os.fstat(self._log).st_size
 
     def _output(self, start: int, end: int) -> list[str]:
-        """Lines of the log between two places; only the last of them where there are many."""
+        """Lines of the log between two offsets; only the last ones if there are many."""
         start = max(start, end - OUTPUT_BYTES)
         return os.pread(self._log, end - start, start).decode(errors="replace").splitlines()
 
@@ -172,17 +172,17 @@ def _reason(status: int | None) -> str:
 
 
 def _marked(mark: str) -> list[int]:
-    """Living processes with this mark in their environment: file descriptors (pidfd), to be closed by the caller."""
+    """Running processes with this mark in their environment, as pidfds to be closed by the caller."""
     wanted, found = f"{MARK}={mark}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is another user's
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or belongs to another user
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(os.pidfd_open(int(folder.name)))
     return found
 
 
 def _living(processes: list[int]) -> list[int]:
-    """Those of the processes (pidfd) that have not ended; the others are closed."""
+    """Processes (pidfds) that have not ended. The others are closed."""
     ended = wait(processes, 0)
     for process in (gone := [process for process in processes if process in ended]):
         os.close(process)

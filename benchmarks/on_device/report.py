@@ -1,7 +1,7 @@
 """Results: a JSON line per case, on disk before the next case begins, and Markdown tables of such lines.
 
-A file may hold several lines of a case; the last one counts. Text that is no result is passed over, so that a file
-whose last line was cut off, or all that the command has printed, can be read as well.
+A file may have several lines for a case; the last one counts. Other text is skipped, so that a file with a truncated
+last line, or the whole output of the command, can be read as well.
 """
 
 import json
@@ -17,13 +17,13 @@ from .runner import Planned
 Line = dict[str, Any]
 
 LEFT_OUT = ("device", "problems")
-"""Figures that are told elsewhere: above and below the tables."""
+"""Figures that are shown above and below the tables instead."""
 LONGEST_CELL = 60
-"""Characters. Longer lists of texts stand below the table, longer texts in the lines only."""
+"""Maximum characters of a cell. Longer lists of texts are below the table, longer texts only in the lines."""
 
 
 def read(path: Path) -> list[Line]:
-    """Results of a file. Raises OSError."""
+    """Results in a file. Raises OSError."""
     lines = []
     for text in path.read_text(errors="replace").splitlines():
         with suppress(ValueError):
@@ -34,30 +34,30 @@ def read(path: Path) -> list[Line]:
 
 
 def latest(lines: Iterable[Line]) -> dict[str, Line]:
-    """The last line of each case, by its name, in the order of first lines."""
+    """Last line of each case, by name, in the order of first lines."""
     return {line["case"]: line for line in lines}
 
 
 def open_for_more(path: Path) -> TextIO:
-    """Open a file of results, made if missing, to append to it. Raises OSError."""
+    """Open a file of results for appending, and create it if missing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+")
     if file.tell():
         file.seek(file.tell() - 1)
-        if file.read() != "\n":  # the machine has died in the middle of a line
+        if file.read() != "\n":  # the machine crashed in the middle of a line
             file.write("\n")
     return file
 
 
 def append(file: TextIO, line: Line) -> None:
-    """Write a line so that it outlives a machine that dies right after."""
+    """Write a line durably, so that it survives a crash of the machine."""
     file.write(json.dumps(line) + "\n")
     file.flush()
     os.fsync(file.fileno())
 
 
 def tables(lines: Iterable[Line]) -> str:
-    """A table per group, and what went wrong below it."""
+    """A table per group, with errors below it."""
     groups: dict[str, list[Line]] = {}
     for line in latest(lines).values():
         groups.setdefault(line["group"], []).append(line)
@@ -65,7 +65,7 @@ def tables(lines: Iterable[Line]) -> str:
 
 
 def _table_of_group(group: str, lines: Sequence[Line]) -> str:
-    """Cases with the same figures share a table."""
+    """Format a group. Cases with the same figures share a table."""
     devices = list(dict.fromkeys(line["device"] for line in lines if line.get("device")))
     alike: dict[tuple[str, ...], list[list[str]]] = {}
     for line in lines:
@@ -95,7 +95,7 @@ def _complaints(line: Line) -> list[str]:
 
 
 def _cells(figures: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Figures as the texts of cells; those of a dict in a dict have the names of both."""
+    """Figures as texts of cells. Names of nested figures are joined."""
     cells: dict[str, str] = {}
     for name, value in figures.items():
         if not prefix and name in LEFT_OUT:
@@ -114,7 +114,7 @@ def _cells(figures: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def number(value: object) -> str:
-    """A value to be read by people: three or four digits of a number."""
+    """Format a value for people: numbers with three or four digits."""
     if value is None or isinstance(value, bool):
         return {None: "", True: "yes", False: "no"}[value]
     if isinstance(value, int):
@@ -127,13 +127,13 @@ def number(value: object) -> str:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with a heading."""
+    """A Markdown table with a heading."""
     body = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in body)
 
 
 def plan_table(planned: Sequence[Planned]) -> str:
-    """Cases with the seconds that they are expected to take; `sum_s` is of all that run, up to each."""
+    """Table of cases with their expected seconds; `sum_s` is cumulative over cases that will run."""
     rows, total = [], 0.0
     for case, fits, note, seconds in planned:
         total += seconds if fits else 0.0

@@ -1,8 +1,7 @@
-"""Plan and execution: which cases run, in which order, until when.
+"""Plan and execution: selection and order of cases within a time limit.
 
-Time is short, so the order is one of worth: what was never run to its end comes first, then what has failed, and a case
-is started only if the seconds that it is expected to take are left. `execute` writes nothing itself; it tells each
-outcome as it comes.
+Cases that were never completed come first, in order of importance, then failed ones. A case is started only if its
+expected seconds are left. `execute` writes nothing itself; it reports each outcome when it is known.
 """
 
 import time
@@ -17,24 +16,24 @@ from .case import Case
 from .process import CUT_SHORT, OK, TIMED_OUT, GroupProcess, Outcome
 
 MOST_DEATHS = 2
-"""Processes that a group may lose before its other cases wait until all groups had their turn."""
+"""Number of processes that a group may lose before its other cases are postponed to the end."""
 
 
 class Planned(NamedTuple):
-    """A case and what is going to happen to it."""
+    """A case and its planned treatment."""
 
     case: Case
     fits: bool
-    """It is expected to run."""
+    """True if it is expected to run."""
     note: str
     seconds: float = 0.0
-    """Estimate, with the start of a process where it needs one."""
+    """Estimate, including the start of a process if it needs one."""
 
 
 def choose(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
-    """Cases that one of the names is part of (in any case of letters), or is the group of. No names: all cases.
+    """Select cases by part of their name (case-insensitive) or by group. Without names, all cases.
 
-    Raises ConfigError for a name that fits none.
+    Raises ConfigError for a name without matches.
     """
     for name in names:
         if not any(_is_meant(case, name) for case in cases):
@@ -49,18 +48,18 @@ def _is_meant(case: Case, name: str) -> bool:
 
 
 def in_order(cases: Sequence[Case], statuses: Mapping[str, str]) -> list[Case]:
-    """Cases that are not done: first those that have not come to an end, then those that have failed."""
+    """Cases that are not done: first those that were not completed, then those that failed."""
     failed = [case for case in cases if statuses.get(case.name, CUT_SHORT) not in (OK, CUT_SHORT)]
     return [case for case in cases if statuses.get(case.name, CUT_SHORT) == CUT_SHORT] + failed
 
 
 def plan(cases: Sequence[Case], statuses: Mapping[str, str], budget_s: float) -> list[Planned]:
-    """Each case, those that are done first.
+    """Plan all cases, those that are done first.
 
     Args:
-        cases: In order of worth.
-        statuses: Last status of the cases that were run before, by name.
-        budget_s: Seconds for all.
+        cases: Cases in order of importance.
+        statuses: Last status of cases that ran before, by name.
+        budget_s: Seconds for all cases.
     """
     planned = [Planned(case, False, "done") for case in cases if statuses.get(case.name) == OK]
     left, group = budget_s, None
@@ -75,14 +74,14 @@ def plan(cases: Sequence[Case], statuses: Mapping[str, str], budget_s: float) ->
 
 
 def execute(cases: Sequence[Case], deadline: float, tell: Callable[[Case, Outcome], Any]) -> None:
-    """Run cases in their order, as far as there is time, each group in a process of its own.
+    """Run cases in order while time is left, each group in a separate process.
 
-    A group whose processes die again and again is left for the end: each costs another start.
+    A group whose processes die repeatedly is postponed to the end, because each restart costs time.
 
     Args:
-        cases: To be run.
+        cases: Cases to run.
         deadline: End of the budget, a time of `time.monotonic()`.
-        tell: Takes each outcome, as soon as it is known. A case that an interrupt ends is cut short.
+        tell: Called with each outcome as soon as it is known. A case ended by an interrupt is cut short.
     """
     process, group = None, None
     deaths: Counter[str] = Counter()

@@ -1,8 +1,8 @@
-"""Process of a group: runs the cases that it is sent, one after the other, and answers with their figures.
+"""Process of a group: runs the cases that it receives, one after the other, and returns their figures.
 
-It leads a session of its own, so that it can be killed with all that it has started, and ends with its driver, even one
-that was killed. What it prints goes to a log, of which the driver shows the end where a case fails. It does not decide
-anything: after an exception it would run the next case as well.
+It leads a separate session, so that it can be killed with all its descendants. It ends with its driver, even if the
+driver is killed. Its output goes to a log, whose end the driver shows if a case fails. It makes no decisions: after an
+exception, it would run the next case too.
 """
 
 import faulthandler
@@ -18,29 +18,29 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 LONGEST_ERROR = 400
-"""Characters of an error in one line. XLA's messages go on for pages, which the log has."""
+"""Maximum characters of an error in one line. XLA's messages have pages, which are in the log."""
 
 
 class Answer(NamedTuple):
-    """End of a case, as its process tells it."""
+    """End of a case, as reported by its process."""
 
     ok: bool
     text: str
-    """The figures as JSON; of a case that failed, the error."""
+    """Figures as JSON, or the error of a failed case."""
 
 
 def work(connection: Connection, log: str) -> None:
-    """Answer until the driver closes its end of the connection.
+    """Run cases until the driver closes its end of the connection.
 
     Args:
-        connection: Gives pickled functions, takes an `Answer` to each.
-        log: File that takes all output, of subprocesses too.
+        connection: Receives pickled functions, and sends an `Answer` to each.
+        log: File for all output, including that of subprocesses.
     """
     os.setsid()
     threading.Thread(target=_end_with_driver, name="end with driver", daemon=True).start()
     _print_to(log)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # a driver that ends a case asks for its stack before
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the driver requests a stack before it ends a case
     state: dict[str, Any] = {}
     while True:
         try:
@@ -66,16 +66,16 @@ def _answer(message: bytes, state: dict[str, Any]) -> Answer:
 
 
 def _plain(value: Any) -> object:
-    """JSON of a number or array of NumPy or JAX."""
+    """Convert a number or array of NumPy or JAX for JSON."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"figures are JSON; {type(value).__name__} is not")
 
 
 def _print_to(path: str) -> None:
-    """Send what this process and its children print to a file, line by line: each may be the last one.
+    """Redirect output of this process and its children to a file, with line buffering in case of a crash.
 
-    The driver has the file open, so its name is removed: a driver that is killed leaves nothing behind.
+    The driver has the file open, so its name is removed. A killed driver leaves no file behind.
     """
     log = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.unlink(path)

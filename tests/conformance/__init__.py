@@ -1,1 +1,1 @@
-"""Conformance kit: every fact that a backend owes to server and trainers."""
+"""Conformance kit: the requirements of the server and the trainers for backends."""

@@ -1,7 +1,7 @@
-"""Puts a backend through the kit: what every backend owes the server and the trainers.
+"""Runs the conformance kit on a backend: the requirements of the server and the trainers.
 
 Run: `python -m tests.conformance my_package.my_module:open_backend`, with options of pytest after it. The function
-takes the folder of a small Hugging Face model and returns the backend, open; see `tests/conformance/openers.py`.
+takes the folder of a small Hugging Face model and returns an open backend; see `tests/conformance/openers.py`.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 VARIABLE = "SKYRL_CONFORMANCE"
-"""Environment variable with `module:function`, which opens the backend that is put through the kit."""
+"""Environment variable with `module:function`, which opens the backend under test."""
 
 
 def main(arguments: Sequence[str]) -> int:

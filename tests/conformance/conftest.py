@@ -14,9 +14,9 @@ from tests.conformance.openers import Opener, openers
 from tests.conformance.operations import fresh
 
 
-@pytest.hookimpl(tryfirst=True)  # names of cases begin with the backend
+@pytest.hookimpl(tryfirst=True)  # so that names of cases begin with the backend
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each test on every backend, those of a network's numbers on every one that computes a network."""
+    """Run each test on every backend, and tests of a network's numbers on all backends that compute a network."""
     if "opener" in metafunc.fixturenames:
         them = openers(toys="network" not in metafunc.fixturenames)
         metafunc.parametrize(
@@ -26,13 +26,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def make_base(tmp_path_factory) -> Callable[[bool], Path]:
-    """Folders of the base model, tied or not, each written once."""
+    """Create folders of the base model, tied or not, each written once."""
     return cache(lambda tied: write_base(tmp_path_factory.mktemp("model") / "tiny", tied))
 
 
 @pytest.fixture(scope="session")
 def base(make_base) -> Path:
-    """The folder of the base model."""
+    """Folder of the base model."""
     return make_base(False)
 
 
@@ -50,7 +50,7 @@ def backend(opener, base) -> Iterator[AbstractBackend]:
 
 @pytest.fixture(scope="package")
 def successor(opener, base) -> Iterator[AbstractBackend]:
-    """Backend that takes over when `backend` is gone."""
+    """Backend that takes over after `backend`."""
     backend = opener(base)
     yield backend
     backend.close()
@@ -58,7 +58,7 @@ def successor(opener, base) -> Iterator[AbstractBackend]:
 
 @pytest.fixture(scope="package", params=["untied", "tied"])
 def network(request, opener, make_base) -> Iterator[Network]:
-    """The backend and its base model, whose vocabulary projection has weights of its own or those of the embedding."""
+    """The backend and its base model, whose vocabulary projection is untied, or tied to the embedding."""
     folder = make_base(request.param == "tied")
     backend = opener(folder)
     named = json.loads((folder / "config.json").read_text())["architectures"][0]
@@ -71,7 +71,7 @@ def network(request, opener, make_base) -> Iterator[Network]:
 
 @pytest.fixture
 def new_model(backend) -> Callable[[], str]:
-    """Makes models that start from the same weights; returns their ids."""
+    """Create models with the same initial weights. Returns their ids."""
 
     def make() -> str:
         model_id = fresh("model")

@@ -8,7 +8,7 @@ import torch
 from skyrl.types import Datum
 
 Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Losses of one sequence's tokens: of the learner's and the sampler's log-probabilities, advantages and a mask."""
+"""Losses of one sequence's tokens, from the learner's and the sampler's log-probabilities, advantages and a mask."""
 
 
 def clipped(ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
@@ -34,17 +34,17 @@ FORMULAS: dict[str, Formula] = {
     "stable_reinforce": stable_reinforce,
 }
 CONFIG = {"dro": {"beta": 0.05}, "stable_reinforce": {"kl_coeff": 0.5}}
-"""Settings that the formulas have."""
+"""Settings used in the formulas."""
 
 
 def datum_for(loss_fn: str, logprobs: np.ndarray, tokens: np.ndarray, seed: int) -> Datum:
-    """A sequence to learn from: any for cross_entropy, else a sample of a policy that is near the learner's.
+    """Training data: any sequence for cross_entropy, else a sample of a policy near the learner's.
 
     Args:
         loss_fn: Name of a loss in `FORMULAS`.
-        logprobs: The learner's, of each token after the first.
-        tokens: One more.
-        seed: Of weights, advantages and how far the sampler is from the learner; some ratios are outside the clips.
+        logprobs: The learner's log-probabilities of each token after the first.
+        tokens: Tokens, one more than `logprobs`.
+        seed: Seed of weights, advantages and the sampler's distance from the learner; some ratios exceed the clips.
     """
     random, count = np.random.default_rng(seed), len(tokens) - 1
     inputs = {"target_tokens": tokens[1:].astype(np.int32), "weights": random.normal(size=count).astype(np.float32)}

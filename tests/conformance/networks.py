@@ -1,4 +1,4 @@
-"""A network's numbers: adapters that PEFT wrote, and the gradient that a backend applies."""
+"""Numbers of a network: adapters written by PEFT, and the gradient that a backend applies."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +29,7 @@ PLAIN = AdamParams(learning_rate=1e6, beta1=0.0, beta2=0.0, eps=1e6)
 
 
 def write_base(folder: Path, tied: bool = False) -> Path:
-    """Write a random Qwen3 of hidden size 32 with the built-in tokenizer; returns the folder."""
+    """Write a random Qwen3 of hidden size 32 with the built-in tokenizer. Returns the folder."""
     sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64}
     return make_model(folder, tied=tied, **sizes)
 
@@ -42,7 +42,7 @@ class Network(NamedTuple):
 
 
 def write_adapter(base: Path, folder: Path, modules: list[str], seed: int = 0, rank: int = 4, **options) -> Path:
-    """Write what the server makes of an uploaded adapter of PEFT's, whose A and B are random; returns the folder."""
+    """Write a PEFT adapter with random A and B as the server stores an uploaded one. Returns the folder."""
     config = PeftConfig(r=rank, target_modules=modules, task_type="CAUSAL_LM", **{"lora_alpha": 6, **options})
     model = get_peft_model(oracle.load(base), config)
     generator = torch.Generator().manual_seed(seed)
@@ -59,12 +59,12 @@ def write_adapter(base: Path, folder: Path, modules: list[str], seed: int = 0, r
 
 
 def plain_datum(tokens: np.ndarray) -> Datum:
-    """Each token after the first is a target, with a weight of 1."""
+    """Datum in which each token after the first is a target, with weight 1."""
     return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)})
 
 
 def loaded(backend: AbstractBackend, adapter: Path) -> str:
-    """Make a model that goes on from an adapter; returns its id."""
+    """Create a model from an adapter. Returns its id."""
     model_id = fresh("loaded")
     done(backend, a_load(model_id, adapter, load_optimizer=False))
     return model_id
@@ -73,7 +73,7 @@ def loaded(backend: AbstractBackend, adapter: Path) -> str:
 def scored(
     backend: AbstractBackend, model_id: str, data: list[Datum], loss_fn="cross_entropy", config=None, forward_only=False
 ) -> ForwardBackwardOutput:
-    """Do one pass."""
+    """Run one pass."""
     operation = ForwardBackward(
         request_id=fresh("pass"),
         model_id=model_id,
@@ -88,7 +88,7 @@ def scored(
 
 
 def stepped(backend: AbstractBackend, model_id: str, params: AdamParams) -> dict[str, float]:
-    """Do an optimizer step; returns its metrics."""
+    """Run an optimizer step. Returns its metrics."""
     (output,) = done(backend, OptimStep(request_id=fresh("step"), model_id=model_id, adam_params=params))
     return output.metrics
 
@@ -102,14 +102,14 @@ def published(backend: AbstractBackend, model_id: str, folder: Path) -> dict[str
 def applied_gradient(
     backend: AbstractBackend, model_id: str, before: dict[str, np.ndarray], folder: Path
 ) -> dict[str, np.ndarray]:
-    """Gradient sums of the model, by what a step of gradient descent changes."""
+    """Gradient sums of the model, derived from the change in a step of gradient descent."""
     stepped(backend, model_id, PLAIN)
     after = published(backend, model_id, folder)
     return {name: value - after[name] for name, value in before.items()}
 
 
 def assert_same_gradient(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Equal to 1e-4 of the largest entry."""
+    """Assert equality within 1e-4 of the largest entry."""
     assert actual.keys() == expected.keys()
     scale = max(np.abs(value).max() for value in expected.values())
     assert scale > 0
@@ -118,7 +118,7 @@ def assert_same_gradient(actual: dict[str, np.ndarray], expected: dict[str, np.n
 
 
 def target_logprobs(model, datum: Datum) -> torch.Tensor:
-    """Differentiable log-probabilities of the targets, as these are shaped, by Hugging Face."""
+    """Differentiable log-probabilities of the targets, in their shape, computed by Hugging Face."""
     rows = torch.log_softmax(oracle.logits(model, datum.tokens.tolist()).float(), -1)
     targets = torch.tensor(datum.loss_fn_inputs["target_tokens"], dtype=torch.int64)
     return rows.gather(-1, targets.reshape(len(targets), -1)).reshape(targets.shape)

@@ -1,7 +1,7 @@
-"""Backends of this repository that are put through the kit, and the one that `SKYRL_CONFORMANCE` names instead.
+"""Backends of this repository that the kit runs on, or the one named by `SKYRL_CONFORMANCE`.
 
-An opener takes the folder of a small Hugging Face model and returns a backend of it: adapters up to rank 8, contexts
-of at least 64 tokens, at most `ROWS` sequences sampled at once.
+An opener takes the folder of a small Hugging Face model and returns a backend for it: adapters up to rank 8, contexts
+of at least 64 tokens, at most `ROWS` concurrently sampled sequences.
 """
 
 import os
@@ -55,7 +55,7 @@ def open_torch_sharded(model: Path) -> AbstractBackend:
 
 
 def open_torch_hybrid(model: Path) -> AbstractBackend:
-    """Two copies of the weights, each of which two ranks share (HSDP)."""
+    """Two copies of the weights, each shared by two ranks (HSDP)."""
     return open_torch_processes(model, num_workers=4, fsdp_size=2)
 
 
@@ -69,19 +69,19 @@ def open_torch_tensors(model: Path) -> AbstractBackend:
 
 def open_torch_ray(model: Path) -> AbstractBackend:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", tempfile.mkdtemp())  # where Ray leaves a token
+        patch.setenv("HOME", tempfile.mkdtemp())  # where Ray writes a token
         patch.delenv("RAY_ADDRESS", raising=False)
         return open_torch(model, workers="ray", num_workers=2, ray_resources={"CPU": 0.25})
 
 
 TOYS = [open_fake, open_remote]
-"""They keep order and state as every backend, with arithmetic of their own in place of a network."""
+"""Backends with arithmetic instead of a network. They have the same rules for order and state as others."""
 NETWORKS = [open_jax, open_torch, open_torch_sharded, open_torch_hybrid, open_torch_sequences, open_torch_tensors]
 SLOW = [open_torch_processes, open_torch_ray]
 
 
 def openers(toys: bool = True) -> list:
-    """Parameters of the kit, with or without those that compute no network."""
+    """Parameters of the kit, with or without backends that compute no network."""
     if named := os.environ.get(VARIABLE):
         return [opener_of(named)]
     return [*TOYS * toys, *NETWORKS, *(pytest.param(opener, marks=pytest.mark.slow) for opener in SLOW)]

@@ -1,4 +1,4 @@
-"""Operations of the contract in short form, and what drives a backend through them."""
+"""Short forms of the contract's operations, and functions that run them on a backend."""
 
 import itertools
 from pathlib import Path
@@ -34,9 +34,9 @@ ADAM = AdamParams(learning_rate=0.05, weight_decay=0.01)
 TOKENS = np.asarray([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
 OTHER_TOKENS = np.asarray([2, 7, 1, 8, 2, 8], np.int32)
 SEVERAL_QUANTA = 200
-"""Sequences of a pass that takes more than one turn."""
+"""Number of sequences of a pass that takes more than one turn."""
 ROWS = 8
-"""Sequences that a backend of the kit samples at once, at most."""
+"""Maximum concurrently sampled sequences of a backend in the kit."""
 COUNTER = itertools.count()
 
 
@@ -96,20 +96,20 @@ def a_sample(version: str | None, path=None, *, seed: int = 1, max_tokens: int =
 
 
 def step(backend: AbstractBackend) -> list[Completion]:
-    """Take the next step. Return what it completes."""
+    """Take the next step. Returns its completions."""
     backend.wait()
     return backend.step()
 
 
 def run(backend: AbstractBackend, *operations: Operation) -> list[Result]:
-    """Submit all at once, step until all are done."""
+    """Submit all operations at once, and step until all are done."""
     for operation in operations:
         backend.submit(operation)
     return ends(backend, *operations)
 
 
 def ends(backend: AbstractBackend, *operations: Operation) -> list[Result]:
-    """Step until operations that were submitted are done, and nothing else."""
+    """Step until submitted operations, and no others, are done."""
     results: dict[str, Result] = {}
     while len(results) < len(operations):
         assert backend.wait(120), "nothing to do, and yet not done"
@@ -118,7 +118,7 @@ def ends(backend: AbstractBackend, *operations: Operation) -> list[Result]:
 
 
 def done(backend: AbstractBackend, *operations: Operation) -> list[Result]:
-    """As `run`, of operations that must succeed."""
+    """Run operations that must succeed."""
     results = run(backend, *operations)
     errors = [result for result in results if isinstance(result, ErrorResponse)]
     assert not errors, errors
@@ -126,7 +126,7 @@ def done(backend: AbstractBackend, *operations: Operation) -> list[Result]:
 
 
 def failure(backend: AbstractBackend, operation: Operation) -> str:
-    """The message of an operation that must fail by its sender's fault."""
+    """Run an operation that must fail with a user error. Returns its message."""
     (result,) = run(backend, operation)
     assert isinstance(result, ErrorResponse) and result.status == "user", result
     return result.error
@@ -139,12 +139,12 @@ def snapshot(backend: AbstractBackend, model_id: str, path) -> SaveOutput:
 
 
 def state(backend: AbstractBackend, model_id: str, folder: Path) -> str | None:
-    """A hash of all that the model is, equal only where every bit is."""
+    """Hash of the complete model, equal only if every bit is."""
     return snapshot(backend, model_id, folder / fresh("state")).digest
 
 
 def logprobs(backend: AbstractBackend, model_id: str) -> np.ndarray:
-    """Return the model's log-probabilities of a fixed text: a fingerprint of its weights."""
+    """The model's log-probabilities of a fixed text, a fingerprint of its weights."""
     (output,) = done(backend, a_pass(model_id, TOKENS, OTHER_TOKENS, forward_only=True))
     assert isinstance(output, ForwardBackwardOutput)
     return np.concatenate([datum["logprobs"] for datum in output.loss_fn_outputs])

@@ -1,4 +1,4 @@
-"""Adapters that PEFT wrote, with random A and B, are scored and sampled as PEFT computes them."""
+"""Adapters written by PEFT, with random A and B, are scored and sampled as PEFT computes them."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.conformance.operations import TOKENS, a_sample, done, fresh
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 OPTIONS = {"use_rslora": True, "rank_pattern": {"q_proj": 6}, "alpha_pattern": {"v_proj": 3}}
-"""Options of PEFT's, by which ranks and scales differ from module to module."""
+"""Options of PEFT that make ranks and scales differ between modules."""
 
 
 KINDS = {name: (modules, {}) for name, modules in MODULES.items()}
@@ -19,7 +19,7 @@ KINDS = {name: (modules, {}) for name, modules in MODULES.items()}
 
 @pytest.fixture
 def adapter(request, network, tmp_path):
-    """Folder of an adapter on these modules, with these options of PEFT's."""
+    """Folder of an adapter on these modules, with these options of PEFT."""
     modules, options = request.param
     return write_adapter(network.folder, tmp_path, modules, **options)
 
@@ -31,7 +31,7 @@ def adapter(request, network, tmp_path):
     indirect=True,
 )
 def test_samples_have_the_log_probabilities_of_peft(network, adapter):
-    """Alone, and beside a sample of the base model: adapters of a batch may be computed in another way than one."""
+    """Test alone and with a sample of the base model, because batches of adapters may be computed differently."""
     version = fresh("version")
     own = [a_sample(version, adapter, max_tokens=12, prompt_logprobs=True) for _ in range(2)]
     outputs = [*done(network.backend, own[0]), done(network.backend, own[1], a_sample(None, max_tokens=12))[0]]

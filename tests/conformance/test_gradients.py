@@ -29,7 +29,7 @@ SEQUENCES = [RANDOM.integers(0, 256, length, np.int32) for length in (12, 30, 7)
 
 @pytest.fixture
 def started(network, request, tmp_path):
-    """A model with a random adapter, PEFT's model with the same, the adapter's tensors and a folder."""
+    """(model with a random adapter, PEFT's model with the same, the adapter's tensors, folder)."""
     modules = MODULES[request.param] if hasattr(request, "param") else EVERYWHERE
     adapter = write_adapter(network.folder, tmp_path, modules)
     return loaded(network.backend, adapter), oracle.load(network.folder, adapter), oracle.adapter(adapter), tmp_path

@@ -1,4 +1,4 @@
-"""Tenants side by side: what one does, or has become, changes nothing for another."""
+"""Tenants side by side: the operations or the state of one have no effect on another."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ from tests.conformance.operations import (
 )
 
 RUIN = ADAM.model_copy(update={"learning_rate": 3e37, "weight_decay": 0.0})
-"""A step after which products of weights are no finite numbers."""
+"""Parameters of a step after which products of weights are not finite."""
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_model_trains_beside_one_of_nan_as_alone(backend, new_model, ruined):
 
 @pytest.mark.parametrize("length", [3, 17, 40])
 def test_a_version_is_sampled_and_scored_beside_one_of_nan_as_alone(backend, model, ruined, length):
-    """Prompts of a page, of several, and of what a context has room for."""
+    """Prompts of one page, of several pages, and of the maximum length."""
     done(backend, a_pass(model), a_step(model))
     fine, broken = fresh("fine"), fresh("broken")
     done(backend, a_publish(model, fine, None), a_publish(ruined, broken, None))

@@ -1,4 +1,4 @@
-"""Steps of the optimizer are those of `torch.optim.AdamW` on PEFT's model."""
+"""Steps of the optimizer equal those of `torch.optim.AdamW` on PEFT's model."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ SETTINGS = [
     AdamParams(learning_rate=1e-2, eps=1e-4, weight_decay=0.3, grad_clip_norm=0.5),
     AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.999, eps=1e-4, weight_decay=0.1),
 ]
-"""With an epsilon that keeps rounding of the smallest gradients from becoming a whole step."""
+"""Settings with an epsilon that prevents rounding of the smallest gradients from becoming a whole step."""
 
 
 def a_datum(seed: int) -> Datum:

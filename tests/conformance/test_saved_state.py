@@ -1,4 +1,4 @@
-"""Checkpoints and snapshots, and what a failure leaves of the gradients."""
+"""Checkpoints and snapshots, and the effect of failures on gradients."""
 
 import hashlib
 

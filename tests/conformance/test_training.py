@@ -1,4 +1,4 @@
-"""Models and their training: what each operation returns, order, failed and refused passes."""
+"""Models and their training: results of each operation, order, failed and refused passes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Random histories of versions: every sample comes from the version that was asked for, as it was then."""
+"""Random histories of versions: every sample comes from the requested version, with its content at that time."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ STEPS = 40
 
 
 def marks(backend, version: str, path=None) -> list[list[int]]:
-    """Return two samples of a version, which tell it from any other."""
+    """Two samples of a version, which distinguish it from all others."""
     return sampled(backend, version, path, num_samples=2, max_tokens=10)
 
 
@@ -29,7 +29,7 @@ def test_samples_come_from_the_versions_that_they_asked_for(backend, successor, 
     names, paths, expected = [], {}, {}
 
     def publish(name: str) -> None:
-        """Train on, and give the weights that name."""
+        """Train further, and publish the weights under that name."""
         paths[name] = tmp_path / fresh("files")
         tokens = random.integers(0, 10, 12).astype(np.int32)
         done(backend, *(it for _ in range(3) for it in (a_pass(model, tokens), a_step(model))))
@@ -59,7 +59,7 @@ def test_samples_come_from_the_versions_that_they_asked_for(backend, successor, 
 
 
 def finish(backend, waiting: list) -> None:
-    """Step until all samples are there; each is what was expected of its version when it was submitted."""
+    """Step until all samples are complete. Each must equal the expected one of its version at submission."""
     results = {}
     while len(results) < len(waiting):
         assert backend.wait(120), "nothing to do, and yet not done"

@@ -1,4 +1,4 @@
-"""Published versions: what they are drawn from, in memory and on disk."""
+"""Published versions: the weights that they are sampled from, in memory and on disk."""
 
 import hashlib
 
