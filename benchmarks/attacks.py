@@ -228,7 +228,7 @@ def _connections(attacker: Attacker) -> None:
                 time.sleep(0.05)
             continue
         time.sleep(0.5)
-        for number, connection in enumerate(held):
+        for number, connection in enumerate(list(held)):
             try:
                 if number % 2 == 0:
                     connection.sendall(b"a")
