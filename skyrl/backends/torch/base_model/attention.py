@@ -127,7 +127,7 @@ class PagedParts:
         self.lengths = [part.positions.shape[1] for part in parts]
 
 
-class Burst(Paged):
+class DecodeBurst(Paged):
     """View of rows that advance by one token at a time, with a contiguous copy of their keys and values.
 
     Args:

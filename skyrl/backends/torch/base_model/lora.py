@@ -137,7 +137,7 @@ def stream_of(module: str) -> tuple[str, int]:
     return (path, 0) if found is None else (path[: found.start()] + "." + path[found.end() :], int(found[1]))
 
 
-class Bank(NamedTuple):
+class StackedAdapters(NamedTuple):
     """Several adapters in one matrix per module. Each row of a call uses one of them, or none."""
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
@@ -177,7 +177,7 @@ class Hooks:
             self._pairs, self._scaling, self._dropout = {}, 1.0, None
 
     @contextmanager
-    def bank(self, bank: Bank, masks: Mapping[str, Tensor]) -> Iterator[None]:
+    def bank(self, bank: StackedAdapters, masks: Mapping[str, Tensor]) -> Iterator[None]:
         """Apply to each row the adapter of a bank that its masks select."""
         self._pairs, self._masks = bank.pairs, masks
         try:
@@ -214,7 +214,7 @@ def _dropped(x: Tensor, dropout: DropoutArrays) -> Tensor:
     return torch.where(kept, x / (1 - rate), 0)
 
 
-def bank_of(adapters: Sequence[tuple[Mapping[str, Tensor], float]], empty: int) -> Bank:
+def bank_of(adapters: Sequence[tuple[Mapping[str, Tensor], float]], empty: int) -> StackedAdapters:
     """Create a bank with a slot for each adapter, followed by `empty` slots that have no effect.
 
     A non-finite adapter gets zeros and a scaling of NaN. Its values would otherwise affect the rows of other adapters,
@@ -241,4 +241,4 @@ def bank_of(adapters: Sequence[tuple[Mapping[str, Tensor], float]], empty: int) 
         module: (torch.cat([a for a, _ in parts], 1), torch.cat([b for _, b in parts], 0))
         for module, parts in pairs.items()
     }
-    return Bank(joined, columns)
+    return StackedAdapters(joined, columns)

@@ -20,8 +20,8 @@ from skyrl.backends.common.sampling.model_runner import (
     Rows,
 )
 from skyrl.backends.common.sampling.random_numbers import uniforms
-from skyrl.backends.torch.base_model.attention import HELD_BYTES, Burst, Paged, PagedCache, PagedParts
-from skyrl.backends.torch.base_model.lora import Bank, bank_of
+from skyrl.backends.torch.base_model.attention import HELD_BYTES, DecodeBurst, Paged, PagedCache, PagedParts
+from skyrl.backends.torch.base_model.lora import StackedAdapters, bank_of
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.drawing import Occurrences, draw, draw_many, likeliest, logprobs_of, penalised
 
@@ -47,7 +47,7 @@ class SamplingWorker:
         self._blocks: list[Tensor] = []
         """Hidden states of the last `read`."""
         self._logits = torch.empty(0)
-        self._banks: dict[tuple[int, ...], Bank] = {}
+        self._banks: dict[tuple[int, ...], StackedAdapters] = {}
 
     def open(self, pages: int) -> None:
         """Clear the cache and set its number of pages. It is allocated on first use."""
@@ -151,7 +151,7 @@ class SamplingWorker:
         with model.using(own):
             for step in range(steps):
                 if not fixed and len(alive) < (1 - SPARE) * len(at):
-                    if isinstance(view, Burst):
+                    if isinstance(view, DecodeBurst):
                         view.keep()
                     at, view = alive, None
                 here = self._on_device(at)
@@ -172,7 +172,7 @@ class SamplingWorker:
                 positions[alive] += 1
                 if not len(alive):
                     break
-        if isinstance(view, Burst):
+        if isinstance(view, DecodeBurst):
             view.keep()
         return drawn
 
@@ -191,11 +191,11 @@ class SamplingWorker:
 
     def _view(self, view: Paged | None, table: Tensor, positions: Tensor, reach: int) -> Paged:
         """Return a view of the rows at these positions; `view` is that of the previous step, or None."""
-        if isinstance(view, Burst):
+        if isinstance(view, DecodeBurst):
             view.to(positions)
             return view
         fits = len(table) * reach * self._paged.token_bytes <= HELD_BYTES
-        return (Burst if fits else Paged)(self._paged, table, positions, reach)
+        return (DecodeBurst if fits else Paged)(self._paged, table, positions, reach)
 
     def _next(self, tokens: Tensor, positions: Tensor, view: Paged) -> Tensor:
         """Logits float32 `[rows, vocab]` after one more token in each row."""
@@ -236,8 +236,8 @@ class SamplingWorker:
             best = ids.cpu().numpy().astype(np.int32), scores.cpu().numpy()
         return found.cpu().numpy().astype(np.int32), logprobs.cpu().numpy(), best
 
-    def _bank(self, versions: Sequence[Weights], contents: tuple[int, ...]) -> Bank:
-        """Bank of these adapters, with one more slot without effect, which index -1 selects."""
+    def _bank(self, versions: Sequence[Weights], contents: tuple[int, ...]) -> StackedAdapters:
+        """Stack of these adapters, with one more slot without effect, which index -1 selects."""
         if contents in self._banks:
             self._banks[contents] = self._banks.pop(contents)
         else:
