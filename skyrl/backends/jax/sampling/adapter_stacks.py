@@ -29,14 +29,14 @@ class Weights(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Bank:
+class _Stack:
     contents: list[int | None]
     """Content number of each slot, see `VersionPool.content`."""
     adapters: Adapter
 
 
-class Banks:
-    """Banks with the versions of a pool.
+class AdapterStacks:
+    """Stacks with the versions of a pool.
 
     Args:
         programs: Programs of the sampler.
@@ -50,8 +50,8 @@ class Banks:
         self._versions = versions
         self._zero = zero
         self._apart = apart
-        self._banks: dict[int, list[_Bank]] = {1: [], SLOTS: []}
-        """Banks by their number of slots."""
+        self._banks: dict[int, list[_Stack]] = {1: [], SLOTS: []}
+        """Stacks by their number of slots."""
 
     def groups(self, slots: Sequence[int]) -> list[Group]:
         """Groups for these acquired slots of the pool. Each slot is in one group."""
@@ -88,7 +88,7 @@ class Banks:
         unneeded = ((bank, place) for bank in banks for place, held in enumerate(bank.contents) if held not in wanted)
         found = next(unneeded, None)
         if found is None:
-            found = _Bank([None] * together, self._programs.empty_bank(self._zero, slots=together)), 0
+            found = _Stack([None] * together, self._programs.empty_bank(self._zero, slots=together)), 0
             banks.append(found[0])
         bank, place = found
         adapter = self._versions.adapter(wanted[content])

@@ -24,7 +24,7 @@ from skyrl.backends.common.sampling.model_runner import (
     top_width,
 )
 from skyrl.backends.common.versions import VersionPool
-from skyrl.backends.jax.sampling.adapter_stacks import SLOTS, Banks
+from skyrl.backends.jax.sampling.adapter_stacks import SLOTS, AdapterStacks
 from skyrl.backends.jax.sampling.programs import SamplingPrograms
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.models.types import Pool
@@ -74,7 +74,7 @@ class JaxRunner(ModelRunner[Adapter]):
         self._zero = zero
         self._deterministic = deterministic
         self._programs = SamplingPrograms(graphdef, model_config, base, deterministic)
-        self._banks = Banks(self._programs, versions, zero, apart=deterministic)
+        self._banks = AdapterStacks(self._programs, versions, zero, apart=deterministic)
         self.vocab_size = model_config.vocab_size
         self.token_bytes = self._programs.token_bytes
         self.state_bytes = self._programs.state_bytes
