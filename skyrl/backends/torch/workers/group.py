@@ -55,7 +55,7 @@ class Buffer:
         return self._group.wait(self._group.run("get", self.handle, self.size, self.spread), "get")
 
 
-class Spreads(NamedTuple):
+class BufferPlacements(NamedTuple):
     """Placements of a model's buffers on ranks."""
 
     weights: Spread
@@ -136,11 +136,11 @@ class WorkerGroup(ABC):
             return ["collectives of several GPUs (NCCL): not verified on this hardware"]
         return []
 
-    def spreads(self, kind: Kind) -> Spreads:
+    def spreads(self, kind: Kind) -> BufferPlacements:
         """Placements of the buffers of a model of this kind."""
         if self.facts.is_sharded and kind.is_whole:
-            return Spreads("by_parameter", "by_parameter", "by_parameter")
-        return Spreads("replicated", "sharded", "partial")
+            return BufferPlacements("by_parameter", "by_parameter", "by_parameter")
+        return BufferPlacements("replicated", "sharded", "partial")
 
     def parts(self, spread: Spread) -> int:
         """Number of ranks that hold one part each of a buffer; 1 if each rank holds all of it."""
