@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from skyrl.errors import RequestError
 
 
-class Cut(Enum):
+class Split(Enum):
     """Split of a linear map: inputs and outputs of each rank."""
 
     COLUMNS = "colwise"
@@ -34,7 +34,7 @@ class Cut(Enum):
 
     @property
     def by_columns(self) -> bool:
-        return self in (Cut.COLUMNS, Cut.COLUMNS_JOINED)
+        return self in (Split.COLUMNS, Split.COLUMNS_JOINED)
 
 
 UNCUT = {"embedding_rowwise", "replicate", "replicated_with_grad_allreduce"}
@@ -50,7 +50,7 @@ class TensorRanks:
     place: int = 0
     group: Any = None
     """Process group of these ranks."""
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, Split] = field(default_factory=dict)
     """Split of each module that is split, by name."""
 
     def cut(self, model: Any, plan: Mapping[str, str], whole: nn.Module) -> None:
@@ -60,28 +60,28 @@ class TensorRanks:
             style = next((style for key, style in styles.items() if re.fullmatch(key, name)), None)
             if style is None or style in UNCUT or module is whole:
                 continue
-            known = style in {cut.value for cut in Cut}
+            known = style in {cut.value for cut in Split}
             if not known or not isinstance(module, nn.Linear):
                 raise RequestError(
                     f"tensor_parallel_size={self.size}: {name} would be cut as {style!r}, which is served for no "
                     f"{type(module).__name__}; set it to 1"
                 )
-            self.cuts[name] = Cut(style)
-            self._cut(name, module, Cut(style))
+            self.cuts[name] = Split(style)
+            self._cut(name, module, Split(style))
         if not self.cuts:
             raise RequestError(
                 f"tensor_parallel_size={self.size}: transformers has no plan of how a {type(model).__name__} is cut; "
                 "set it to 1"
             )
         heads = int(getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
-        in_parts = any(cut is Cut.COLUMNS and is_attention(name) for name, cut in self.cuts.items())
+        in_parts = any(cut is Split.COLUMNS and is_attention(name) for name, cut in self.cuts.items())
         if in_parts and heads % self.size:
             raise RequestError(
                 f"tensor_parallel_size={self.size} does not divide the {heads} key heads of a {type(model).__name__}; "
                 "use a divisor of them"
             )
 
-    def _cut(self, name: str, module: nn.Linear, cut: Cut) -> None:
+    def _cut(self, name: str, module: nn.Linear, cut: Split) -> None:
         count = module.out_features if cut.by_columns else module.in_features
         if count % self.size:
             raise RequestError(
@@ -97,10 +97,10 @@ class TensorRanks:
             if module.bias is not None and self.place > 0:  # the bias is added once
                 module.bias = nn.Parameter(torch.zeros_like(module.bias), requires_grad=False)
         before, after = {
-            Cut.COLUMNS: (_Copied, None),
-            Cut.COLUMNS_JOINED: (_Copied, _Joined),
-            Cut.ROWS: (None, _Summed),
-            Cut.ROWS_SPLIT: (_Split, _Summed),
+            Split.COLUMNS: (_Copied, None),
+            Split.COLUMNS_JOINED: (_Copied, _Joined),
+            Split.ROWS: (None, _Summed),
+            Split.ROWS_SPLIT: (_Split, _Summed),
         }[cut]
         if before is not None:
             module.register_forward_pre_hook(lambda module, args: (before.apply(args[0], self), *args[1:]))
