@@ -29,7 +29,7 @@ LONGEST_CAUSE = 600
 """Maximum characters of Ray's message about an actor that died."""
 
 
-class Place(NamedTuple):
+class ActorPlacement(NamedTuple):
     """Location of an actor."""
 
     address: str
@@ -102,7 +102,7 @@ class RayActors(RemoteWorkers):
         self._placed = reserved(room, resources, self.world)
         self._actors = _actors(self._placed, resources, room, self.world)
         folder = options.folder
-        places: list[Place] = self._start([actor.look.remote(folder) for actor in self._actors])
+        places: list[ActorPlacement] = self._start([actor.look.remote(folder) for actor in self._actors])
         order = sorted(range(self.world), key=lambda number: (places[number].order, number))
         self._actors = [self._actors[number] for number in order]
         self.places = [places[number] for number in order]
@@ -186,13 +186,13 @@ def _cause(error: BaseException | None) -> str:
 class RankActor:
     """A worker in an actor. Commands run sequentially, in their order."""
 
-    def look(self, folder: Path) -> Place:
+    def look(self, folder: Path) -> ActorPlacement:
         """Return the location of this actor."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
         devices = tuple(str(name) for name in ray.get_gpu_ids())
-        return Place(ray.util.get_node_ip_address(), node, devices, os.getpid(), folder.is_dir())
+        return ActorPlacement(ray.util.get_node_ip_address(), node, devices, os.getpid(), folder.is_dir())
 
     def stay(self) -> None:
         """Block forever. The call fails when the actor dies, which tells the driver."""
