@@ -18,7 +18,7 @@ from skyrl.backends.operations import ForwardBackward, Publish
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.base_model.base_weights import ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
-from skyrl.backends.torch.base_model.memory import IN_A_STEP, MemoryOptions, Place, decided
+from skyrl.backends.torch.base_model.memory import IN_A_STEP, MemoryOptions, RankDevice, decided
 from skyrl.backends.torch.opening import engine_share
 from skyrl.errors import RequestError
 from skyrl.tx.synthetic.make_tokenizer import make_tokenizer
@@ -56,7 +56,7 @@ def model_8b(folder_8b):
 
 def plan_for(model, total: float, world: int = 1, shards: ShardOptions | None = None, asked="auto", options=OPTIONS):
     """Return the plan for GPUs of so many GiB."""
-    place = Place(GPU, int(total * GIB), world)
+    place = RankDevice(GPU, int(total * GIB), world)
     return decided(model, Path("model"), place, shards or ShardOptions(fsdp_size=0), asked, 1024, options)
 
 
@@ -169,7 +169,7 @@ def test_models_that_stay_have_what_engines_and_training_both_leave(model_8b):
 
 def test_models_that_the_host_has_no_room_for_are_said(model_8b):
     def said(total: float, **options) -> bool:
-        place = Place(GPU, int(total * GIB), 1)
+        place = RankDevice(GPU, int(total * GIB), 1)
         found = decided(model_8b, Path("model"), place, ShardOptions(), True, 1024, replace(OPTIONS, **options))
         return any("offload_after_step" in note for note in found.notes)
 
@@ -177,7 +177,7 @@ def test_models_that_the_host_has_no_room_for_are_said(model_8b):
 
 
 def test_a_limit_is_of_ours_and_engines_take_their_share_of_the_device(model_8b):
-    place = Place(GPU, 40 * GIB, 1, 80 * GIB)
+    place = RankDevice(GPU, 40 * GIB, 1, 80 * GIB)
     options = replace(OPTIONS, engines=0.5)
     plan = decided(model_8b, Path("model"), place, ShardOptions(), "auto", 1024, options).plan
     assert plan.total == 40 * GIB and plan.shared is not None and plan.shared.left == 40 * GIB

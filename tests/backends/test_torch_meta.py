@@ -13,7 +13,7 @@ from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.torch.base_model.base_weights import ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions, layers_of, skeleton
 from skyrl.backends.torch.base_model.lora import lora_layout, targets_of
-from skyrl.backends.torch.base_model.memory import MemoryOptions, Place, decided
+from skyrl.backends.torch.base_model.memory import MemoryOptions, RankDevice, decided
 from skyrl.backends.torch.base_model.tensor_ranks import TensorRanks
 from skyrl.errors import RequestError
 from skyrl.types import LoraConfig
@@ -103,7 +103,7 @@ def family(request, tmp_path_factory):
 
 def plan_of(family, total: float, world: int, shards: ShardOptions):
     _, model, folder = family
-    place = Place(GPU, int(total * GIB), world)
+    place = RankDevice(GPU, int(total * GIB), world)
     return decided(copy.deepcopy(model), folder, place, shards, "auto", 1024, OPTIONS).plan
 
 

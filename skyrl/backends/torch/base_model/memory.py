@@ -81,7 +81,7 @@ class MemoryOptions:
 DEFAULTS = MemoryOptions()
 
 
-class Place(NamedTuple):
+class RankDevice(NamedTuple):
     """Device of a rank."""
 
     device: torch.device
@@ -93,13 +93,13 @@ class Place(NamedTuple):
     """Bytes of the device; 0: `total`, which may be less."""
 
     @classmethod
-    def of(cls, device: torch.device, world: int, limit: int) -> "Place":
+    def of(cls, device: torch.device, world: int, limit: int) -> "RankDevice":
         """Return a rank's place with its share of the device's memory, or with `limit` bytes if not 0. Collective."""
         there = device_memory(device, world)
         return cls(device, limit or there, world, there)
 
 
-class Decided(NamedTuple):
+class WorkerMemory(NamedTuple):
     """A plan, and the decisions that were left to it."""
 
     plan: Plan
@@ -161,12 +161,12 @@ def device_memory(device: torch.device, world: int) -> int:
 def decided(
     model: Any,
     folder: Path,
-    place: Place,
+    place: RankDevice,
     shards: ShardOptions,
     asked: Checkpointing,
     chunk: int,
     options: MemoryOptions,
-) -> Decided:
+) -> WorkerMemory:
     """Plan memory from a skeleton: sizes, sharding of the base weights, and activation checkpointing.
 
     Args:
@@ -218,7 +218,7 @@ def decided(
             f"{size_of(plan.left + plan.training)} that are left; set gradient_checkpointing, or a smaller "
             "max_context_length"
         )
-    return Decided(plan, fsdp_size, again, tuple(notes))
+    return WorkerMemory(plan, fsdp_size, again, tuple(notes))
 
 
 def _may_share(shards: ShardOptions, world: int) -> bool:
@@ -240,7 +240,7 @@ class Sizes:
         self,
         model: Any,
         folder: Path,
-        place: Place,
+        place: RankDevice,
         shards: ShardOptions,
         chunk: int,
         options: MemoryOptions,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from skyrl.backends.torch.base_model.lora import Target
-from skyrl.backends.torch.base_model.memory import Decided
+from skyrl.backends.torch.base_model.memory import WorkerMemory
 from skyrl.backends.torch.base_model.model import LoadedModel
 
 
@@ -33,11 +33,11 @@ class ModelFacts(NamedTuple):
     """True if models can be fully trained."""
     cache_shapes: tuple[tuple[int, int, int], ...]
     """(key heads, key width, value width) of each layer; empty if the model cannot be sampled."""
-    decided: Decided
+    decided: WorkerMemory
     """Memory plan of a rank, and decisions that were left to it."""
 
     @classmethod
-    def of(cls, model: LoadedModel, device: torch.device, decided: Decided) -> "ModelFacts":
+    def of(cls, model: LoadedModel, device: torch.device, decided: WorkerMemory) -> "ModelFacts":
         """Facts about a model on a rank's device."""
         config = model.config
         return cls(

@@ -33,7 +33,7 @@ from skyrl.backends.common.sampling.model_runner import Drawn, Rows
 from skyrl.backends.torch.base_model.base_weights import WHOLE, ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
 from skyrl.backends.torch.base_model.lora import initial_lora, initial_value_head
-from skyrl.backends.torch.base_model.memory import DEFAULTS, MemoryOptions, Place, decided, device_of
+from skyrl.backends.torch.base_model.memory import DEFAULTS, MemoryOptions, RankDevice, decided, device_of
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.sampling_worker import SamplingWorker
 from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile
@@ -94,7 +94,7 @@ class Worker:
         self._decided = decided(
             skeleton(options.folder, self.device, load),
             options.folder,
-            Place.of(self.device, world, options.memory.limit),
+            RankDevice.of(self.device, world, options.memory.limit),
             shards,
             load.gradient_checkpointing,
             options.loss_chunk_size,
