@@ -94,7 +94,7 @@ class _Adapter:
 
 
 @dataclass
-class _Place:
+class _ActiveEngine:
     """An engine in use."""
 
     name: str
@@ -126,8 +126,8 @@ class Router:
         self._line: FairQueue[Ticket] = FairQueue()
         self._again: deque[Ticket] = deque()
         """Samples that were running on lost engines, or failed."""
-        self._places: dict[str, _Place] = {}
-        self._running: dict[str, tuple[Ticket, _Place]] = {}
+        self._places: dict[str, _ActiveEngine] = {}
+        self._running: dict[str, tuple[Ticket, _ActiveEngine]] = {}
         """By ticket id."""
         self._wanted: Counter[str | None] = Counter()
         """Number of waiting samples by adapter."""
@@ -154,7 +154,7 @@ class Router:
         """Add an engine, with its loaded adapters, of which there are at most `max_loras`."""
         assert name not in self._places and len(adapters) <= max_loras, (name, adapters)
         held = {adapter: _Adapter("loaded") for adapter in adapters}
-        self._places[name] = _Place(name, max_requests, max_loras, longest, features, held)
+        self._places[name] = _ActiveEngine(name, max_requests, max_loras, longest, features, held)
 
     def leave(self, name: str) -> list[Ticket]:
         """Remove an engine. Its samples go to the head of the queue and are returned."""
@@ -280,12 +280,12 @@ class Router:
     def _in_order(self) -> Iterator[Ticket]:
         return chain(list(self._again), self._line.order(LOOK_AT))
 
-    def _able(self, ticket: Ticket) -> list[_Place]:
+    def _able(self, ticket: Ticket) -> list[_ActiveEngine]:
         """Engines with a free place that support a sample. Those on which it failed are a last resort."""
         able = [place for place in self._places.values() if place.room > 0 and place.serves(ticket)]
         return [place for place in able if place.name not in ticket.avoid] or able if ticket.avoid else able
 
-    def _move(self, ticket: Ticket, able: list[_Place]) -> Start | Load | Literal["no slot"] | None:
+    def _move(self, ticket: Ticket, able: list[_ActiveEngine]) -> Start | Load | Literal["no slot"] | None:
         """Route one sample. Return None if it waits for room, or for an adapter that is being loaded."""
         if not able:
             return None
