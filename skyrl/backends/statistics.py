@@ -10,7 +10,7 @@ Statistics = dict[str, int]
 """Values by name."""
 
 
-class Described(NamedTuple):
+class StatisticInfo(NamedTuple):
     """Description of a statistic."""
 
     kind: Literal["counter", "gauge"]
@@ -18,26 +18,26 @@ class Described(NamedTuple):
     help: str
 
 
-STATISTICS: dict[str, Described] = {
-    "train_dispatches": Described("counter", "Calls that computed micro-batches."),
-    "train_micro_batches": Described("counter", "Micro-batches that were computed."),
-    "train_places": Described(
+STATISTICS: dict[str, StatisticInfo] = {
+    "train_dispatches": StatisticInfo("counter", "Calls that computed micro-batches."),
+    "train_micro_batches": StatisticInfo("counter", "Micro-batches that were computed."),
+    "train_places": StatisticInfo(
         "counter", "Micro-batches that those calls had room for; micro_batches over this is how full they were."
     ),
-    "train_computed_tokens": Described(
+    "train_computed_tokens": StatisticInfo(
         "counter", "Token positions of those micro-batches, padding and tokens that are not trained on included."
     ),
-    "decode_calls": Described("counter", "Calls that decoded tokens."),
-    "decode_sequences": Described("counter", "Sequences of those calls; over decode_calls, the mean batch."),
-    "decode_tokens": Described("counter", "Tokens that were decoded, those of cancelled samples included."),
-    "decode_max_sequences": Described("gauge", "Sequences that can be decoded at once."),
-    "running_sequences": Described("gauge", "Sequences that are being decoded."),
-    "waiting_samples": Described("gauge", "Sample requests in the engine that have not begun."),
-    "prompt_tokens_read": Described(
+    "decode_calls": StatisticInfo("counter", "Calls that decoded tokens."),
+    "decode_sequences": StatisticInfo("counter", "Sequences of those calls; over decode_calls, the mean batch."),
+    "decode_tokens": StatisticInfo("counter", "Tokens that were decoded, those of cancelled samples included."),
+    "decode_max_sequences": StatisticInfo("gauge", "Sequences that can be decoded at once."),
+    "running_sequences": StatisticInfo("gauge", "Sequences that are being decoded."),
+    "waiting_samples": StatisticInfo("gauge", "Sample requests in the engine that have not begun."),
+    "prompt_tokens_read": StatisticInfo(
         "counter", "Tokens of prompts whose reading has ended, those of cache hits included."
     ),
-    "prefix_cache_hit_tokens": Described("counter", "Of these, tokens that were in the cache already."),
-    "cache_pages": Described("gauge", "Pages of the KV cache."),
-    "cache_pages_used": Described("gauge", "Of these, pages that requests hold or have reserved."),
-    "snapshots_failed": Described("counter", "Snapshots of models that could not be written; they are tried again."),
+    "prefix_cache_hit_tokens": StatisticInfo("counter", "Of these, tokens that were in the cache already."),
+    "cache_pages": StatisticInfo("gauge", "Pages of the KV cache."),
+    "cache_pages_used": StatisticInfo("gauge", "Of these, pages that requests hold or have reserved."),
+    "snapshots_failed": StatisticInfo("counter", "Model snapshots that could not be written; they are retried."),
 }

@@ -6,7 +6,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from skyrl.backends.statistics import STATISTICS, Described, Statistics
+from skyrl.backends.statistics import STATISTICS, StatisticInfo, Statistics
 
 PREFIX = "skyrl_engine_"
 PROGRAMS = "_programs"
@@ -70,6 +70,6 @@ class EngineMetrics:
             compiled.add_metric([name.removesuffix(PROGRAMS)], count)
         yield compiled
         for name, value in engine.statistics.items():
-            kind, text = STATISTICS.get(name, Described("gauge", "Told by the backend."))
+            kind, text = STATISTICS.get(name, StatisticInfo("gauge", "Told by the backend."))
             family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
             yield family(PREFIX + name, text, value=value)
