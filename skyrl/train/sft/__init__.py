@@ -1,9 +1,9 @@
-"""Supervised fine-tuning: rows of files, as tokens and a mask of those that are trained on, and the loop over them.
+"""Supervised fine-tuning: examples (tokens with a loss mask) from rows of files, and the training loop.
 
-`load_datasets` reads and tokenizes, `EpochOrder` says which rows are in which step, `training_data` weighs a batch so
-that its loss is a mean over trained tokens, and `SFTTrainer` drives a `Learner` with all that. `methods` has the
-ways to train: by the likelihood of examples, or by preferences, of which `pairs` are the rows and `preference_losses`
-the losses.
+`load_datasets` reads and tokenizes the rows. `EpochOrder` assigns rows to steps. `training_data` weights a batch so
+that its loss is the mean over trained tokens. `SFTTrainer` runs the loop with a `Learner`. `methods` contains the
+training methods: likelihood of examples, or preferences. `pairs` reads the rows of preference data, and
+`preference_losses` contains their losses.
 Nothing here imports jax or torch.
 """
 

@@ -1,4 +1,7 @@
-"""Examples as what a learner is given. The loss `cross_entropy` is a sum, so the weights make it a mean."""
+"""Conversion of examples to `Datum`s for a learner.
+
+The loss `cross_entropy` is a sum; the weights turn it into a mean.
+"""
 
 from collections.abc import Sequence
 
@@ -9,26 +12,26 @@ from skyrl.types import Datum
 
 
 def training_data(examples: Sequence[Example]) -> list[Datum]:
-    """A whole batch, whose loss is the mean over all its trained tokens, however it is cut for computing.
+    """Convert a batch so that its loss is the mean over all its trained tokens, even if it is split into micro-batches.
 
-    Weights are 1 / (trained tokens of the batch) where a token is trained on, and 0 elsewhere.
+    Weights are 1 / (trained tokens of the batch) for trained tokens, and 0 for all others.
     """
     scale = 1.0 / sum(example.trained_tokens for example in examples)
     return weighted_data(examples, [scale] * len(examples))
 
 
 def scoring_data(examples: Sequence[Example]) -> list[Datum]:
-    """Examples whose loss is the sum over their trained tokens."""
+    """Convert examples so that their loss is the sum over their trained tokens."""
     return weighted_data(examples, [1.0] * len(examples))
 
 
 def weighted_data(examples: Sequence[Example], weights: Sequence[float]) -> list[Datum]:
-    """Examples whose loss is the sum over their trained tokens, each example's times its weight, of any sign."""
+    """Convert examples so that their loss is the sum over trained tokens, scaled by the example's weight (any sign)."""
     return [_datum(example, weight) for example, weight in zip(examples, weights, strict=True)]
 
 
 def _datum(example: Example, weight: float) -> Datum:
-    """Each token predicts the next one."""
+    """Convert an example: each token predicts the next one."""
     return Datum(
         example.token_ids[:-1],
         {

@@ -1,9 +1,10 @@
-"""Choice of the tokens of a conversation that are trained on.
+"""Loss masks of conversations.
 
-A template that marks what an assistant says (`{% generation %}`) is believed. With any other, an assistant's message
-is what a conversation has more than the prompt for it, which holds only if the prompt's tokens are the first ones of
-the conversation's. A template may render the past differently once there is more (Qwen3 leaves out old thoughts), so
-that is checked for each message, and a conversation of which it is not true is refused.
+If the chat template marks assistant messages (`{% generation %}`), the mask follows its markers. For other templates,
+an assistant message is the part that follows the prompt for it. This works only if the tokens of that prompt are a
+prefix of the tokens of the whole conversation. A template may render earlier messages differently in a longer
+conversation (Qwen3 drops earlier reasoning). The prefix is therefore checked for each message, and a conversation that
+fails the check is rejected.
 """
 
 import re
@@ -20,25 +21,25 @@ from skyrl.train.rollouts.chat import ChatTokenizer
 from skyrl.train.rollouts.templates import load_template, template_error
 
 KEEPS_THOUGHTS = "qwen3_with_thinking"
-"""Template by its name that renders the past as it was."""
+"""Name of a built-in template that keeps the reasoning of earlier messages."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Masked(NamedTuple):
-    """A conversation."""
+    """A tokenized conversation with its loss mask."""
 
     token_ids: list[int]
     mask: list[bool]
-    """Flag of each token: it is trained on."""
+    """True for each token that is trained on."""
 
 
 def _said(messages: Sequence[Message]) -> list[int]:
-    """Numbers of the assistant's messages."""
+    """Return the indices of the assistant messages."""
     return [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
 
 
 class Conversations:
-    """Conversations as tokens, with the chat template of a tokenizer or another one."""
+    """Tokenizes conversations, with the chat template of a tokenizer or another one."""
 
     def __init__(
         self,
@@ -50,10 +51,10 @@ class Conversations:
         """Mask conversations for `train_on_what`, one of `TRAIN_ON_WHAT`.
 
         Args:
-            tokenizer: Encodes and renders.
-            train_on_what: What is trained on.
-            template: Chat template. None: the tokenizer's own.
-            variables: Further variables of the template, such as `enable_thinking`.
+            tokenizer: Encodes text and renders chats.
+            train_on_what: Selection of the tokens to train on.
+            template: Chat template. None for the tokenizer's own.
+            variables: Additional variables of the template, such as `enable_thinking`.
         """
         self._tokenizer = tokenizer
         self._what = train_on_what
@@ -64,21 +65,23 @@ class Conversations:
         self._special = special | set(tokenizer.all_special_ids)
         self._check_syntax()
         self.form = TemplateForm(lambda messages: self._text(messages, None))
-        """The form in which the template takes messages."""
+        """Message format that the template expects."""
 
     def masked(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, completion: int | None = None
     ) -> Masked:
-        """Tokens of a whole conversation.
+        """Tokenize a whole conversation.
 
         Args:
-            messages: Of the conversation.
+            messages: Messages of the conversation.
             tools: JSON schemas, for the template.
-            completion: Messages at the end that answer a prompt: all that an assistant says in them is trained on, and
-                nothing before, unless `train_on_what` is all_tokens. None: `train_on_what` says what is.
+            completion: Number of messages at the end that answer a prompt. All assistant messages among them are
+                trained on, and no earlier ones, unless `train_on_what` is all_tokens. None: `train_on_what` selects the
+                messages.
 
-        The token that ends a turn is part of an assistant's message; white space that the template puts after it is
-        not. Raises ConfigError if the template cannot be rendered, or if messages cannot be told apart.
+        The token that ends a turn is part of an assistant message. White space that the template adds after it is not.
+        Raises ConfigError if the template cannot be rendered, or if the messages cannot be located in the rendered
+        text.
         """
         shown, chosen = list(tools) if tools else None, self._chosen(messages, completion)
         try:
@@ -95,10 +98,11 @@ class Conversations:
             raise ConfigError(f"{self._refusal(error)}; change the messages, or set chat_template") from error
 
     def completed(self, prompt: str, completion: str) -> Masked:
-        """Tokens of a text that is no conversation, of which what comes after the prompt is trained on.
+        """Tokenize plain text instead of a conversation.
 
-        A tokenizer that begins texts with a token of its own does so here. The end-of-sequence token ends the
-        completion, unless it does already. Prompt and completion are encoded apart, as a model meets them.
+        Only the completion is trained on, unless `train_on_what` is all_tokens. The tokenizer's start token, if any,
+        comes first. The end-of-sequence token is appended unless the completion already ends with it. Prompt and
+        completion are encoded separately, as during generation.
         """
         start = self._tokenizer.encode(prompt, add_special_tokens=True)
         end = self._tokenizer.eos_token_id
@@ -110,12 +114,12 @@ class Conversations:
         return Masked([*start, *said], [self._what == "all_tokens"] * len(start) + [True] * len(said))
 
     def _check_syntax(self) -> None:
-        """Raise ConfigError for a template that is none, which is no fault of any row."""
+        """Raise ConfigError for a template with a syntax error, which is not the fault of a row."""
         try:
             self._text([{"role": "user", "content": "A"}], None)
         except TemplateSyntaxError as error:
             raise ConfigError(f"{self._refusal(error)}; fix it there, or set chat_template to another") from error
-        except (TemplateError, ValueError, TypeError, KeyError):  # rows may have what it needs, or need no template
+        except (TemplateError, ValueError, TypeError, KeyError):  # rows may have its fields, or need no template
             pass
 
     def _refusal(self, error: Exception) -> str:
@@ -123,7 +127,7 @@ class Conversations:
         return f"the chat template cannot be rendered with chat_template_kwargs={self._variables}: {told}"
 
     def _chosen(self, messages: Sequence[Message], completion: int | None) -> list[int]:
-        """Numbers of the messages that are trained on, of which none has `weight` 0."""
+        """Return the indices of the messages to train on. Messages with `weight` 0 are excluded."""
         said = _said(messages)
         if completion is not None:
             said = [number for number in said if number >= len(messages) - completion]
@@ -135,7 +139,7 @@ class Conversations:
         return [number for number in said if messages[number].get("weight", 1)]
 
     def _check_weights(self, messages: Sequence[Message]) -> None:
-        """Raise ConfigError for a weight that `all_tokens` contradicts."""
+        """Raise ConfigError for a message with weight 0, which contradicts `all_tokens`."""
         for number, message in enumerate(messages):
             if not message.get("weight", 1):
                 raise ConfigError(
@@ -144,7 +148,7 @@ class Conversations:
                 )
 
     def _marked(self, messages: Sequence[Message], tools: list[Any] | None, chosen: list[int]) -> Masked:
-        """By the template's own markers."""
+        """Mask by the template's own markers."""
         rendered = self._tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
             **self._options,
@@ -169,7 +173,7 @@ class Conversations:
         return Masked(token_ids, mask)
 
     def _by_prefixes(self, messages: Sequence[Message], tools: list[Any] | None, chosen: list[int]) -> Masked:
-        """By what each message adds to the prompt for it."""
+        """Mask the tokens that each chosen message adds to the prompt for it."""
         token_ids = self._encode(self._text(messages, tools))
         mask = [False] * len(token_ids)
         for number in chosen:
@@ -188,7 +192,10 @@ class Conversations:
     def _prefix(
         self, token_ids: list[int], messages: Sequence[Message], count: int, tools: list[Any] | None, prompt: bool
     ) -> int:
-        """Tokens of the first `count` messages, which are the first ones of the whole, or ConfigError."""
+        """Return the number of tokens of the first `count` messages.
+
+        Raise ConfigError unless they are a prefix of `token_ids`.
+        """
         before = self._encode(self._text(messages[:count], tools, prompt))
         if token_ids[: len(before)] == before:
             return len(before)
@@ -202,7 +209,7 @@ class Conversations:
         )
 
     def _way_out(self) -> str:
-        """Return the ways out for a template that renders the past differently, but for those already taken."""
+        """Return advice for a template that renders earlier messages differently, without advice already followed."""
         ways = []
         if self._template != load_template(ChatTemplateConfig(name_or_path=KEEPS_THOUGHTS)):
             renders = f"renders the past as it was (such as {KEEPS_THOUGHTS}) or has {{% generation %}} markers"
@@ -215,7 +222,7 @@ class Conversations:
         return repr(self._tokenizer.decode(token_ids[start : start + 8])) if start < len(token_ids) else "nothing"
 
     def _without_glue(self, token_ids: list[int], start: int, end: int) -> int:
-        """End of a message: after its last special token, if there is only white space behind that."""
+        """Return the end of a message: after its last special token if only white space follows it, else `end`."""
         last = next((at for at in range(end - 1, start - 1, -1) if token_ids[at] in self._special), end - 1)
         return end if self._tokenizer.decode(token_ids[last + 1 : end]).strip() else last + 1
 

@@ -1,4 +1,4 @@
-"""Order of the rows of a run, and the state of it that a checkpoint shares with the run that resumes from it."""
+"""Order of the rows of a run, and the state of it that is saved in checkpoints."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class DataOrder:
         }
 
     def check_same(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a checkpoint with this state is of another order, or of other data."""
+        """Raise ConfigError if the state in a checkpoint belongs to another order or to other data."""
         check_same_order(state, self.state, ANEW)
 
 

@@ -1,4 +1,4 @@
-"""Sources of rows as data sets of examples, with an account of what was cut and what was left out."""
+"""Data sets of examples, read from the configured sources, with counts of truncated and skipped rows."""
 
 import logging
 import traceback
@@ -20,25 +20,25 @@ from skyrl.train.sft.pairs import PairReader
 logger = logging.getLogger(__name__)
 
 NAMED = 5
-"""Rows that a summary names of those that were left out for the same reason."""
+"""Maximum number of row numbers that a summary lists per reason for skipping."""
 
 
 class Trainable(Protocol):
-    """Example, or pair of examples, that a row becomes."""
+    """Example or pair of examples, made from one row."""
 
     @property
     def sequences(self) -> tuple[Example, ...]:
-        """Sequences that it consists of."""
+        """Its sequences: one, or two of a pair."""
         ...
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that are trained on."""
+        """Number of trained tokens."""
         ...
 
     @property
     def truncated(self) -> bool:
-        """True if tokens at an end were cut off."""
+        """True if tokens were truncated at the end of a sequence."""
         ...
 
 
@@ -47,36 +47,36 @@ R = TypeVar("R", bound=Trainable, covariant=True)
 
 
 class Reader(Protocol[R]):
-    """Maker of what is trained on from rows."""
+    """Converter of rows into examples or pairs."""
 
     def example(self, row: Mapping[str, Any]) -> R | str:
-        """Return the example or pair of a row, or the reason to leave it out. Raises ConfigError if it is malformed."""
+        """Return the example or pair of a row, or the reason to skip it. Raises ConfigError for a malformed row."""
         ...
 
 
 @dataclass(frozen=True)
 class Dataset(Generic[E]):
-    """Examples, or pairs of them, in the order of the rows."""
+    """Examples or pairs, in the order of the rows."""
 
     name: str
     examples: list[E]
     rows: int
-    """Rows that were read."""
+    """Number of rows read."""
     left_out: Mapping[str, list[int]]
-    """Numbers of the rows (from 0) that are not trained on, by the reason."""
+    """Numbers of the skipped rows (from 0), by reason."""
 
     @property
     def truncated(self) -> int:
-        """Examples that lost their end."""
+        """Number of truncated examples."""
         return sum(example.truncated for example in self.examples)
 
     def row(self, number: int) -> int:
-        """Number of the row (from 0) that an example was made of."""
+        """Return the number of the row (from 0) from which an example was made."""
         left_out = set(chain.from_iterable(self.left_out.values()))
         return next(islice((row for row in range(self.rows) if row not in left_out), number, None))
 
     def summary(self) -> str:
-        """One line: how many rows, how many are used, cut, and left out, and why."""
+        """Return one line with the numbers of rows read, used, truncated and skipped, and the reasons."""
         trained = sum(example.trained_tokens for example in self.examples)
         parts = [f"{self.name}: {len(self.examples)} of {self.rows} rows used, {trained} tokens trained on"]
         if self.truncated:
@@ -94,15 +94,15 @@ class Dataset(Generic[E]):
 def load_datasets(
     config: SFTConfig, tokenizer: ChatTokenizer, loader: Loader = as_it_is
 ) -> tuple[list[Dataset[Any]], list[Dataset[Any]]]:
-    """(training data sets, evaluation data sets) of a resolved configuration; logs a summary of each.
+    """Return (training data sets, evaluation data sets) of a resolved configuration, and log a summary of each.
 
     Args:
-        config: Resolved.
-        tokenizer: Of the model.
-        loader: What makes each row one of a known kind.
+        config: Resolved configuration.
+        tokenizer: Tokenizer of the model.
+        loader: Function that converts each row to a known kind.
 
-    Raises ConfigError for a source that cannot be read, a row that cannot be used (it names source and row), and a
-    data set of which nothing is left.
+    Raises ConfigError for an unreadable source, an unusable row (the message names source and row), and a data set
+    without any usable row.
     """
     rows = RowReader(
         conversations=Conversations(
@@ -131,8 +131,8 @@ def _loaded(loader: Loader, row: Mapping[str, Any]) -> Mapping[str, Any]:
         return loader(row)
     except ConfigError:
         raise
-    except Exception as error:  # of the user's function
-        frames = traceback.extract_tb(error.__traceback__)[1:]  # after this one
+    except Exception as error:  # the loader is the user's function
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # without this function's own frame
         place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
         raise ConfigError(f"the loader raised {type(error).__name__}: {error}{place}") from error
 
@@ -140,7 +140,7 @@ def _loaded(loader: Loader, row: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_dataset(
     name: str, rows: Iterable[Mapping[str, Any]], reader: Reader[E], loader: Loader = as_it_is
 ) -> Dataset[E]:
-    """The examples of `rows`. Raises ConfigError, which names the row, and if there is no example at all."""
+    """Read the examples of `rows`. Raises ConfigError for an unusable row, which it names, or if no examples remain."""
     examples: list[E] = []
     left_out: dict[str, list[int]] = {}
     number = -1

@@ -1,8 +1,9 @@
-"""Rows of a data set as examples: token ids, and which of them are trained on.
+"""Conversion of rows of a data set to examples: token ids with a loss mask.
 
-What a row is, its columns say: `input_ids` with `labels` or `loss_mask` (tokens already), `messages` (a conversation),
-`conversations` (one in the names of ShareGPT), `prompt` and `completion`, `instruction`, `input` and `output` (Alpaca),
-or `text`. To add a kind, add a branch to `RowReader.example`. Pairs of answers are in `skyrl.train.sft.pairs`.
+The columns of a row determine its kind: `input_ids` with `labels` or `loss_mask` (already tokenized), `messages` (a
+conversation), `conversations` (in ShareGPT format), `prompt` and `completion`, `instruction`, `input` and `output`
+(Alpaca), or `text`. To add a kind, add a branch to `RowReader.example`. Pairs of answers are in
+`skyrl.train.sft.pairs`.
 """
 
 import itertools
@@ -22,15 +23,18 @@ IGNORED = -100
 """Label of a token that is not trained on."""
 
 SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
-"""Names of ShareGPT, and their roles."""
+"""Speaker names in ShareGPT format, with the corresponding roles."""
 CALLS = "function_call"
 TOOLS = {CALLS: "assistant", "observation": "tool"}
-"""Its names with tools. The value of a call is JSON text of `{"name": ..., "arguments": {...}}`, or of a list."""
+"""Further speaker names for tool use.
+
+The value of a call is JSON text of `{"name": ..., "arguments": {...}}`, or of a list of them.
+"""
 
 NO_ANSWER = "do not end with an assistant's message"
 NOTHING_TRAINED = "have nothing that is trained on"
 CUT = "have nothing that is trained on within max_length"
-"""Reason why rows are left out."""
+"""Reason for skipping rows."""
 
 
 @dataclass(frozen=True)
@@ -40,38 +44,44 @@ class Example:
     token_ids: np.ndarray
     """int32 `[tokens]`."""
     mask: np.ndarray
-    """bool `[tokens]`: whether each token is trained on. The first never is: nothing comes before it."""
+    """bool `[tokens]`: True for each token that is trained on.
+
+    Always False for the first token, which has no predecessor.
+    """
     truncated: bool = False
-    """True if tokens at the end were cut off."""
+    """True if tokens were truncated at the end."""
     untrained_calls: int = 0
-    """Messages with tool calls since the last question that are not trained on."""
+    """Number of messages with tool calls after the last user message that are not trained on."""
 
     @property
     def sequences(self) -> "tuple[Example, ...]":
-        """Itself."""
+        """Sequences of the example: only itself."""
         return (self,)
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that are trained on."""
+        """Number of trained tokens."""
         return int(self.mask.sum())
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """Maker of examples from rows."""
+    """Converts rows into examples."""
 
     conversations: Conversations
     train_on_what: str
     max_length: int | None = None
-    """Tokens of an example at most; what is behind is cut off. None: any number."""
+    """Maximum length of an example, in tokens; longer ones are truncated at the end. None: no limit."""
     messages_key: str = "messages"
     tools_key: str = "tools"
     system_key: str = "system"
-    """Columns."""
+    """Names of the columns."""
 
     def example(self, row: Mapping[str, Any]) -> Example | str:
-        """The example, or why the row is left out. Raises ConfigError for a row that is of no kind, or malformed."""
+        """Return the example, or the reason to skip the row.
+
+        Raises ConfigError for an unknown kind of row or a malformed row.
+        """
         if row.get("input_ids") is not None:
             masked = _pretokenized(row)
         elif row.get(self.messages_key) is not None:
@@ -93,13 +103,15 @@ class RowReader:
         return self._cut(masked)
 
     def answered(self, prompt: Any, answer: Any, row: Mapping[str, Any], name: str) -> Example | str:
-        """The example of a prompt and its answer, two texts or two lists of messages, or why it is left out.
+        """Return the example of a prompt and its answer, or the reason to skip it.
+
+        Both are text, or both are lists of messages.
 
         Args:
-            prompt: Column `prompt`.
-            answer: Column `name`, which is trained on.
+            prompt: Value of the column `prompt`.
+            answer: Value of the column `name`, which is trained on.
             row: All columns.
-            name: Of the answer.
+            name: Column of the answer.
         """
         if isinstance(prompt, list) and isinstance(answer, list):
             said = self._chat(answer, name)
@@ -146,7 +158,7 @@ class RowReader:
 
 
 def _shared(given: Any) -> list[Message]:
-    """Messages in the names of ShareGPT. Raises ConfigError for a speaker that it does not have."""
+    """Convert messages from ShareGPT format. Raises ConfigError for an unknown speaker."""
     if not isinstance(given, list) or not given:
         raise ConfigError(f"conversations={short(given)}: give a list of messages, at least one")
     messages: list[Message] = []
@@ -181,7 +193,7 @@ def _text(value: Any, name: str, also: str = "") -> str:
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[Message]:
-    """A question, with the input below the instruction if there is one, and the answer."""
+    """Convert an Alpaca row to messages: a question (instruction, then input if there is one) and its answer."""
     given = {name: row.get(name) for name in ("instruction", "input", "output")}
     parts = {name: "" if value is None else _text(value, name) for name, value in given.items()}
     question = "\n\n".join(part for part in (parts["instruction"], parts["input"]) if part)
@@ -189,7 +201,7 @@ def _alpaca(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _pretokenized(row: Mapping[str, Any]) -> Masked:
-    """Tokens as they are; those where `attention_mask` is 0 are padding and left out."""
+    """Return the tokens of a tokenized row. Tokens whose `attention_mask` is 0 are padding, and are removed."""
     token_ids = _numbers(row, "input_ids")
     wrong = token_ids[(token_ids < 0) | (token_ids > np.iinfo(np.int32).max)]
     if wrong.size:
@@ -224,7 +236,7 @@ def _flags(row: Mapping[str, Any], name: str, length: int) -> np.ndarray:
 
 
 def _numbers(row: Mapping[str, Any], name: str, length: int | None = None) -> np.ndarray:
-    """An int64 `[tokens]` column, which must have `length` entries. Booleans count as 0 and 1."""
+    """Return a column as an int64 `[tokens]` array, which must have `length` entries. Booleans count as 0 and 1."""
     try:
         array = np.asarray(row[name])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Checks of rows against a model: the longest sequence that it takes, and its vocabulary."""
+"""Checks of rows against the limits of a model: maximum sequence length and vocabulary size."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from skyrl.train.sft.datasets import Dataset
 
 
 def check_lengths(datasets: Sequence[Dataset[Any]], config: SFTConfig, limit: int) -> None:
-    """Raise ConfigError for a row that has more than `limit` tokens to predict from."""
+    """Raise ConfigError for a sequence with more than `limit` input tokens (all tokens except the last)."""
     for dataset in datasets:
         longest = max(len(one.token_ids) for example in dataset.examples for one in example.sequences)
         if longest - 1 > limit:

@@ -1,6 +1,6 @@
-"""Ways to train on a batch and to measure a model: by its likelihood of examples, or by pairs of answers.
+"""Training methods, each with its evaluation: likelihood of examples, or preference between pairs of answers.
 
-To add one, write a class with the methods of `Method` and name its configuration in `method_of`.
+To add one, write a class with the methods of `Method`, and create it in `method_of` for its configuration.
 """
 
 import asyncio
@@ -22,40 +22,40 @@ from skyrl.types import ForwardBackwardOutput
 
 LOSS = "cross_entropy"
 MODEL = "policy"
-"""The learner's folder in a checkpoint and in an export."""
+"""Folder of the trained model in a checkpoint and in an export."""
 REFERENCE = "reference"
-"""The folder of the reference in a checkpoint, where it is not the base model."""
+"""Folder of the reference model in a checkpoint, if the reference is not the base model."""
 
 
 class Method(Protocol):
-    """Way to train a learner."""
+    """Training method for a learner."""
 
     shown: Mapping[str, str]
-    """Metrics beside the progress bar, and what they are called there."""
+    """Metrics to show beside the progress bar, with their labels there."""
 
     async def forward_backward(self, batch: Sequence[Any]) -> Metrics:
-        """Add the gradients of a batch's loss, which is in the metrics as policy/loss."""
+        """Accumulate the gradients of the loss of a batch. The metrics contain the loss as policy/loss."""
         ...
 
     async def evaluate(self, datasets: Sequence[Dataset[Any]], batch_size: int) -> Metrics:
-        """Measure the learner on data sets: eval/{name}/loss of each, and what else there is."""
+        """Evaluate the learner on data sets. Returns eval/{name}/loss for each of them, and metrics of the method."""
         ...
 
     async def begin_with(self, initial: Checkpoint) -> None:
-        """Begin with the weights of a checkpoint, which the learner has by now."""
+        """Start from the weights of a checkpoint. The learner has already loaded them."""
         ...
 
     async def restore(self, checkpoint: Checkpoint) -> None:
-        """Be what it was when the checkpoint was written, beside the learner."""
+        """Restore the method's own state from a checkpoint. The learner is restored separately."""
         ...
 
     def begin_save(self, folder: Path) -> list[Awaitable[object]]:
-        """Write what `restore` reads, as `Learner.begin_save`."""
+        """Begin to write the state that `restore` reads, in the same way as `Learner.begin_save`."""
         ...
 
 
 def method_of(config: SFTConfig, learner: Learner, make_learner: Callable[[str], Learner]) -> Method:
-    """The method that a configuration asks for. `make_learner` gives further models by name."""
+    """Return the method of a configuration. `make_learner` creates additional models by name."""
     if isinstance(config, DPOConfig):
         return DirectPreference(config, learner, make_learner)
     return Likelihood(learner)
@@ -84,13 +84,13 @@ class Likelihood:
         return metrics
 
     async def begin_with(self, initial: Checkpoint) -> None:
-        """Nothing: there is the learner alone."""
+        """Do nothing: the learner is the only model."""
 
     async def restore(self, checkpoint: Checkpoint) -> None:
-        """Nothing, likewise."""
+        """Do nothing: there is no other state."""
 
     def begin_save(self, folder: Path) -> list[Awaitable[object]]:
-        """Nothing, likewise."""
+        """Do nothing: there is no other state."""
         return []
 
 
@@ -98,20 +98,20 @@ class Scores(NamedTuple):
     """Scores of pairs, all float64."""
 
     policy: np.ndarray
-    """`[pairs, 2]`: log-probability of the chosen and of the rejected answer, in nats."""
+    """`[pairs, 2]`: log-probabilities of the chosen and the rejected answer, in nats."""
     reference: np.ndarray
-    """The same under the reference."""
+    """`[pairs, 2]`: the same log-probabilities under the reference model."""
     tokens: np.ndarray
-    """`[pairs, 2]`: tokens of both answers."""
+    """`[pairs, 2]`: numbers of tokens of the two answers."""
 
 
 class DirectPreference:
     """Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290).
 
-    A pass of a backend takes single sequences, so that a step is three: log-probabilities under policy and reference,
-    from which follows the slope of each pair's loss, and then a cross-entropy in which each answer has that slope as
-    its weight. Its gradient is the loss's own. The reference is the base model, or the checkpoint that a run began
-    with.
+    A backend computes losses of single sequences, so a step takes three passes. Two passes compute log-probabilities
+    under policy and reference, which determine the derivative of each pair's loss with respect to its margin. The third
+    pass is a cross-entropy in which the derivative is the weight of each answer, so its gradient equals that of the
+    preference loss. The reference is the base model, or the checkpoint that the run started from.
     """
 
     shown: Mapping[str, str] = {"policy/loss": "loss", "rewards/accuracies": "accuracy"}
@@ -126,7 +126,7 @@ class DirectPreference:
     async def forward_backward(self, batch: Sequence[Pair]) -> Metrics:
         scores = await self._score(batch)
         _, slopes = self._losses(scores)
-        signs = np.array([-1.0, 1.0]) / len(batch)  # minus, as cross-entropy is that of log-probabilities
+        signs = np.array([-1.0, 1.0]) / len(batch)  # cross-entropy is minus the log-probability
         weights = slopes[:, None] * signs * self._per_unit(scores)
         await self._learner.forward_backward(weighted_data(_sequences(batch), weights.ravel().tolist()), LOSS)
         metrics = self._metrics(scores)
@@ -170,16 +170,16 @@ class DirectPreference:
         )
 
     def _per_unit(self, scores: Scores) -> np.ndarray:
-        """Factor of each answer's log-probability in the margin, `[pairs, 2]`."""
+        """Return the factor of each answer's log-probability in the margin, `[pairs, 2]`."""
         return 1 / scores.tokens if self._loss.is_per_token else np.ones_like(scores.tokens)
 
     def _losses(self, scores: Scores) -> tuple[np.ndarray, np.ndarray]:
-        """Losses and slopes of pairs, `[pairs]`."""
+        """Return the losses and derivatives of pairs, each `[pairs]`."""
         scaled = (scores.policy - scores.reference) * self._per_unit(scores)
         return self._loss.function(scaled[:, 0] - scaled[:, 1], self._config.beta, self._config.label_smoothing)
 
     def _metrics(self, scores: Scores) -> Metrics:
-        """Means over pairs, by TRL's names."""
+        """Return means over pairs, under the names of metrics in TRL."""
         losses, _ = self._losses(scores)
         rewards = self._config.beta * (scores.policy - scores.reference)
         margins = rewards[:, 0] - rewards[:, 1]
@@ -200,6 +200,6 @@ def _sequences(pairs: Sequence[Pair]) -> list[Any]:
 
 
 def _logprobs(output: ForwardBackwardOutput) -> np.ndarray:
-    """Log-probabilities of the answers of pairs, `[pairs, 2]`: the loss of a sequence is minus its answer's."""
+    """Return the log-probabilities of the answers of pairs, `[pairs, 2]`: the negated loss of each sequence."""
     sums = [-np.sum(one["elementwise_loss"], dtype=np.float64) for one in output.loss_fn_outputs]
     return np.reshape(sums, (-1, 2))

@@ -1,4 +1,4 @@
-"""Rows of a data set of preferences as pairs of examples: an answer that was chosen and one that was rejected."""
+"""Conversion of rows of preference data to pairs of examples: the chosen and the rejected answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,44 +10,45 @@ from skyrl.train.data.chats import columns_of, read_chat, short
 from skyrl.train.sft.examples import Example, RowReader
 
 SAME = "have the same answer as chosen and as rejected"
-"""Reason why pairs are left out."""
+"""Reason for skipping pairs."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with two answers, which alone are trained on."""
+    """A prompt with two answers. Only the answers are trained on."""
 
     chosen: Example
     rejected: Example
 
     @property
     def sequences(self) -> tuple[Example, Example]:
-        """Both."""
+        """Both examples."""
         return self.chosen, self.rejected
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that are trained on, of both."""
+        """Number of trained tokens of both answers."""
         return self.chosen.trained_tokens + self.rejected.trained_tokens
 
     @property
     def truncated(self) -> bool:
-        """True if either lost its end."""
+        """True if either example was truncated."""
         return self.chosen.truncated or self.rejected.truncated
 
 
 @dataclass(frozen=True)
 class PairReader:
-    """Maker of pairs from rows with `chosen`, `rejected` and perhaps `prompt`, as TRL has them.
+    """Converts rows with `chosen`, `rejected` and optionally `prompt`, in the format of TRL, into pairs.
 
-    All are texts or all are lists of messages. Lists may both begin with the prompt; a column `prompt` then is none, or
-    the text of its last message (https://huggingface.co/docs/trl/dataset_formats).
+    All of these columns are text, or all are lists of messages. The two lists may both start with the prompt. The
+    column `prompt` is then missing, or contains the text of the last prompt message
+    (https://huggingface.co/docs/trl/dataset_formats).
     """
 
     rows: RowReader
 
     def example(self, row: Mapping[str, Any]) -> Pair | str:
-        """The pair, or why the row is left out. Raises ConfigError for a row that is malformed."""
+        """Return the pair, or the reason to skip the row. Raises ConfigError for a malformed row."""
         chosen, rejected = row.get("chosen"), row.get("rejected")
         if chosen is None or rejected is None:
             raise ConfigError(f"columns {columns_of(row)}: no pair of answers; give prompt, chosen and rejected")
@@ -72,7 +73,7 @@ class PairReader:
 def _parted(
     prompt: Any, chosen: list[Message], rejected: list[Message]
 ) -> tuple[list[Message], list[Message], list[Message]]:
-    """The messages that both begin with, and the rest of each. Raises ConfigError if there is none of either."""
+    """Return the common first messages and the rest of each list. Raises ConfigError if any of these parts is empty."""
     unequal = (number for number, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
     shared = next(unequal, min(len(chosen), len(rejected)))
     if not shared:

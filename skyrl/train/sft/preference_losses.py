@@ -1,11 +1,11 @@
-"""Losses of pairs of answers, and their slopes: what direct preference optimization minimizes.
+"""Losses of pairs of answers for direct preference optimization, with their derivatives.
 
-A loss is a function of the margin of each pair: how much more the policy has raised the log-probability of the chosen
-answer over the reference's than that of the rejected one. It couples the two sequences through that number alone, so
-its slope is all that a pass over single sequences has to know: the gradient of a pair's loss is the slope times the
-difference of the gradients of two log-probabilities.
+A loss is a function of the margin of each pair. The margin is the log-ratio of policy to reference for the chosen
+answer, minus that for the rejected answer. The loss depends on the two sequences only through the margin. Its gradient
+is therefore the derivative with respect to the margin, times the difference of the gradients of two log-probabilities.
+Single-sequence passes thus need only the derivative.
 
-Adding one means adding a function to `PREFERENCE_LOSSES` and its name to `skyrl.train.config.sft.LOSS_TYPES`.
+To add a loss, add a function to `PREFERENCE_LOSSES` and its name to `skyrl.train.config.sft.LOSS_TYPES`.
 """
 
 from collections.abc import Callable
@@ -18,19 +18,19 @@ Pairs = np.ndarray
 
 
 class PreferenceLoss(NamedTuple):
-    """A loss of the margins of pairs."""
+    """A loss as a function of the margins of pairs."""
 
     function: Callable[[Pairs, float, float], tuple[Pairs, Pairs]]
-    """Gets margins in nats, beta and label_smoothing; returns the loss of each pair and its derivative."""
+    """Takes margins in nats, beta and label_smoothing; returns the loss of each pair and its derivative."""
     is_per_token: bool = False
-    """True if its margins are differences of means over tokens, else of sums."""
+    """True if the margin uses means over tokens; False if it uses sums."""
 
 
 def sigmoid(margins: Pairs, beta: float, label_smoothing: float) -> tuple[Pairs, Pairs]:
-    """Negative log-likelihood of the preferences under the Bradley-Terry model.
+    """Return the negative log-likelihood of the preferences under the Bradley-Terry model.
 
-    Source: Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7; smoothing of labels that are wrong with
-    that probability: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf, equation 3.
+    Source: Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7. `label_smoothing` is the probability of
+    a wrong label: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf, equation 3.
     """
     right, wrong = 1 - label_smoothing, label_smoothing
     losses = -right * _log_sigmoid(beta * margins) - wrong * _log_sigmoid(-beta * margins)
@@ -38,7 +38,7 @@ def sigmoid(margins: Pairs, beta: float, label_smoothing: float) -> tuple[Pairs,
 
 
 def robust(margins: Pairs, beta: float, label_smoothing: float) -> tuple[Pairs, Pairs]:
-    """The same without bias where labels are wrong with probability `label_smoothing`.
+    """Return the `sigmoid` loss, unbiased if labels are wrong with probability `label_smoothing`.
 
     Source: Chowdhury et al. 2024, https://arxiv.org/abs/2403.00409, equation 12.
     """
@@ -48,13 +48,16 @@ def robust(margins: Pairs, beta: float, label_smoothing: float) -> tuple[Pairs, 
 
 
 def hinge(margins: Pairs, beta: float, label_smoothing: float) -> tuple[Pairs, Pairs]:
-    """Nothing where the scaled margin is 1 or more. Source: Zhao et al. 2023, https://arxiv.org/abs/2305.10425."""
+    """Return the hinge loss, zero for scaled margins >= 1.
+
+    Source: Zhao et al. 2023, https://arxiv.org/abs/2305.10425.
+    """
     missing = 1 - beta * margins
     return np.maximum(missing, 0.0), np.where(missing > 0, -beta, 0.0)
 
 
 def ipo(margins: Pairs, beta: float, label_smoothing: float) -> tuple[Pairs, Pairs]:
-    """Squared distance of the margin from 1 / (2 beta). Source: Azar et al. 2023, https://arxiv.org/abs/2310.12036."""
+    """Return (margin - 1 / (2 beta)) squared. Source: Azar et al. 2023, https://arxiv.org/abs/2310.12036."""
     distance = margins - 1 / (2 * beta)
     return distance**2, 2 * distance
 
@@ -65,7 +68,7 @@ PREFERENCE_LOSSES = {
     "hinge": PreferenceLoss(hinge),
     "ipo": PreferenceLoss(ipo, is_per_token=True),
 }
-"""By `loss_type`."""
+"""Losses by `loss_type`."""
 
 
 def _log_sigmoid(x: Pairs) -> Pairs:

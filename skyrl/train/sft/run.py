@@ -1,4 +1,4 @@
-"""A whole run of supervised fine-tuning or preference optimization, as `skyrl train sft` and `dpo` do it."""
+"""Complete runs of supervised fine-tuning or preference optimization, for `skyrl train sft` and `skyrl train dpo`."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -35,11 +35,11 @@ BASE_MODEL = "model.path"
 
 
 async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
-    """Train as a resolved configuration says, and say how it went. Raises ConfigError for what cannot be run.
+    """Train with a resolved configuration, and print a summary. Raises ConfigError for invalid settings or data.
 
     Args:
-        config: Resolved.
-        loader: What makes each row of the data one of a known kind.
+        config: Resolved configuration.
+        loader: Function that converts each row of the data to a known kind.
     """
     load, tokenizer = _checked(config)
     callbacks = load_callbacks(config.callbacks, "callbacks")
@@ -86,10 +86,10 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
 
 
 async def evaluate_sft(config: SFTConfig) -> Metrics:
-    """Measure the losses of `eval_datasets`, print them and return them (`eval_only`).
+    """Evaluate the model on `eval_datasets`, print the losses and return them (`eval_only`).
 
-    Of the model of the checkpoint that `resume_from` names, or else of `init_from`, or of the base model. Another
-    process may be training meanwhile. Raises ConfigError for what cannot be run.
+    The model is the checkpoint that `resume_from` names, or else `init_from`, or else the base model. Another process
+    may be training at the same time. Raises ConfigError for invalid settings or data.
     """
     load, tokenizer = _checked(config)
     _, evaluation = load_datasets(replace(config, train_datasets=[]), tokenizer)
@@ -117,12 +117,12 @@ async def evaluate_sft(config: SFTConfig) -> Metrics:
 
 
 def _checked(config: SFTConfig) -> tuple[Callable[[], AbstractContextManager[Models]], ChatTokenizer]:
-    """Check a configuration. Return the loader of its models, and its tokenizer."""
+    """Check a configuration. Returns the loader of its models, and the tokenizer."""
     validate_sft(config)
     check_model_given(config.model, BASE_MODEL, config.example)
     strategy, base_model = find_strategy(config), config.model.path
     load = strategy.sft_loader(config)
-    assert base_model is not None  # or the configuration would not have resolved
+    assert base_model is not None  # guaranteed by resolving the configuration
     longest = check_base_model(base_model, BASE_MODEL, strategy.architectures)
     if longest is not None and (config.max_length or 0) > longest:
         raise ConfigError(
@@ -132,7 +132,7 @@ def _checked(config: SFTConfig) -> tuple[Callable[[], AbstractContextManager[Mod
 
 
 def _check_rows(config: SFTConfig, datasets: Sequence[Dataset[Any]]) -> None:
-    """Raise ConfigError for rows that the model cannot take by its config.json, before it is loaded."""
+    """Raise ConfigError for rows that exceed the limits in the model's config.json. Runs before the model is loaded."""
     assert config.model.path is not None
     sizes = model_sizes(config.model.path)
     if sizes.context is not None:
@@ -142,7 +142,7 @@ def _check_rows(config: SFTConfig, datasets: Sequence[Dataset[Any]]) -> None:
 
 
 async def _begin_with(path: str, config: SFTConfig, learner: Learner, method: Method) -> None:
-    """Give a model the weights of a checkpoint."""
+    """Load the weights of a checkpoint into a new run."""
     initial = checkpoint_store(config).initial(path, "init_from")
     await learner.load(initial.model_path(MODEL), optimizer=False)
     await method.begin_with(initial)

@@ -1,6 +1,7 @@
-"""Training by examples: one optimizer step after another; evaluation, checkpoints and exports in between.
+"""Training loop on examples: optimizer steps, with evaluation, checkpoints and exports in between.
 
-What a run is made of beside the learner is one number, its steps: order of the data and learning rate follow from it.
+The state of a run, apart from its models, is the number of steps taken. It determines the order of the data and the
+learning rate.
 """
 
 import asyncio
@@ -33,9 +34,9 @@ logger = logging.getLogger(__name__)
 RESUME_MODES = {"": "none", "none": "none", "latest": "latest"}
 FIELDS = Fields(ckpt_path="ckpt_path", own_folder="ckpt_path", resume_path="resume_from", anew="resume_from=none")
 ADAPTER = "policy_adapter"
-"""The folder of its adapter in an export."""
+"""Folder of the adapter in an export."""
 SUMMED_UP = ("/loss", "rewards/accuracies")
-"""Ends of the names of metrics in the summary."""
+"""Suffixes of the metrics in the summary."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ class Summary:
     """Result of a run."""
 
     steps: int
-    """Optimizer steps taken, those before it was resumed too."""
+    """Total number of optimizer steps, including those before the run was resumed."""
     resumed_from: int
-    """Optimizer steps that were taken before it was resumed."""
+    """Number of optimizer steps before the run was resumed."""
     trained_tokens: int
-    """Tokens that were trained on since then, counted each time."""
+    """Number of tokens trained on since the run was resumed; repeated tokens count each time."""
     metrics: Metrics
-    """Metrics of the last step, with the losses of the last evaluation; empty if there was nothing left to do."""
+    """Metrics of the last step, with the losses of the last evaluation. Empty if no steps were left."""
 
     def __str__(self) -> str:
         begun = f" (resumed from {self.resumed_from})" if self.resumed_from else ""
@@ -61,17 +62,17 @@ class SFTTrainer:
     """Trains a learner on data sets.
 
     Args:
-        config: Resolved.
-        learner: What is trained; it exists, with the weights that a new run begins with.
-        train: Data sets that are trained on, as `load_datasets` gives them.
-        evaluation: Data sets whose loss is measured.
-        report: Gets the metrics of each step with its number, and of the evaluation before the first.
-        method: How it is trained. None: by the likelihood of examples.
-        callbacks: That are told of its steps. None: those that the configuration names.
-        order: Of the training data, if it was made before.
+        config: Resolved configuration.
+        learner: The model to train. For a new run, the caller creates it with the initial weights before `run`.
+        train: Training data sets, as `load_datasets` returns them.
+        evaluation: Evaluation data sets.
+        report: Called with the metrics and number of each step, and with those of the evaluation before the first step.
+        method: Training method. None: the likelihood of examples.
+        callbacks: Callbacks to call after steps. None: those in the configuration.
+        order: Order of the training data. None: a new one is created.
 
-    Raises ConfigError for rows that are longer than the backend takes or have tokens that the model does not know,
-    weights that leave a data set no row in an epoch, and a `ckpt_path` in no bucket that is served.
+    Raises ConfigError for rows that exceed the backend's maximum length, tokens outside the vocabulary, weights that
+    give a data set no rows in an epoch, and a `ckpt_path` in an unsupported kind of bucket.
     """
 
     def __init__(
@@ -100,32 +101,32 @@ class SFTTrainer:
         self._data = order or DataOrder(config, train)
         self.order = self._data.epochs
         self.total_steps = config.steps(self.order.steps_per_epoch)
-        """Optimizer steps of the whole run."""
+        """Number of optimizer steps of the whole run."""
         self.steps_per_epoch = self.order.steps_per_epoch
         self.global_step = 0
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken."""
         self._begun_at = 0
         self._is_ready = False
 
     @property
     def can_save(self) -> bool:
-        """False in a step: it changes the model from its beginning."""
+        """False: no checkpoint can be saved during a step, because a step changes the model from its start."""
         return False
 
     @property
     def way_on(self) -> str:
-        """Way to resume from the newest checkpoint, in words."""
+        """Instructions for resuming from the newest checkpoint."""
         return WAY_ON if self._config.resume_from == "latest" else f"with resume_from=latest {WAY_ON}"
 
     @property
     def run_id(self) -> str | None:
-        """Id of this run, also when it is resumed; None if it has no checkpoints."""
+        """Id of this run, which a resumed run keeps; None if the run has no checkpoints."""
         return None if self._checkpoints is None else self._checkpoints.run_id
 
     async def run(self, interruption: Interruption | None = None) -> Summary:
-        """Train to the end, after `resume` if that was not called before.
+        """Train to the end. Calls `resume` first if it has not been called.
 
-        Raises as `resume` does, StorageError if a checkpoint cannot be written, and Interrupted.
+        Raises the errors of `resume`, StorageError if a checkpoint cannot be written, and Interrupted.
         """
         if not self._is_ready:
             await self.resume()
@@ -156,7 +157,7 @@ class SFTTrainer:
         return summary
 
     async def step(self) -> Metrics:
-        """One optimizer step, and its metrics."""
+        """Take one optimizer step. Returns its metrics."""
         begun = time.monotonic()
         step = self.global_step
         batch = [self._train[dataset].examples[row] for dataset, row in self.order.batch(step)]
@@ -177,14 +178,14 @@ class SFTTrainer:
         }
 
     async def evaluate(self) -> Metrics:
-        """Measure the model on each evaluation data set, as its method does."""
+        """Evaluate the model on each evaluation data set with the training method."""
         return await self._method.evaluate(self._evaluation, self._config.batch_size)
 
     async def end_epoch(self) -> None:
         """Do nothing: the reference model does not change between epochs."""
 
     async def export(self) -> None:
-        """Write the model in Hugging Face format, and its adapter in PEFT's if it has one."""
+        """Write the model in Hugging Face format, and its adapter, if any, in PEFT format."""
         place = place_of(self._config.export_path)
         folder = place.folder / f"global_step_{self.global_step}"
         await self._learner.export(str(folder / MODEL))
@@ -193,16 +194,16 @@ class SFTTrainer:
         await asyncio.to_thread(place.send, folder)
 
     async def leave_model(self) -> None:
-        """Write the model of the finished run, unless `save_model` is false."""
+        """Write the final model, unless `save_model` is false."""
         if self._config.save_model:
             await result_of(self._config).write(self._learner, keep_earlier=self._begun_at == 0)
 
     def improves(self, metrics: Metrics) -> bool:
-        """Return True if those of an evaluation are the best so far by `best_metric`."""
+        """Return True if the metrics of an evaluation are the best so far by `best_metric`."""
         return self._checkpoints is not None and self._checkpoints.judge(self.global_step, metrics)
 
     async def save(self) -> "asyncio.Task[Where] | None":
-        """Begin to write a checkpoint, where there is a folder for them. Returns what ends with its own."""
+        """Begin to write a checkpoint. Returns a task that ends with the write; None if the run has no checkpoints."""
         if self._checkpoints is None:
             return None
         return begin_writing(
@@ -212,7 +213,7 @@ class SFTTrainer:
         )
 
     def places(self) -> dict[str, Where]:
-        """Folders and files that a run leaves, by what is there."""
+        """Return the files and folders that the run leaves, by title."""
         config, places, store = self._config, dict[str, Where](), self._checkpoints
         if config.save_model:
             result = result_of(config)
@@ -227,10 +228,10 @@ class SFTTrainer:
         return places
 
     async def resume(self) -> int | None:
-        """Be where the run was at the checkpoint that `resume_from` names. Returns its step; None to begin anew.
+        """Restore the run from the checkpoint that `resume_from` selects. Returns its step; None for a new run.
 
-        Raises ConfigError if the checkpoint is of another model, of other data, or of another order of them, or another
-        run is using `ckpt_path`, and StorageError if the checkpoint is missing or damaged.
+        Raises ConfigError if the checkpoint has another model, other data or another order of the data, or if another
+        run is using `ckpt_path`. Raises StorageError if the checkpoint is missing or damaged.
         """
         self._is_ready = True
         wanted = self._config.resume_from
@@ -248,9 +249,9 @@ class SFTTrainer:
 
 
 def checked_order(config: SFTConfig, train: Sequence[Dataset[Any]]) -> DataOrder:
-    """Return the order of a run's data, checked against the checkpoint that it resumes from, if there is one.
+    """Return the order of a run's data, checked against the checkpoint to resume from, if any.
 
-    Raises as `SFTTrainer.resume`, before a model is loaded.
+    Raises the errors of `SFTTrainer.resume`, before a model is loaded.
     """
     order = DataOrder(config, train)
     if config.ckpt_path and (found := checkpoint_store(config).find(*resume_mode(config.resume_from))) is not None:
@@ -259,18 +260,18 @@ def checked_order(config: SFTConfig, train: Sequence[Dataset[Any]]) -> DataOrder
 
 
 def resume_mode(resume_from: str) -> tuple[str, str]:
-    """Mode and path that a checkpoint is found by."""
+    """Return the mode and path for finding the checkpoint to resume from."""
     return RESUME_MODES.get(resume_from, "from_path"), resume_from
 
 
 def result_of(config: SFTConfig) -> Result:
-    """The model that a finished run leaves."""
+    """Return the destination of the final model."""
     folder = config.export_path or config.ckpt_path or config.run_name
     return result_in(folder, config.model.lora.rank, config.save_merged)
 
 
 def checkpoint_store(config: SFTConfig) -> CheckpointStore:
-    """Checkpoints of a run, in its `ckpt_path`."""
+    """Return the checkpoint store of a run, in its `ckpt_path`."""
     model = config.model
     identity = {
         "loss": config.loss,
