@@ -1,1 +1,1 @@
-"""Prompts from files and data sets, in an order that a resumed run repeats."""
+"""Data for training: rows of files and data sets, chats, prompts, and a reproducible order of rows."""

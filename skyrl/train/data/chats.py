@@ -1,11 +1,11 @@
-"""Chats in rows of data sets: one reader for supervised fine-tuning, preferences and RL.
+"""Parser of chats in rows of data sets, used for supervised fine-tuning, preferences and RL.
 
-`read_chat` takes the forms in which chats are published and returns the one that chat templates read: `content` is
-text, or None beside `tool_calls`; the arguments of a call are an object; reasoning is in `reasoning_content`.
-`read_tools` does the same for tools. Both raise ConfigError, which begins with the place in the row
-(`messages[1].content=...`); callers put file and row before it.
+`read_chat` accepts the formats in which chats are published, and returns the format that chat templates read: `content`
+is text, or None beside `tool_calls`; the arguments of a call are an object; reasoning is in `reasoning_content`.
+`read_tools` does the same for tools. Both raise ConfigError with a message that begins with the place in the row
+(`messages[1].content=...`); callers prepend file and row.
 
-To take another form, add it here, and a row to the table of tests/train/test_chat_rows.py.
+To accept another format, add it here, and add a row to the table of tests/train/test_chat_rows.py.
 """
 
 import json
@@ -19,20 +19,20 @@ from skyrl.train.data.files import Struct
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ELSEWHERE = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
-"""Names that other formats have for roles."""
+"""Role names of other formats, with the corresponding roles."""
 REASONING = "reasoning_content"
 REASONING_NAMES = (REASONING, "reasoning", "thinking")
-"""Fields that publishers put a model's reasoning in."""
+"""Names of the field with the reasoning of a model, in published data."""
 TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of content parts that are text."""
+"""Types of content parts that contain text."""
 
 
 def read_chat(value: Any, column: str) -> list[Message]:
-    """Return the messages of a chat, which may also be JSON text. Raises ConfigError for anything else.
+    """Return the messages of a chat, which may also be given as JSON text. Raises ConfigError for other values.
 
     Args:
-        value: Of the column.
-        column: Its name, for messages.
+        value: Value of the column.
+        column: Name of the column, for error messages.
     """
     value = parsed(value, column) if isinstance(value, str) and value.lstrip().startswith("[") else value
     if not isinstance(value, list | tuple) or not value:
@@ -43,9 +43,9 @@ def read_chat(value: Any, column: str) -> list[Message]:
 
 
 def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a chat: a list of JSON schemas, or JSON text of one. None if there are none.
+    """Return the tools of a chat: a list of JSON schemas, also given as JSON text. None if there are no tools.
 
-    Raises ConfigError for anything else.
+    Raises ConfigError for other values.
     """
     value = parsed(value, column) if isinstance(value, str) and value.strip() else value
     if value is None or value == "" or value == []:
@@ -63,7 +63,10 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
 
 
 def without_padding(value: Any, at: str) -> Any:
-    """Return a value without the nulls that Arrow put into structs. Raises ConfigError for text that is not Unicode."""
+    """Return a value without the nulls that Arrow adds to structs.
+
+    Raises ConfigError for text that is invalid Unicode.
+    """
     if isinstance(value, str):
         return checked_text(value, at)
     if isinstance(value, Mapping):
@@ -79,7 +82,7 @@ def without_padding(value: Any, at: str) -> Any:
 
 
 def checked_text(value: str, at: str) -> str:
-    """Return the text. Raises ConfigError for one with half of a surrogate pair, which no tokenizer can encode."""
+    """Return the text. Raises ConfigError if it contains an unpaired surrogate, which no tokenizer can encode."""
     try:
         if not value.isascii():
             value.encode()
@@ -91,7 +94,7 @@ def checked_text(value: str, at: str) -> str:
 
 
 def short(value: object) -> str:
-    """Return a value as messages show it."""
+    """Return a value for error messages, as at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -122,7 +125,7 @@ def _is_shared(given: Any) -> bool:
 
 
 def _content(value: Any, calls: bool, at: str) -> str | None:
-    """Text, from text or parts of text; None beside calls of tools."""
+    """Return the text of a content, given as text or as parts of text. None if it is missing beside tool calls."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -142,7 +145,7 @@ def _part(part: Any, at: str) -> str:
 
 
 def _with_reasoning(message: Message, at: str) -> Message:
-    """The message with its reasoning in `REASONING`, whichever of the names it had."""
+    """Return the message with its reasoning in `REASONING`, under whichever of `REASONING_NAMES` it was given."""
     role = message["role"]
     found = {name: message.pop(name) for name in REASONING_NAMES if name in message}
     for name, value in found.items():
@@ -168,7 +171,7 @@ def _calls(value: Any, role: str, at: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, at: str) -> dict[str, Any]:
-    """A call with its arguments as an object."""
+    """Return a call with its arguments as an object."""
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         raise ConfigError(
@@ -186,7 +189,7 @@ def _call(call: Any, at: str) -> dict[str, Any]:
 
 
 def parsed(text: str, at: str) -> Any:
-    """Return what JSON text says. Raises ConfigError for other text."""
+    """Return the parsed JSON text. Raises ConfigError for invalid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -194,5 +197,5 @@ def parsed(text: str, at: str) -> Any:
 
 
 def columns_of(row: Mapping[str, Any] | Sequence[str]) -> str:
-    """Return the names of a row's columns, for messages."""
+    """Return the names of a row's columns, for error messages."""
     return ", ".join(sorted(map(str, row))) or "none"

@@ -1,6 +1,6 @@
-"""The order in which rows are trained on: a function of seed and place, so that a run resumes by a count of rows.
+"""Order of rows in training: a pure function of seed and position, so a run resumes from a count of rows.
 
-Each data set goes through its own rows in an order that is drawn anew for each pass. An epoch mixes data sets.
+Each data set is shuffled anew for each pass over its rows. An epoch mixes the data sets.
 """
 
 import hashlib
@@ -13,21 +13,22 @@ import numpy as np
 from skyrl.errors import ConfigError
 
 SHUFFLE = "blake2b"
-"""Name of `shuffled`, for checkpoints, which hold places in its orders."""
+"""Name of the algorithm of `shuffled`, for checkpoints, which contain positions in its orders."""
 
 
 class EpochOrder:
     """Endless epochs over the rows of data sets.
 
     Args:
-        sizes: Rows of each data set, at least 1.
-        batch_size: Rows of a step.
+        sizes: Number of rows of each data set, at least 1.
+        batch_size: Rows per step.
         seed: Any integer.
-        weights: Share of each data set in an epoch, which has as many rows as there are in all data sets together, up
-            to a common factor. None: as many as it has rows, so that each is in it once.
-        whole_batches: Whether an epoch leaves out the rows that do not fill a last batch; else that one is short.
+        weights: Share of each data set in an epoch, up to a common factor. An epoch has as many rows as all data sets
+            together. None: each row occurs once per epoch.
+        whole_batches: True: an epoch leaves out the rows that do not fill the last batch. False: the last batch is
+            shorter.
 
-    Raises ConfigError where the weights leave a data set no row in an epoch.
+    Raises ConfigError if the weights give a data set no rows in an epoch.
     """
 
     def __init__(
@@ -43,22 +44,22 @@ class EpochOrder:
         self.seed = seed
         rows = sum(sizes)
         self.counts = self.sizes if weights is None else _shares(rows, weights)
-        """Rows that each data set has in an epoch."""
+        """Number of rows of each data set in an epoch."""
         self.rows_per_epoch = rows - rows % batch_size if whole_batches else rows
         self.steps_per_epoch = -(-self.rows_per_epoch // batch_size)
-        """Batches of an epoch."""
+        """Number of batches per epoch."""
         self._mixed = lru_cache(maxsize=1)(self._mix)
         self._pass = lru_cache(maxsize=len(self.sizes))(self._shuffle)
 
     def batch(self, step: int) -> list[tuple[int, int]]:
-        """(data set, row) of each row of a step, counted from 0."""
+        """Return (data set, row) for each row of a step. Steps count from 0."""
         epoch, number = divmod(step, self.steps_per_epoch)
         first = epoch * self.rows_per_epoch + number * self.batch_size
         last = min(first + self.batch_size, (epoch + 1) * self.rows_per_epoch)
         return [self.row(place) for place in range(first, last)]
 
     def row(self, place: int) -> tuple[int, int]:
-        """(data set, row) at a place, counted over all epochs from 0."""
+        """Return (data set, row) at a position, counted from 0 over all epochs."""
         epoch, index = divmod(place, self.rows_per_epoch)
         mixed, draws = self._mixed(epoch)
         dataset = int(mixed[index])
@@ -66,7 +67,7 @@ class EpochOrder:
         return dataset, int(self._pass(dataset, number)[draw])
 
     def _mix(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The data set of each place of an epoch, and how many places before it are of the same one."""
+        """Return the data set at each position of an epoch, and the number of earlier positions of that data set."""
         mixed = np.repeat(np.arange(len(self.counts)), self.counts)
         if len(self.counts) > 1:
             mixed = mixed[shuffled(len(mixed), self.seed, epoch, "mix")]
@@ -80,25 +81,25 @@ class EpochOrder:
 
 
 class OrderState(TypedDict):
-    """Place of a run in its data, and which data. Values that JSON has."""
+    """Position of a run in its data, and identity of the data. All values are JSON values."""
 
     taken: int
-    """Rows taken since the beginning of the run."""
+    """Number of rows taken since the start of the run."""
     rows: int
     batch_size: int
     seed: int
     fingerprint: str
-    """Fingerprint of the data set."""
+    """Hash of the data set."""
 
 
 class PromptOrder:
-    """A place in the epochs of one data set, which leave out rows that do not fill a last batch.
+    """Position in the epochs of one data set. An epoch leaves out the rows that do not fill the last batch.
 
     Args:
-        rows: Rows of the data set.
-        batch_size: Rows of a training step. An epoch has a multiple of it.
-        seed: With the number of the epoch it decides the order.
-        fingerprint: Of the data set; a state is not restored into another one.
+        rows: Number of rows of the data set.
+        batch_size: Rows per training step. The number of rows in an epoch is a multiple of it.
+        seed: Seed of the order, together with the number of the epoch.
+        fingerprint: Hash of the data set. A state is never restored into another data set.
 
     Raises:
         ConfigError: There are fewer rows than a step takes.
@@ -115,29 +116,32 @@ class PromptOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of `batch_size` rows in an epoch."""
+        """Number of batches of `batch_size` rows in an epoch."""
         return self._order.steps_per_epoch
 
     @property
     def epoch(self) -> int:
-        """Epochs that are over: every row of theirs was taken."""
+        """Number of completed epochs, in which all rows have been taken."""
         return self._state["taken"] // self._order.rows_per_epoch
 
     def next_batch(self, n: int) -> list[int]:
-        """Take `n` rows: their indices. They may come from two epochs unless `n` divides `batch_size`."""
+        """Take the next `n` rows, and return their indices.
+
+        They may span two epochs unless `n` divides `batch_size`.
+        """
         first = self._state["taken"]
         self._state["taken"] += n
         return [self._order.row(place)[1] for place in range(first, first + n)]
 
     def state(self) -> OrderState:
-        """State that `restore` goes on from."""
+        """Return the state for `restore`."""
         return self._state.copy()
 
     def check(self, state: OrderState) -> None:
-        """Check that `state` is one of this order.
+        """Check that `state` belongs to this order.
 
         Raises:
-            ConfigError: It is of other data, of other batches, or of another seed.
+            ConfigError: The data, the batch size or the seed differ.
         """
         names = {
             "rows": "prompts of data.train_data",
@@ -149,20 +153,20 @@ class PromptOrder:
         check_same_order(saved, mine, "train anew with trainer.resume_mode=none")
 
     def restore(self, state: OrderState) -> None:
-        """Go on where the order was that gave `state`. Raises as `check`."""
+        """Continue from `state`. Raises the errors of `check`."""
         self.check(state)
         self._state = state.copy()
 
 
 def check_same_order(saved: Mapping[str, Any], mine: Mapping[str, Any], anew: str) -> None:
-    """Check that a run has the data and the order of a checkpoint's.
+    """Check that a run has the same data in the same order as a checkpoint.
 
     Args:
-        saved: What decides about those in the checkpoint, by the names that a user knows.
-        mine: The same of this run.
-        anew: What a user can do instead.
+        saved: Values in the checkpoint that determine the order, by the names of the user's settings.
+        mine: The same values of this run.
+        anew: Instructions for starting a new run, for the error message.
 
-    Raises ConfigError, which names what differs.
+    Raises ConfigError, which names the value that differs.
     """
     for name, value in mine.items():
         if saved.get(name) != value:
@@ -173,9 +177,9 @@ def check_same_order(saved: Mapping[str, Any], mine: Mapping[str, Any], anew: st
 
 
 def shuffled(rows: int, seed: int, number: int, stream: str = "") -> np.ndarray:
-    """The rows in the order of a pass, [rows], in a random order of its own for each seed, number and stream.
+    """Return the rows of a pass in random order, [rows], different for each seed, number and stream.
 
-    It is sorted by hashes, so that it stays the same whatever generators a library has in a later version.
+    Rows are sorted by a hash, so the order does not depend on the random generators of a library version.
     """
     begin = f"{seed} {number} " if not stream else f"{seed} {stream} {number} "
     hashes = [hashlib.blake2b(f"{begin}{row}".encode(), digest_size=16).digest() for row in range(rows)]
@@ -183,7 +187,7 @@ def shuffled(rows: int, seed: int, number: int, stream: str = "") -> np.ndarray:
 
 
 def _shares(rows: int, weights: Sequence[float]) -> list[int]:
-    """`rows` split by weights: each share rounded down, and the rest to those with the largest remainders."""
+    """Split `rows` by weights: each share is rounded down, and the largest remainders get one row more."""
     exact = np.asarray(weights, np.float64) / np.sum(weights) * rows
     counts = np.floor(exact).astype(np.int64)
     largest_first = np.argsort(counts - exact, kind="stable")

@@ -1,8 +1,8 @@
-"""Rows of data sets: files in Parquet, JSON or JSON lines, and what the `datasets` library loads.
+"""Rows of data sets: Parquet, JSON and JSON lines files, and sources of the `datasets` library.
 
-`read_rows` yields dicts of Python values, whichever columns there are. Objects in Arrow structs are `Struct`s, since
-Arrow adds nulls to them; JSON in Arrow is parsed. To add a format, add a row to `FILE_READERS`. Libraries that only
-some sources need are imported when such a source is read.
+`read_rows` yields dicts of Python values with all columns. Objects in Arrow structs are `Struct`s, because Arrow adds
+nulls to them. JSON in Arrow is parsed. To add a format, add a row to `FILE_READERS`. Libraries that only some sources
+need are imported on first use.
 """
 
 import json
@@ -15,28 +15,28 @@ from skyrl.errors import ConfigError
 
 Row = dict[str, Any]
 WITH_SPLIT = re.compile(r"(?P<name>.+?):(?P<split>[^:\[\]]+(\[[^\[\]]*\])?)")
-"""A source with a split after it, which may be a part of one, such as train[:10%]."""
+"""Pattern of a source with a split, which may be a slice of a split, such as train[:10%]."""
 SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json")
-"""Files of which a folder that `save_to_disk` wrote has one."""
+"""Files of folders that `save_to_disk` writes; each folder has one of them."""
 
 
 class Struct(Row):
-    """An object from an Arrow struct, which has all members that any row has: one without a value is null.
+    """An object from an Arrow struct. It has the members of all rows; members without a value in a row are null.
 
-    So a null in it may be the row's own or Arrow's. Chats are read without them, environments get them as they are.
+    A null may therefore come from the row or from Arrow. Chats are read without nulls; environments get them unchanged.
     """
 
 
 def read_rows(source: str) -> Iterator[Row]:
-    """Rows of `source`, in order.
+    """Yield the rows of `source`, in order.
 
     Args:
-        source: A .parquet, .json (a list of objects, one object, or an object per line) or .jsonl file; or a name
-            of the Hugging Face hub or a folder that `datasets` reads, either with ":split" after it (train unless it
-            is there).
+        source: A .parquet, .json (a list of objects, one object, or an object per line) or .jsonl file; or a data set
+            of the Hugging Face hub or a folder that `datasets` reads, either with an optional suffix ":split" (default:
+            train).
 
     Raises:
-        ConfigError: There is no such source, it cannot be read, or the library that reads it is not installed.
+        ConfigError: The source does not exist, it cannot be read, or the library that reads it is not installed.
     """
     path = Path(source).expanduser()
     reader = FILE_READERS.get(path.suffix)
@@ -65,7 +65,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 Marker = Callable[[Any], Any]
-"""Makes a value as Arrow gives it one of ours: `Struct`s where there were structs, and JSON parsed."""
+"""Converts a value from Arrow: structs become `Struct`s, and JSON is parsed."""
 
 
 def _marked(row: Row, marks: dict[str, Marker | None]) -> Row:
@@ -73,7 +73,7 @@ def _marked(row: Row, marks: dict[str, Marker | None]) -> Row:
 
 
 def _arrow_marker(kind: Any) -> Marker | None:
-    """The marker for values of an Arrow type; None if they stay as they are."""
+    """Return the marker for values of an Arrow type; None if values stay unchanged."""
     from pyarrow import types
 
     if getattr(kind, "extension_name", None) == "arrow.json":
@@ -85,7 +85,7 @@ def _arrow_marker(kind: Any) -> Marker | None:
 
 
 def _feature_marker(feature: Any) -> Marker | None:
-    """The same for a feature of `datasets`, which parses JSON itself."""
+    """Return the marker for a feature of `datasets`, which parses JSON itself."""
     if isinstance(feature, dict):
         return _struct_marker({name: _feature_marker(member) for name, member in feature.items()})
     items = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
@@ -124,11 +124,11 @@ FILE_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".json": _json_rows,
     ".jsonl": _json_lines,
 }
-"""By how the name of a file ends."""
+"""Readers by file suffix."""
 
 
 def _text(path: Path) -> str:
-    """The text of a file in UTF-8, UTF-16 or UTF-32, with a byte order mark or without."""
+    """Return the text of a file in UTF-8, UTF-16 or UTF-32, with or without a byte order mark."""
     try:
         content = path.read_bytes()
         return content.decode(json.detect_encoding(content)).replace("\r\n", "\n").replace("\r", "\n")

@@ -1,6 +1,6 @@
-"""Loaders: functions from a row of a data set, as it was read, to a row of a kind that training knows.
+"""Loaders: functions that convert a row of a data set to one of the kinds of rows that training supports.
 
-To add one, decorate a function with `LOADERS.register`, or name a function of your own as `module:function`.
+To add one, decorate a function with `LOADERS.register`, or name your own function as `module:function`.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,21 +10,21 @@ from skyrl.errors import ConfigError
 from skyrl.utils.registry import Registry
 
 Loader = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Gets a row and returns one (docs/sft.md, Rows). Raises ConfigError for rows that it cannot use."""
+"""Takes a row and returns one (docs/sft.md, Rows). Raises ConfigError for rows that it cannot use."""
 LOADERS: Registry[Loader] = Registry("loader")
 CONVERSATION = ("messages", "conversations", "system", "tools")
-"""Columns that `chat` reads."""
+"""Columns that `chat` keeps."""
 
 
 def as_it_is(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row, whose columns say of which kind it is."""
+    """Return the row unchanged; its columns determine its kind."""
     return row
 
 
 @LOADERS.register("text")
 @LOADERS.register("tx.loaders.text")
 def text(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Column `text` alone: all of it is trained on."""
+    """Keep only the column `text`, all of which is trained on."""
     if row.get("text") is None:
         raise ConfigError(f"loader=text: {_columns(row)}; give rows with a text, or another loader")
     return {"text": row["text"]}
@@ -33,14 +33,14 @@ def text(row: Mapping[str, Any]) -> Mapping[str, Any]:
 @LOADERS.register("chat")
 @LOADERS.register("tx.loaders.chat")
 def chat(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A conversation: `messages`, or `conversations` as ShareGPT has them, perhaps with `system` and `tools`."""
+    """Keep the columns of a conversation: `messages` or ShareGPT `conversations`, and `system` and `tools` if given."""
     if all(row.get(name) is None for name in CONVERSATION[:2]):
         raise ConfigError(f"loader=chat: {_columns(row)}; give rows with messages, or another loader")
     return {name: row[name] for name in CONVERSATION if row.get(name) is not None}
 
 
 def find_loader(name: str) -> Loader:
-    """The loader of that name, or the function that `module:function` names. Raises ConfigError if there is none."""
+    """Return the loader with this name, or the function `module:function`. Raises ConfigError for unknown names."""
     try:
         loader = LOADERS.get(name)
     except KeyError as error:

@@ -1,7 +1,7 @@
-"""Prompts: the rows of the configured sources, in the form in which rollouts take them.
+"""Prompts for rollouts, from the rows of the configured sources.
 
-The column `prompt` holds a chat and `env_class`, where it is there, an environment. All other columns are the
-environment's.
+The column `prompt` contains a chat. The optional column `env_class` names an environment. All other columns are passed
+to the environment.
 """
 
 import hashlib
@@ -26,20 +26,21 @@ Fit = Callable[[Sequence[Message], str], list[Message]]
 
 
 class PromptDataset:
-    """The rows of all sources, one source after another, without those whose prompts are too long.
+    """The rows of all sources, one source after another, without rows whose prompts are too long.
 
-    A row keeps its name (`Prompt.instance_id`), its number among the rows of all sources, whichever rows are left out.
+    The id of a row (`Prompt.instance_id`) is its number among the rows of all sources, including rows that are left
+    out.
 
     Args:
-        sources: Files and data sets, as `data_files.read_rows` takes them.
-        default_env_class: Environment of rows that name none.
-        prompt_length: Number of tokens of a prompt: as the trainer renders it, with the tools of its row.
-        fit: Gives the chat template messages in the form that it reads, as `TemplateForm.fit` does.
-        max_prompt_length: Tokens that a prompt may have. Longer ones are left out, counted and logged.
-        reward: Reward function, in the place of the environments of all rows.
+        sources: Files and data sets, in the form that `data.files.read_rows` accepts.
+        default_env_class: Environment of rows without `env_class`.
+        prompt_length: Returns the number of tokens of a prompt, rendered as in training, with the tools of its row.
+        fit: Converts messages to the format that the chat template reads, as `TemplateForm.fit`.
+        max_prompt_length: Maximum number of tokens of a prompt. Longer prompts are left out, counted and logged.
+        reward: Reward function, which replaces the environments of all rows. None: environments.
 
     Raises:
-        ConfigError: A source cannot be read, a row has no usable prompt or environment, or no row is left.
+        ConfigError: A source cannot be read, a row has no usable prompt or environment, or no rows are left.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class PromptDataset:
     ):
         self._prompts: list[Prompt] = []
         self.dropped = 0
-        """Prompts that were too long."""
+        """Number of prompts that were too long."""
         for where, prompt in _prompts(sources, default_env_class, fit, reward):
             if _length(prompt_length, prompt, where) <= max_prompt_length:
                 self._prompts.append(prompt)
@@ -83,7 +84,7 @@ class PromptDataset:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all prompts in order: equal for equal data, so that a resumed run can tell that it is."""
+        """Hash of all prompts in order, by which a resumed run checks that its data are unchanged."""
         digest = hashlib.sha256()
         for prompt in self._prompts:
             row = [prompt.instance_id, prompt.env_class, prompt.messages, prompt.extras]
@@ -94,7 +95,7 @@ class PromptDataset:
 def _prompts(
     sources: Sequence[str], default_env_class: str, fit: Fit, reward: str | None
 ) -> Iterator[tuple[str, Prompt]]:
-    """(source and row in it, prompt) of every row."""
+    """Yield (source and number of the row, prompt) for every row."""
     number = 0
     for source in sources:
         for index, row in enumerate(read_rows(source)):
@@ -125,7 +126,7 @@ def _prompt(row: Row, instance_id: str, default_env_class: str, fit: Fit, where:
 def _length(prompt_length: Callable[[Prompt], int], prompt: Prompt, where: str) -> int:
     try:
         return prompt_length(prompt)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates raise any exception
         said = str(error) if type(error) is TemplateError else f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"{where}: the chat template cannot render prompt ({said}); change the row, or set generator.chat_template"
@@ -133,6 +134,6 @@ def _length(prompt_length: Callable[[Prompt], int], prompt: Prompt, where: str) 
 
 
 def _stable(value: object) -> str:
-    """Text of a value that JSON does not have, the same in every process."""
+    """Return text for a value that JSON cannot represent, identical in every process."""
     known = isinstance(value, bytes | date | time | timedelta | Decimal)
     return repr(value) if known else type(value).__name__

@@ -1,8 +1,9 @@
-"""Parts of a message that a chat template reads, found by rendering small chats. No part of a row is lost silently.
+"""Detection of the message fields that a chat template reads, by rendering small chats.
 
-Templates differ in the field that they take reasoning from, and in whether the arguments of a call are an object or
-JSON text; one that does not know reasoning or calls leaves them out without a word. `TemplateForm.fit` gives a template
-what it reads, and refuses what it would leave out.
+No part of a row is lost silently. Templates differ in the field that contains reasoning, and in whether the arguments
+of a call are an object or JSON text. A template without support for reasoning or calls silently drops them.
+`TemplateForm.fit` converts messages to the format that the template reads, and rejects messages with content that it
+would drop.
 """
 
 import json
@@ -20,17 +21,17 @@ ARGUMENTS_TEXT = json.dumps(ARGUMENTS)
 
 
 class TemplateForm:
-    """The form in which one template takes messages."""
+    """Message format of one template."""
 
     def __init__(self, render: Callable[[list[Message]], str]):
-        """Look at a template through `render`, which gives the text of a chat, when a message first needs it."""
+        """Create the form of a template; it is probed on first use. `render` returns the text of a chat."""
         self._render = render
         self._reads = cache(self._probe)
 
     def fit(self, messages: Sequence[Message], column: str) -> list[Message]:
-        """Return messages, as `read_chat` gives them, in the form that the template reads.
+        """Return messages from `read_chat` in the format that the template reads.
 
-        Raises ConfigError, which begins with the place in the row, for what the template would leave out.
+        Raises ConfigError for content that the template would drop. The message begins with the place in the row.
         """
         return [self._fitted(message, f"{column}[{number}]") for number, message in enumerate(messages)]
 
@@ -61,9 +62,9 @@ class TemplateForm:
         )
 
     def _probe(self, content: str | None, what: str) -> bool:
-        """Return True if the template renders reasoning in a field of that name, or calls with such arguments.
+        """Return True if the template renders reasoning in the field `what`, or calls with arguments of type `what`.
 
-        A template that renders no chat at all counts as one that does: its error is told of a whole row.
+        A template that cannot render any chat counts as True: its error is reported when a row is rendered.
         """
         answer: Message = {"role": "assistant", "content": content}
         if what in REASONING_NAMES:
@@ -75,17 +76,17 @@ class TemplateForm:
         text = self._text([{"role": "user", "content": "A"}, answer])
         if text is None:
             return self._text([{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]) is None
-        return MARKER in text and str(ARGUMENTS) not in text  # an object as Python writes it is meant to be text
+        return MARKER in text and str(ARGUMENTS) not in text  # the repr of an object means that it expects text
 
     def _text(self, messages: list[Message]) -> str | None:
         try:
             return self._render(messages)
-        except Exception:  # templates raise what they like
+        except Exception:  # templates raise any exception
             return None
 
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as JSON text."""
+    """Return a call with its arguments as JSON text."""
     inner = call.get("function", call)
     inner = {**inner, "arguments": json.dumps(inner["arguments"], ensure_ascii=False)}
     return {**call, "function": inner} if "function" in call else inner
