@@ -1,1 +1,1 @@
-"""Runs as they are on disk, in a terminal: `folder` reads one, `commands` has `skyrl runs`."""
+"""Inspection of runs on disk from a terminal: `folder` reads a run, and `commands` implements `skyrl runs`."""

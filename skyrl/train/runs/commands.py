@@ -1,4 +1,4 @@
-"""`skyrl runs list|show|plot|rollouts|compare`: runs on disk, in lines of a terminal and in pictures."""
+"""`skyrl runs list|show|plot|rollouts|compare`: tables and plots of runs on disk."""
 
 import argparse
 import heapq
@@ -18,10 +18,10 @@ from skyrl.utils.spelling import did_you_mean
 from skyrl.utils.subcommands import Command, run_subcommand
 
 SHOWN = ("reward/avg_raw_reward", "eval/all/avg_score", "policy/entropy", "policy/approx_kl", "policy/loss")
-"""Metrics that are compared and drawn unless others are named, as far as runs have them."""
+"""Metrics that `compare` and `plot` show by default, if the runs have them."""
 
 MINOR = ("async/", "generate/", "step", "throughput/", "timing/")
-"""Beginnings of the names of metrics that `show` leaves out."""
+"""Prefixes of metrics that `show` leaves out."""
 
 
 def list_runs(argv: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def list_runs(argv: Sequence[str]) -> int:
             last = run.last
             newest = str(run.checkpoints[-1]) if run.checkpoints else "-"
             losses = (value for name, value in last.items() if name.startswith("eval/") and name.endswith("/loss"))
-            score = last.get("eval/all/avg_score", next(losses, None))  # of SFT, the first data set's loss
+            score = last.get("eval/all/avg_score", next(losses, None))  # for SFT, the loss on the first data set
             numbers = [_number(last.get("reward/avg_raw_reward")), _number(score)]
             where = str(run.path.relative_to(given.folder))
             rows.append([run.algorithm, str(run.step), newest, _ago(run.seconds), *numbers, where])
@@ -147,7 +147,7 @@ def plot(argv: Sequence[str]) -> int:
 
 
 def _metrics_of(runs: Sequence[RunFolder], wanted: Sequence[str] | None) -> list[str]:
-    """Metrics that were asked for, or those of `SHOWN` that there are. Raises ConfigError for one that no run has."""
+    """Return the requested metrics, or those of `SHOWN` that exist. Raises ConfigError for a metric that no run has."""
     known = {name for run in runs for row in run.metrics for name in row} - {"step"}
     if missing := sorted({*(wanted or ())} - known):
         near = did_you_mean(missing[0], known)
@@ -175,7 +175,7 @@ def _parser(name: str, command: Command) -> argparse.ArgumentParser:
 
 
 def _told(name: str, lines: Callable[[], Iterator[str]]) -> int:
-    """Print the lines. A refusal is told in one. Returns the exit status."""
+    """Print the lines. Prints a ConfigError as one line. Returns the exit status."""
     try:
         for line in lines():
             print(line)
@@ -186,7 +186,7 @@ def _told(name: str, lines: Callable[[], Iterator[str]]) -> int:
 
 
 def _table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Lines of columns, those in `left` aligned to the left and the others to the right."""
+    """Return the lines of a table. Columns in `left` are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -210,7 +210,7 @@ def _ago(seconds: float) -> str:
 
 
 def _spread(steps: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the steps, evenly over all of them, with the first and the last."""
+    """Return up to `count` of the steps, evenly spaced, including the first and the last."""
     if len(steps) <= count:
         return [*steps]
     places = max(count - 1, 1)

@@ -1,8 +1,8 @@
-"""`skyrl export`: the model of a checkpoint, as an adapter for PEFT or as a whole model in Hugging Face format.
+"""`skyrl export`: write the model of a checkpoint, as a PEFT adapter or as a whole model in Hugging Face format.
 
-A checkpoint says which model its run trained, and how. It is loaded by the backend of that run's strategy, on the CPU,
-and written as the end of a run writes its model (`skyrl.train.results`). Nothing of the run is changed, so that it may
-be going on meanwhile.
+A checkpoint names the model that its run trained, and the settings. The backend of the run's strategy loads it on the
+CPU, and writes it in the same way as the end of a run (`skyrl.train.results`). The run's files are not changed, so the
+run may still be in progress.
 """
 
 import argparse
@@ -27,11 +27,14 @@ from skyrl.train.strategy.registry import find_strategy
 from skyrl.utils.files.object_store import is_url
 
 POLICY = "policy"
-"""Folder of the trained model in a checkpoint, of RL as of SFT."""
+"""Folder of the trained model in a checkpoint, for both RL and SFT."""
 KEPT = ("config_overrides", "dtype")
-"""Options of a run's backend that change what is written."""
+"""Options of a run's backend that affect the exported files."""
 SMALL = {"kv_cache_gib": 2**-10, "max_context_length": 32, "device": "cpu"}
-"""Options of a backend that computes nothing, as far as it has them. JAX is told its device by JAX_PLATFORMS."""
+"""Minimal options for a backend that only loads and writes, as far as it has them.
+
+JAX gets its device from JAX_PLATFORMS.
+"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,15 +70,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def export(run: str | Path, is_merged: bool, output: Path | None = None, base: str | None = None) -> tuple[int, Result]:
-    """Write the model of a checkpoint. Returns its step, and what was written.
+    """Write the model of a checkpoint. Returns its step, and the result.
 
     Args:
-        run: Folder or URL of a run's checkpoints, of which the newest is taken, or of one.
-        is_merged: Write the whole model where an adapter was trained.
-        output: Where to write. None: beside the checkpoint, or in the working directory if that is in a bucket.
-        base: The base model. None: that of the run.
+        run: Folder or URL of a run's checkpoints, whose newest is exported, or of one checkpoint.
+        is_merged: True: merge an adapter into the whole model.
+        output: Output folder. None: beside the checkpoint, or in the working directory if the checkpoint is in a
+            bucket.
+        base: Base model. None: that of the run.
 
-    Raises ConfigError and StorageError for what is no whole checkpoint, or cannot be written.
+    Raises ConfigError and StorageError if there is no complete checkpoint, or if the model cannot be written.
     """
     parent, name = _checkpoint_of(run)
     where = f"{parent}/{name}"
@@ -111,14 +115,14 @@ async def _write(checkpoint: Checkpoint, settings: SFTConfig, result: Result, fi
 
 
 def _dtype_of(base: str) -> str:
-    """Type of a base model's weights, which an export has too."""
+    """Return the dtype of a base model's weights, which is also used for the export."""
     config = config_of(base, "--base")
     config = config.get("text_config") or config
     return "bfloat16" if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else "float32"
 
 
 def _checkpoint_of(given: str | Path) -> tuple[str, str]:
-    """Path or URL of the folder of the checkpoint that is meant, and its name there."""
+    """Return the path or URL of the folder that contains the requested checkpoint, and the name of the checkpoint."""
     run = str(given).rstrip("/") if is_url(given) else str(Path(given).expanduser())
     parent, name = run.rsplit("/", 1) if is_url(run) else (str(Path(run).parent), Path(run).name)
     if name.startswith("global_step_") and CheckpointStore(parent, identity={}).place.has(name):
@@ -148,7 +152,7 @@ def _state_of(place: Place, name: str) -> Mapping[str, Any]:
 
 
 def _settings_of(checkpoint: Checkpoint) -> SFTConfig:
-    """The configuration that loads the trained model of a run, of RL or SFT, and nothing else of it."""
+    """Return a configuration that only loads the trained model of an RL or SFT run."""
     of_rl = "trainer" in checkpoint.settings
     settings = checkpoint.settings.get("trainer", checkpoint.settings)
     if "strategy" not in settings:
@@ -174,13 +178,13 @@ def _settings_of(checkpoint: Checkpoint) -> SFTConfig:
 
 
 def _overrides_of(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Values in the place of those in the policy's config.json, which an export has too."""
+    """Return overrides of the policy's config.json, which also apply to the export."""
     rope = {name: trainer[name] for name in ("rope_scaling", "rope_theta") if trainer[name] is not None}
     return {**rope, **trainer["policy"]["model_config_kwargs"]}
 
 
 def _base_of(checkpoint: Checkpoint, path: str) -> str:
-    """The base model: as the run was told, or the folder where it was then if that was relative to another one."""
+    """Return the base model: the run's setting, or the folder that the run loaded if the setting was relative."""
     if Path(path).expanduser().is_dir():
         return path
     header = json.loads(Path(checkpoint.model_path(POLICY), TRAINING_STATE).read_text())

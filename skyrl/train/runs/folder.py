@@ -1,4 +1,4 @@
-"""Files of a run in its folder of checkpoints, read only: it may be going on."""
+"""Files of a run in its checkpoint folder. Access is read-only, because the run may be in progress."""
 
 import atexit
 import json
@@ -25,7 +25,7 @@ _STEP = re.compile(r"global_step_(\d+)(?:\.jsonl)?")
 
 
 class RunFolder:
-    """A run, by its folder of checkpoints (`ckpt_path`).
+    """A run, identified by its checkpoint folder (`ckpt_path`).
 
     Raises ConfigError for a folder without metrics.
     """
@@ -33,18 +33,18 @@ class RunFolder:
     def __init__(self, path: Path, title: str | None = None) -> None:
         self.path = path
         self.title = title or str(path)
-        """Path or URL that it is named by."""
+        """Path or URL for messages."""
         if not (path / METRICS_FILE).is_file():
             raise ConfigError(
                 f"{self.title} holds no {METRICS_FILE}; name the ckpt_path of a run "
                 "(skyrl runs list FOLDER finds those below)"
             )
         self.metrics: list[dict[str, Any]] = read_metrics(path)
-        """A row per step."""
+        """One row per step."""
 
     @classmethod
     def at(cls, where: str) -> "RunFolder":
-        """The run at a path or URL, of which its metrics and settings are fetched. Raises ConfigError."""
+        """Return the run at a path or URL. Downloads metrics and settings from a bucket. Raises ConfigError."""
         if not is_url(where):
             return cls(Path(where))
         try:
@@ -72,17 +72,17 @@ class RunFolder:
 
     @property
     def last(self) -> dict[str, float]:
-        """The newest value of each metric."""
+        """Latest value of each metric."""
         return {name: value for row in self.metrics for name, value in row.items() if value is not None}
 
     @cached_property
     def checkpoints(self) -> list[int]:
-        """Steps with a checkpoint, in order."""
+        """Steps with a checkpoint, in ascending order."""
         return sorted(_step(path) for path in self.path.glob("global_step_*") if (path / STATE).is_file())
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Configuration by path, as the newest checkpoint has it; empty where there is none."""
+        """Configuration by path, from the newest checkpoint; empty without checkpoints."""
         if not self.checkpoints:
             return {}
         text = (self.path / f"global_step_{self.checkpoints[-1]}" / STATE).read_text()
@@ -90,7 +90,7 @@ class RunFolder:
 
     @property
     def algorithm(self) -> str:
-        """Advantage estimator, dpo, or sft; a question mark where no checkpoint says."""
+        """Advantage estimator, "dpo" or "sft"; "?" without checkpoints."""
         if not self.settings:
             return "?"
         return self.settings.get("trainer.algorithm.advantage_estimator") or ("dpo" if self._is_dpo else "sft")
@@ -107,13 +107,13 @@ class RunFolder:
         defaults = SkyRLTrainConfig() if "trainer.seed" in self.settings else by_examples()
         with warnings.catch_warnings(), suppress(ConfigError):
             warnings.simplefilter("ignore")
-            defaults = defaults.resolve()  # what follows from others is no difference
+            defaults = defaults.resolve()  # derived values do not count as differences
         usual = json.loads(json.dumps(get_config_as_dict(defaults)))
         known = dict(leaves(usual))
         return {name: value for name, value in self.settings.items() if known.get(name) != value}
 
     def rollouts(self) -> dict[int, Path]:
-        """Dumped rollouts by step. Raises ConfigError where there are none."""
+        """Return files of dumped rollouts by step. Raises ConfigError if there are none."""
         exports = self.settings.get("trainer.export_path") or self.settings.get("export_path") or self.path
         if is_url(exports):
             raise ConfigError(
@@ -127,7 +127,7 @@ class RunFolder:
 
 
 def find_runs(folder: Path) -> Iterator[RunFolder]:
-    """The runs in a folder and below it, by path."""
+    """Yield the runs in a folder and below it, sorted by path."""
     for path in sorted(folder.rglob(METRICS_FILE)):
         yield RunFolder(path.parent)
 
