@@ -1,4 +1,4 @@
-"""Trackers that can be used here: installed, and with a key where they need one."""
+"""Detection of usable trackers: the package is installed, and an API key is set if the tracker needs one."""
 
 import importlib.util
 import netrc
@@ -11,22 +11,22 @@ from skyrl.train.tracking.clients import TRACKERS, TrackerNeeds
 
 
 class ChosenTrackers(NamedTuple):
-    """Trackers that were asked for, by whether they can be used."""
+    """Requested trackers, split into usable and unusable ones."""
 
     usable: list[str]
-    """In the order in which they were asked for, each once."""
+    """Usable trackers in the requested order, without duplicates."""
     unusable: dict[str, str]
-    """Reason why the others cannot, with a way out."""
+    """Reason for each unusable tracker, with a fix."""
 
 
 def warn_of_trackers(field: str, logger: str | Iterable[str]) -> None:
-    """Warn of each tracker that a configuration asks for and that cannot be used here."""
+    """Warn about each configured tracker that is unusable."""
     for name, reason in choose_trackers(logger).unusable.items():
         warnings.warn(f"{field}={name}: {reason}; the run goes on without it", stacklevel=3)
 
 
 def choose_trackers(logger: str | Iterable[str], environment: Mapping[str, str] = os.environ) -> ChosenTrackers:
-    """The trackers of `trainer.logger` that are installed and have a key, and what the others lack."""
+    """Split the trackers of `trainer.logger` into usable ones and ones that lack a package or a key."""
     names = [logger] if isinstance(logger, str) else list(dict.fromkeys(logger))
     lacks = {name: _lack(TRACKERS[name].needs, environment) for name in names}
     return ChosenTrackers(
@@ -36,7 +36,7 @@ def choose_trackers(logger: str | Iterable[str], environment: Mapping[str, str] 
 
 
 def usable_trackers(logger: str | Iterable[str]) -> list[str]:
-    """Usable ones of `choose_trackers`; the console if they are none of those that were asked for."""
+    """Return the usable trackers; the console if trackers are configured and none is usable."""
     chosen = choose_trackers(logger)
     return chosen.usable or ["console"] * bool(chosen.unusable)
 
@@ -56,7 +56,10 @@ def _lack(needs: TrackerNeeds | None, environment: Mapping[str, str]) -> str | N
 
 
 def _installed(package: str) -> bool:
-    """Return True if the package can be imported. A folder of its name, such as one for its runs, is no package."""
+    """Return True if the package can be imported.
+
+    A folder of the same name (such as one with its runs) does not count.
+    """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 

@@ -1,4 +1,4 @@
-"""The trackers by their names in `trainer.logger`. Their libraries are imported only when they are used.
+"""Trackers by their names in `trainer.logger`. Their libraries are imported on first use.
 
 To add one, add a class with `needs`, `log` and `finish`, and its name to `TRACKERS`.
 """
@@ -20,43 +20,43 @@ MLFLOW_LONGEST_PARAM = 500
 
 
 class RunInfo(NamedTuple):
-    """Facts of a run for trackers."""
+    """Information about a run for trackers."""
 
     project: str
     name: str
     id: str
-    """Id of the run; the same when it is resumed."""
+    """Id of the run, which a resumed run keeps."""
     config: Mapping[str, Any]
-    """Its configuration as plain nested dicts."""
+    """Configuration of the run, as plain nested dicts."""
 
 
 class TrackerNeeds(NamedTuple):
-    """Needs of a tracker."""
+    """Requirements of a tracker."""
 
     package: str
     """Package to install and import."""
     key: str | None = None
-    """Environment variable with its key, None if it needs none."""
+    """Environment variable with the API key; None if the tracker needs none."""
     mode: str | None = None
-    """Environment variable that may say that nothing is sent, so that no key is needed."""
+    """Environment variable with the mode. In modes that send nothing, no key is needed."""
     local_modes: tuple[str, ...] = ()
-    """Its values for which that holds."""
+    """Modes that send nothing."""
     host: str | None = None
-    """Host whose entry in ~/.netrc (or the file $NETRC names) is a key too."""
+    """Host whose entry in ~/.netrc (or in the file $NETRC) also counts as a key."""
 
 
 DETAILS = re.compile(r"(^|/)(std|min)_|_(std|min|p90)$|_time_|per_turn|stop_reason|no_turns|retries|unknown/")
-"""Metrics that the console leaves out."""
+"""Metrics that the console omits."""
 
 
 LINE = 160
-"""Characters of a step that is printed in one line, at most."""
+"""Maximum length of the one-line format, in characters."""
 
 
 class Console:
-    """Prints each step by groups of metrics (the part of a name before its first slash), without details.
+    """Prints the metrics of each step, without details, grouped by the part of the name before the first slash.
 
-    A step is one line if it fits into `LINE` characters, else a line per group.
+    A step takes one line if it fits into `LINE` characters, else one line per group.
     """
 
     needs = None
@@ -82,7 +82,7 @@ class Console:
 
 
 class TensorBoard:
-    """Event files in `$TENSORBOARD_DIR` (tensorboard_log unless it is set), a folder per run."""
+    """Event files in `$TENSORBOARD_DIR` (default: tensorboard_log), one folder per run."""
 
     needs = TrackerNeeds("tensorboard")
 
@@ -100,7 +100,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases. A resumed run goes on in the same one there."""
+    """Weights & Biases. A resumed run continues the same run there."""
 
     needs = TrackerNeeds("wandb", "WANDB_API_KEY", "WANDB_MODE", ("offline", "dryrun", "disabled"), host="api.wandb.ai")
 
@@ -118,7 +118,7 @@ class WandB:
 
 
 class MLflow:
-    """MLflow, at the address in `$MLFLOW_TRACKING_URI`."""
+    """MLflow at `$MLFLOW_TRACKING_URI`."""
 
     needs = TrackerNeeds("mlflow")
 
@@ -158,11 +158,14 @@ class SwanLab:
 
 
 TRACKERS = {"wandb": WandB, "mlflow": MLflow, "swanlab": SwanLab, "tensorboard": TensorBoard, "console": Console}
-"""By the names of `trainer.logger`."""
+"""Tracker classes by name in `trainer.logger`."""
 
 
 def tracker_clients(names: Iterable[str], run: RunInfo) -> dict[str, Callable[[], TrackerClient]]:
-    """Makers of these trackers, by name, for `Tracker`. `choose_trackers` says which can be used."""
+    """Return functions that create these trackers, by name, for `Tracker`.
+
+    `choose_trackers` selects the usable ones.
+    """
     return {name: lambda make=TRACKERS[name]: make(run) for name in names}
 
 
@@ -171,12 +174,12 @@ def _short(value: float) -> str:
 
 
 def _plain_name(text: str) -> str:
-    """A name of the characters that file systems and all trackers take."""
+    """Replace the characters that file systems or trackers do not support."""
     return re.sub(r"[^0-9A-Za-z_.+-]", "_", text).lstrip(".") or "_"
 
 
 def _mlflow_name(name: str) -> str:
-    """A name of the characters that MLflow takes."""
+    """Replace the characters that MLflow does not support."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
 
 

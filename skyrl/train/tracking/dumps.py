@@ -1,12 +1,12 @@
-"""Files of a run for people and programs to look at: evaluations and rollouts as JSON lines, batches as safetensors.
+"""Dumps of a run for inspection: evaluations and rollouts as JSON lines, batches as safetensors.
 
     {export_path}/dumped_evals/global_step_N_evals/   (eval_only/ outside of training)
-        {data_source}.jsonl                           a line per response
-        aggregated_results.jsonl                      one line, the metrics
-    {export_path}/dumped_rollouts/global_step_N.jsonl a line per trajectory
+        {data_source}.jsonl                           one line per response
+        aggregated_results.jsonl                      one line with the metrics
+    {export_path}/dumped_rollouts/global_step_N.jsonl one line per trajectory
     {export_path}/dumped_data/global_step_N_training_input.safetensors
 
-Each is wholly there or not at all, and replaced when a resumed run comes to the same step again.
+Writes are atomic. A resumed run replaces the dumps of the steps that it repeats.
 """
 
 import json
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 AGGREGATED = "aggregated_results"
 KINDS = ("dumped_evals", "dumped_rollouts", "dumped_data")
-"""Folders of dumps that each belong to a step."""
+"""Folders with dumps by step."""
 _STEP = re.compile(r"global_step_(\d+)(_|\.|$)")
 UNKNOWN_SOURCE = "unknown"
-"""In the place of `data_source` where a row has none."""
+"""Substitute for a missing `data_source`."""
 
 
 class EvalRow(NamedTuple):
@@ -41,27 +41,27 @@ class EvalRow(NamedTuple):
     input_prompt: Any
     """Text or chat."""
     output_response: Any
-    """Text or chat."""
+    """Text, or a chat."""
     score: float
     stop_reason: str
     env_class: str
     env_extras: Mapping[str, Any]
-    """The other columns of its row of the data set."""
+    """Other columns of the row."""
     data_source: str | None
 
 
 def dump_eval_results(
     export_path: str | Path, step: int | None, rows: Iterable[EvalRow], metrics: Mapping[str, Any]
 ) -> Where:
-    """Write the responses of an evaluation, a file per data source, and its metrics.
+    """Write the responses of an evaluation, one file per data source, and its metrics.
 
     Args:
         export_path: `trainer.export_path`.
-        step: Global steps that were done; None outside of training.
-        rows: The responses.
-        metrics: Of the evaluation, by name.
+        step: Number of completed global steps; None outside of training.
+        rows: Responses.
+        metrics: Metrics of the evaluation, by name.
 
-    Returns the folder. Raises StorageError if the disk or the bucket refuses it.
+    Returns the folder. Raises StorageError if a write to the disk or the bucket fails.
     """
     files: dict[str, list[bytes]] = {AGGREGATED: [_line(dict(metrics))]}
     for row in rows:
@@ -77,9 +77,9 @@ def dump_eval_results(
 
 
 def dump_rollouts(export_path: str | Path, step: int, records: Iterable[Mapping[str, Any]]) -> Where:
-    """Write the trajectories of a step, as `rollouts.records.as_record` gives them.
+    """Write the trajectories of a step, as records from `rollouts.records.as_record`.
 
-    Returns the file. Raises StorageError if the disk refuses it.
+    Returns the file. Raises StorageError if a write to the disk or the bucket fails.
     """
     place = place_of(export_path)
     path = place.folder / "dumped_rollouts" / f"global_step_{step}.jsonl"
@@ -90,9 +90,9 @@ def dump_rollouts(export_path: str | Path, step: int, records: Iterable[Mapping[
 def dump_data_batch(
     export_path: str | Path, step: int, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]
 ) -> Where:
-    """Write the arrays that a step trains on, and what is no array as JSON in the file's metadata under "json".
+    """Write the arrays of a training step, and other data as JSON in the file's metadata under the key "json".
 
-    Returns the file. Raises StorageError if the disk refuses it.
+    Returns the file. Raises StorageError if a write to the disk or the bucket fails.
     """
     place = place_of(export_path)
     path = place.folder / "dumped_data" / f"global_step_{step}_training_input.safetensors"
@@ -102,9 +102,9 @@ def dump_data_batch(
 
 
 def remove_old_dumps(export_path: str | Path, step: int, max_to_keep: int) -> None:
-    """Remove dumps of steps up to `step`, the newest, but for as many as are kept, of each kind.
+    """Remove old dumps of each kind, and keep those of the newest `max_to_keep` steps. Steps above `step` are ignored.
 
-    What cannot be removed stays, with a message in the log.
+    Failures are only logged.
     """
     place = place_of(export_path)
     for kind in KINDS:
@@ -119,22 +119,22 @@ def remove_old_dumps(export_path: str | Path, step: int, max_to_keep: int) -> No
 
 
 def _source_name(data_source: str) -> str:
-    """Name of the file for a data source: one part of a path, and not that of the metrics."""
+    """Return the file name for a data source: a single path component, different from the name of the metrics."""
     name = re.sub(r"[^\w.+-]", "_", data_source)[:200].lstrip(".") or "_"
     return f"_{name}" if name == AGGREGATED else name
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    """A line of strict JSON."""
+    """Return a line of strict JSON."""
     try:
         text = json.dumps(record, default=plain, allow_nan=False, ensure_ascii=False)
-    except (ValueError, TypeError):  # it holds what is no number, or keys that are no text: rare, and slower
+    except (ValueError, TypeError):  # NaN, infinity, or keys that are not text: rare, and slower
         text = json.dumps(plain(record), allow_nan=False, ensure_ascii=False)
     return text.encode(errors="replace") + b"\n"
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it: null for what is no finite number, text for what it has no form of."""
+    """Convert a value for JSON: null for NaN and infinity, text for unsupported types."""
     match value:
         case bool() | int() | str() | None:
             return value

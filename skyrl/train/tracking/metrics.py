@@ -1,9 +1,9 @@
-"""Metrics of a step, and who gets them."""
+"""Types of metrics and of their receivers."""
 
 from collections.abc import Callable
 
 Metrics = dict[str, float]
-"""Numbers by name, such as policy/loss."""
+"""Metrics by name, such as policy/loss."""
 
 Report = Callable[[Metrics, int], None]
-"""Gets metrics, and the number of the step that they are of."""
+"""Receives the metrics of a step, and the step."""

@@ -1,4 +1,4 @@
-"""Pictures of a run's metrics. They are drawn with matplotlib, where that is installed."""
+"""Plots of a run's metrics, drawn with matplotlib if it is installed."""
 
 import io
 import logging
@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 def plot_metrics(
     rows: Sequence[Mapping[str, Any]], names: Iterable[str], path: str | Path, *, title: str = "", label: str = ""
 ) -> bool:
-    """Draw metrics over the steps, as a PNG: `plot_lines` of a line for each.
+    """Plot metrics over steps as a PNG, one line per metric. Returns and raises as `plot_lines`.
 
     Args:
-        rows: "step" and metrics, as `tracking.read_metrics` returns them. A row need not have all metrics.
-        names: The metrics.
-        path: The file.
-        title: Stands above the picture.
-        label: Stands beside the vertical axis.
+        rows: "step" and metrics, as returned by `tracking.read_metrics`. Metrics may be missing in some rows.
+        names: Names of the metrics.
+        path: Output file.
+        title: Title of the plot.
+        label: Label of the vertical axis.
     """
     lines = {name: [(row["step"], row[name]) for row in rows if row.get(name) is not None] for name in names}
     return plot_lines(lines, path, title=title, label=label)
@@ -30,16 +30,15 @@ def plot_metrics(
 def plot_lines(
     lines: Mapping[str, Sequence[tuple[int, float]]], path: str | Path, *, title: str = "", label: str = ""
 ) -> bool:
-    """Draw values over the steps, as a PNG.
+    """Plot values over steps as a PNG.
 
     Args:
-        lines: Points (step, value) of each line, by what it is called.
-        path: The file.
-        title: Stands above the picture.
-        label: Stands beside the vertical axis.
+        lines: Points (step, value) of each line, by its label.
+        path: Output file.
+        title: Title of the plot.
+        label: Label of the vertical axis.
 
-    Returns False, with a message in the log, if matplotlib is not installed. Raises StorageError if the disk refuses
-    the file.
+    Returns False and logs a warning if matplotlib is not installed. Raises StorageError if the write fails.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
-"""Progress bars on standard error, where that is a terminal; elsewhere they print nothing.
+"""Progress bars on standard error, if it is a terminal; otherwise nothing is printed.
 
-What else is printed while there is a bar goes through `tqdm.write`.
+While a bar is shown, other output must go through `tqdm.write`.
 """
 
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ from tqdm import tqdm
 
 
 def batch_bar(what: str, prompts: int) -> "tqdm[NoReturn]":
-    """A bar of the prompts of a batch, which is gone when they are done."""
+    """Create a bar of the prompts of a batch. It disappears at the end."""
     return tqdm(total=prompts, desc=what, unit="prompt", leave=False, disable=None)
 
 
 class RunBar:
-    """A bar of the steps of a run, a context manager.
+    """Progress bar of the steps of a run; a context manager.
 
     Args:
-        total: Steps of the run.
-        done: Steps that were taken before.
-        shown: Metrics that stand beside the bar, and what they are called there.
+        total: Number of steps of the run.
+        done: Number of steps completed before.
+        shown: Metrics to show beside the bar, with their labels.
     """
 
     def __init__(self, total: int, done: int, shown: Mapping[str, str]):
@@ -28,7 +28,7 @@ class RunBar:
         self._bar: tqdm[NoReturn] = tqdm(total=total, initial=done, desc="training", unit="step", disable=None)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`step` steps are done; `metrics` are those of the last."""
+        """Advance the bar to `step` completed steps, and show the metrics of the last one."""
         shown = {name: f"{metrics[key]:.4g}" for key, name in self._shown.items() if key in metrics}
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(step - self._bar.n)

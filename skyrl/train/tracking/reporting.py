@@ -1,4 +1,4 @@
-"""Reports of a run's metrics: its `metrics.jsonl`, its trackers and the bar of its steps."""
+"""Reporting of a run's metrics to `metrics.jsonl`, trackers and the progress bar."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,15 +26,15 @@ def reporting(
     resumed_step: int | None,
     shown: Mapping[str, str],
 ) -> Iterator[Report]:
-    """Receiver of the metrics of a run; at the end trackers get what they have not had.
+    """Context that yields the receiver of a run's metrics. On exit, trackers send the remaining metrics.
 
     Args:
-        folder: Where `metrics.jsonl` is, or the bucket that it goes to.
-        logger: Names of trackers, of which those that cannot be used here are left out.
-        info: What trackers are told of the run.
-        total_steps: Steps of the run.
-        resumed_step: Step that it goes on from; None for one that begins anew.
-        shown: Metrics beside the bar, and what they are called there.
+        folder: Folder or bucket for `metrics.jsonl`.
+        logger: Names of trackers; unusable ones are skipped.
+        info: Information about the run for trackers.
+        total_steps: Number of steps of the run.
+        resumed_step: Step from which the run resumes; None for a new run.
+        shown: Metrics to show beside the bar, with their labels.
     """
     place = place_of(folder)
     tracker = Tracker(place.folder, tracker_clients(usable_trackers(logger), info), resumed_step=resumed_step)

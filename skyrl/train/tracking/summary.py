@@ -1,16 +1,16 @@
-"""The last words of a run: what was done, what came out, and where everything is."""
+"""Summary at the end of a run: what was done, results, and locations of files."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 
 def closing_summary(title: str, places: Mapping[str, Path | str], values: Mapping[str, float] | None = None) -> str:
-    """Lines of a table under a title.
+    """Return the lines of a table under a title.
 
     Args:
         title: What was done.
-        places: What is at a path or URL; paths at which nothing is are left out.
-        values: Metrics to tell.
+        places: Paths or URLs by description. Paths that do not exist are left out.
+        values: Metrics to show.
     """
     rows = {name: f"{value:.4g}" for name, value in (values or {}).items()}
     rows |= {name: str(path) for name, path in places.items() if isinstance(path, str) or path.exists()}

@@ -1,7 +1,7 @@
-"""Metrics of a run: always as JSON lines, and to the trackers that were asked for.
+"""Metrics of a run: always written as JSON lines, and sent to the configured trackers.
 
-Nothing here stops training. Each tracker works in a thread of its own behind a queue of bounded length: one that
-raises, or is so slow that its queue fills, is reported once and left out from then on.
+Errors in this module never stop training. Each tracker runs in its own thread behind a bounded queue. A tracker that
+raises, or whose queue is full, is reported once and disabled.
 """
 
 import errno
@@ -24,28 +24,28 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 QUEUE_LENGTH = 256
-"""Steps that a tracker may be behind."""
+"""Maximum number of steps that a tracker may lag behind."""
 
 
 class TrackerClient(Protocol):
-    """One place that metrics go to. It is made, called and ended in one thread."""
+    """Client of one tracker. It is created, called and closed in the same thread."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics of a step, finite numbers all of them."""
+        """Log the metrics of a step. All values are finite."""
 
     def finish(self) -> None:
-        """Send what is still here. Nothing is logged afterwards."""
+        """Send the remaining metrics. `log` is not called afterwards."""
 
 
 class Tracker:
     """Metrics of one run.
 
     Args:
-        folder: Where `metrics.jsonl` is. A file of an earlier run is kept beside it under another name.
-        clients: Functions that make the other trackers, by name; see `tracker_clients.tracker_clients`.
+        folder: Folder of `metrics.jsonl`. A file of an earlier run is renamed.
+        clients: Functions that create the other trackers, by name; see `clients.tracker_clients`.
         resumed_step: Step from which the run resumes; None for a new run. Lines of later steps are removed from the
             file, because the run takes these steps again.
-        queue_length: Steps that a tracker may be behind.
+        queue_length: Maximum number of steps that a tracker may lag behind.
     """
 
     def __init__(
@@ -60,9 +60,10 @@ class Tracker:
         self._workers = [_Worker(name, make, queue_length) for name, make in clients.items()]
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Record the metrics of a step: numbers of Python or of an array library, None where there is none.
+        """Record the metrics of a step.
 
-        A step may be logged in parts, one after another; steps never go back.
+        Values are Python numbers or scalars of an array library; None for missing values. A step may be logged in
+        several parts. Steps must not decrease.
         """
         plain = {name: _number(value) for name, value in metrics.items()}
         self._file.log(plain, step)
@@ -71,7 +72,7 @@ class Tracker:
             worker.log(finite, step)
 
     def finish(self, timeout_s: float = 30.0) -> None:
-        """Wait until all trackers have sent what they have, but no longer than `timeout_s` seconds in all."""
+        """Wait until all trackers have sent their metrics, up to `timeout_s` seconds in total."""
         deadline = time.monotonic() + timeout_s
         for worker in self._workers:
             worker.end()
@@ -80,7 +81,7 @@ class Tracker:
 
 
 class _Worker:
-    """A tracker in its thread."""
+    """Thread of a tracker."""
 
     def __init__(self, name: str, make: Callable[[], TrackerClient], queue_length: int):
         self._name = name
@@ -116,7 +117,7 @@ class _Worker:
             while (item := self._queue.get()) is not None:
                 client.log(*item)
             client.finish()
-        except (Exception, SystemExit):  # whatever a tracker's library does, training goes on
+        except (Exception, SystemExit):  # training continues whatever a tracker's library raises
             self._drop("failed; the run goes on without it", exc_info=True)
 
     def _drop(self, message: str, *arguments: object, exc_info: bool = False) -> None:
@@ -127,13 +128,13 @@ class _Worker:
 
 
 class _MetricsFile:
-    """One JSON object a step, in order. A kill in the middle of a write costs at most that line."""
+    """File with one JSON object per step, in order. A crash during a write loses only that line."""
 
     def __init__(self, path: Path, resumed_step: int | None):
         self._path = path
         self._failed = False
         self._last: dict[str, Any] = {"step": -1}
-        """The last row of the file."""
+        """Last row of the file."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if resumed_step is None or not self._keep_until(resumed_step):
@@ -156,7 +157,7 @@ class _MetricsFile:
             self._report(error)
 
     def _keep_until(self, step: int) -> bool:
-        """Drop the rows of later steps. False if the file holds no rows of ours."""
+        """Drop the rows of later steps. Returns False if the file cannot be parsed as rows."""
         if not self._path.exists():
             return True
         try:
@@ -174,12 +175,12 @@ class _MetricsFile:
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """The rows of a run's `metrics.jsonl`: "step" and metrics, None for what was no finite number."""
+    """Return the rows of a run's `metrics.jsonl`: "step" and metrics, None for values that were not finite."""
     return _rows(Path(folder) / METRICS_FILE)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, without a last one that a kill has cut off."""
+    """Return the rows of a file, except an incomplete last row."""
     rows = []
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
@@ -198,19 +199,19 @@ def _append(path: Path, line: bytes) -> None:
             if file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            file.truncate(end)  # or the next line would continue a part of this one
+            file.truncate(end)  # otherwise the next line would be appended to a partial one
             raise
 
 
 def set_aside(path: Path) -> None:
-    """Give a file or folder of an earlier run the first free name: metrics.1.jsonl, model.1."""
+    """Rename a file or folder of an earlier run to the first free name: metrics.1.jsonl, model.1."""
     if path.exists():
         taken = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(1, 1_000_000))
         path.rename(next(name for name in taken if not name.exists()))
 
 
 def _number(value: Any) -> float | int | None:
-    """A Python number; None unless it is finite."""
+    """Return a Python number; None unless it is finite."""
     if isinstance(value, Integral):
         return int(value)
     number = math.nan if value is None else float(value)
