@@ -1,3 +1,1 @@
-"""Effects of a strategy (`trainer.strategy`) on the configuration: fields that take effect, and what its backend is
-told.
-"""
+"""Strategies (`trainer.strategy`): the configuration fields that take effect, and the options of the backend."""

@@ -1,6 +1,6 @@
-"""Checks of a run's base model before anything large is read: that it is there, and of a kind that is known.
+"""Checks of a run's base model before large files are read: it exists, and its architecture is supported.
 
-Errors name the fields of the trainer's configuration, where the backend's own would name those of a backend.
+Errors name fields of the trainer's configuration, while the backend's own errors would name fields of a backend.
 """
 
 import logging
@@ -20,16 +20,16 @@ from skyrl.train.strategy.registry import find_strategy
 log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-"""Files of which a folder with a tokenizer has one at least."""
+"""Tokenizer files. A folder with a tokenizer has at least one of them."""
 
 
 def check_model_given(model: ModelConfig, field: str, example: str) -> None:
-    """Raise ConfigError for a model that was left out, unless the default one is on this machine.
+    """Raise ConfigError if no model is configured, unless the default model is on this machine.
 
     Args:
-        model: Of the configuration.
-        field: What the configuration calls its path.
-        example: A command line that names one.
+        model: Model of the configuration.
+        field: Name of the field with the model's path.
+        example: Example of a command line that sets it.
     """
     path = model.path
     if model.is_given("path") or path is None or is_on_this_machine(path):
@@ -41,14 +41,14 @@ def check_model_given(model: ModelConfig, field: str, example: str) -> None:
 
 
 def check_base_model(path: str, field: str, architectures: Collection[str] | None) -> int | None:
-    """Look at a model's config.json. Returns the tokens of its longest context, None if the file does not say.
+    """Check a model's config.json. Returns the maximum context length in tokens; None if the file does not contain it.
 
     Args:
-        path: Folder or hub id, of which that file alone is downloaded.
-        field: What the configuration calls it.
-        architectures: Those that are implemented; None leaves it to who loads the model.
+        path: Folder or hub id. Only this file is downloaded.
+        field: Name of the field with the path.
+        architectures: Supported architectures; None leaves the check to the loader of the model.
 
-    Raises ConfigError for a model that is not there or not implemented.
+    Raises ConfigError for a missing or unsupported model.
     """
     try:
         found = config_of(path, field)
@@ -65,16 +65,16 @@ def check_base_model(path: str, field: str, architectures: Collection[str] | Non
 
 
 class ModelSizes(NamedTuple):
-    """Sizes in a model's config.json; None where the file does not say."""
+    """Sizes in a model's config.json; None if the file does not contain them."""
 
     context: int | None
-    """Tokens of the longest context."""
+    """Maximum context length, in tokens."""
     vocabulary: int | None
     """Number of token ids."""
 
 
 def model_sizes(path: str) -> ModelSizes:
-    """Return the sizes of a model that `check_base_model` has found."""
+    """Return the sizes of a model that `check_base_model` has checked."""
     found = config_of(path)
     text = found.get("text_config", found)
     sizes = (text.get(name) for name in ("max_position_embeddings", "vocab_size"))
@@ -82,7 +82,7 @@ def model_sizes(path: str) -> ModelSizes:
 
 
 def load_tokenizer(path: str, field: str) -> Any:
-    """The model's tokenizer, whose files alone are downloaded. Raises ConfigError."""
+    """Load the model's tokenizer. Only its own files are downloaded. Raises ConfigError."""
     folder = Path(path).expanduser()
     if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ConfigError(f"{field}={path}: the folder has none of {', '.join(TOKENIZER_FILES)}; use a whole model")
@@ -95,11 +95,11 @@ def load_tokenizer(path: str, field: str) -> Any:
 
 
 def fit_context(config: SkyRLTrainConfig, longest: int | None) -> None:
-    """Let a resolved configuration keep to the longest context of its base model, or of its backend if it is less.
+    """Fit a resolved configuration to the maximum context length of its base model, or of its backend if that is lower.
 
-    A limit of inputs over several turns that was derived is lowered to what there is room for.
+    A derived limit on the input length of several turns is lowered to fit.
 
-    Raises ConfigError where a prompt and an answer have no room.
+    Raises ConfigError if a prompt with an answer does not fit.
     """
     section = find_strategy(config).name
     if of_backend := getattr(config.trainer, section).get("max_context_length"):

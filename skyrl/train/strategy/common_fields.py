@@ -1,5 +1,6 @@
-"""Support of the configuration fields that the trainers read themselves, with any strategy. `support` says how to
-read the table.
+"""Support of the configuration fields that the trainers read themselves, with any strategy.
+
+See `support` for the format of the table.
 """
 
 from skyrl.train.strategy.support import Support, consumed

@@ -1,4 +1,4 @@
-"""docs/config.md: every field with its type, default, meaning and what becomes of it.
+"""Generator of docs/config.md: every field with its type, default, meaning and support.
 
 Run: `python -m skyrl.train.strategy.config_page > docs/config.md`.
 """
@@ -34,7 +34,7 @@ selects the backend:
 """
 
 STRATEGIES = tuple(name for name, strategy in SERVED.items() if name == strategy.name)
-"""Strategies that have a column; others are names of the same."""
+"""Strategies with a column in the tables; other names are aliases."""
 
 STATUSES = {
     Status.CONSUMED: "read by the module in the table",
@@ -57,7 +57,7 @@ and an alternative. Their defaults are accepted."""
 
 
 def render_page() -> str:
-    """The page, as Markdown: counts, what some strategy reads, and what none does."""
+    """Return the page as Markdown: counts, supported fields and unsupported fields."""
     fields = list(describe_fields(SkyRLTrainConfig()))
     read = [field for field in fields if any(support.status is not Status.REFUSED for support in _supports(field))]
     refused = [_row(field.path, field) for field in fields if field not in read]
@@ -66,7 +66,7 @@ def render_page() -> str:
 
 
 def _counts(strategy: str) -> Iterator[str]:
-    """Counts of fields by what becomes of them with a strategy."""
+    """Yield the counts of fields by their status with a strategy."""
     supports = [find(SERVED[strategy].support, field.path)[1] for field in describe_fields(SkyRLTrainConfig())]
     counts = Counter(support.status for support in supports)
     yield f"## With trainer.strategy={strategy}\n\nOf {len(supports)} fields:\n"
@@ -83,7 +83,7 @@ _HEAD = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
 
 
 def _sections(fields: list[FieldHelp]) -> Iterator[str]:
-    """A table for each section."""
+    """Yield a table for each section."""
     sections: dict[str, list[FieldHelp]] = {}
     for field in fields:
         sections.setdefault(field.path.rpartition(".")[0], []).append(field)
@@ -99,7 +99,7 @@ def _row(name: str, field: FieldHelp) -> str:
 
 
 def _supports(field: FieldHelp) -> list[Support]:
-    """Support with each strategy."""
+    """Return the support with each strategy."""
     return [find(SERVED[name].support, field.path)[1] for name in STRATEGIES]
 
 

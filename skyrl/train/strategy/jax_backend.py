@@ -1,8 +1,8 @@
-"""Meaning of a training configuration for the JAX backend.
+"""Translation of a training configuration into options of the JAX backend.
 
-Options under `trainer.jax` are laid over those that follow from other fields. Defaults that are made for GPUs mean
-"where available", which is logged in one line. The backend's own configuration loads jax, so it is imported when it is
-asked for, and importing this module loads neither jax nor torch.
+Options under `trainer.jax` override those derived from other fields. Defaults that are made for GPUs apply only where
+available; one log line lists the effective values. Importing this module loads neither jax nor torch. The backend's
+configuration, which loads jax, is imported on demand.
 """
 
 from collections.abc import Collection, Iterator
@@ -19,7 +19,7 @@ CHECKPOINTING, MICRO_TRAIN = "gradient_checkpointing", "micro_train_batch_size_p
 
 
 class JaxStrategy(Strategy):
-    """One process trains and samples, on the device that it finds."""
+    """A single process trains and samples, on the available device."""
 
     name = backend = "jax"
     support = JAX_SUPPORT

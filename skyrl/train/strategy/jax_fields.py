@@ -1,4 +1,4 @@
-"""Support of each configuration field with `trainer.strategy=jax`. `support` says how to read the table."""
+"""Support of each configuration field with `trainer.strategy=jax`. See `support` for the format of the table."""
 
 from skyrl.train.strategy.common_fields import COMMON_SUPPORT
 from skyrl.train.strategy.support import Support, consumed, refused, where_available

@@ -1,4 +1,4 @@
-"""Strategies by the names of `trainer.strategy`. Nothing else of the trainers names one, or its backend."""
+"""Strategies by name (`trainer.strategy`). No other module of the trainers names a strategy or its backend."""
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
@@ -12,13 +12,13 @@ SERVED: dict[str, Strategy] = {"jax": JaxStrategy(), "fsdp2": _TORCH, "fsdp": _T
 
 
 def find_strategy(config: SkyRLTrainConfig | SFTConfig) -> Strategy:
-    """The strategy of a resolved configuration. Raises ConfigError if it is not served."""
+    """Return the strategy of a resolved configuration. Raises ConfigError if it is not supported."""
     check_strategy(config)
     return SERVED[config.trainer.strategy if isinstance(config, SkyRLTrainConfig) else config.strategy]
 
 
 def check_strategy(config: SkyRLTrainConfig | SFTConfig) -> None:
-    """Raise ConfigError if a strategy was given that is not served."""
+    """Raise ConfigError if an unsupported strategy is configured."""
     owner, field = (
         (config.trainer, "trainer.strategy") if isinstance(config, SkyRLTrainConfig) else (config, "strategy")
     )

@@ -1,7 +1,7 @@
-"""Strategies (`trainer.strategy`): which fields take effect, what the backend is told, and where a run's models are.
+"""Strategies (`trainer.strategy`): supported fields, options of the backend, and loading of a run's models.
 
-To add one, subclass `Strategy` in a module of its own with a table of fields beside it, name it in
-`skyrl.train.strategy.registry`, and its rules in `skyrl.train.config.strategies`.
+To add one, subclass `Strategy` in its own module, with a table of fields beside it. Add it to
+`skyrl.train.strategy.registry`, and its rules to `skyrl.train.config.strategies`.
 """
 
 import logging
@@ -31,65 +31,69 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", bound=BaseModel)
 
 DTYPES = ("auto", "float32", "bfloat16")
-"""Types of base weights. auto: that of the checkpoint, on an accelerator."""
+"""Types of base weights. auto: the type of the checkpoint, on an accelerator."""
 OF_POLICY = ("engines", "config_overrides")
-"""Options of a backend that a reference with base weights of its own does not have."""
+"""Backend options that do not apply to a reference with separate base weights."""
 
 
 class Strategy(ABC):
-    """A backend of this process, for trainers."""
+    """A backend of this process, as trainers use it."""
 
     name: str
-    """In configurations, where its section has the options of the backend."""
+    """Name in configurations, also of the section with the backend's options."""
     backend: str
-    """By which the registry of backends knows the backend."""
+    """Name of the backend in the registry of backends."""
     support: Mapping[str, Support]
     """Support of each field of `SkyRLTrainConfig`."""
 
     @property
     def architectures(self) -> Collection[str] | None:
-        """Architectures of base models that are implemented. None: those of transformers."""
+        """Supported architectures of base models. None: those of transformers."""
         return None
 
     @abstractmethod
     def rl_options(self, config: SkyRLTrainConfig) -> dict[str, Any]:
-        """Options of the backend: those in its own section, laid over those that follow from other fields."""
+        """Return the options of the backend. Those of its own section override those derived from other fields."""
 
     @abstractmethod
     def sft_options(self, config: SFTConfig) -> dict[str, Any]:
-        """The same for supervised fine-tuning."""
+        """Return the options of the backend for supervised fine-tuning."""
 
     @abstractmethod
     def problems(self, config: SkyRLTrainConfig) -> Iterator[str]:
-        """Messages for what a resolved configuration asks of several models that this strategy cannot do."""
+        """Yield messages about combinations of models in a resolved configuration that are not supported."""
 
     @abstractmethod
     def where_available(self, config: SkyRLTrainConfig) -> str:
-        """Outcome of defaults that ask for what is not everywhere, in one line."""
+        """Return one line with the effective values of defaults that depend on optional capabilities."""
 
     def record_memory(self, path: Path) -> None:
-        """Write what is in the memory of the device to a file. Where `trainer.policy.record_memory` is served."""
+        """Write a snapshot of the device's memory to a file.
+
+        Required if `trainer.policy.record_memory` is supported.
+        """
         raise NotImplementedError(self.name)
 
     def longest_context(self, config: SkyRLTrainConfig) -> int | None:
-        """Tokens of the longest sequence that the configuration lets the base model have. None: what the model says."""
+        """Return the maximum context length that the configuration sets, in tokens. None: the model's own."""
         return config_overrides(config).get("max_position_embeddings")
 
     def rl_backend_config(self, config: SkyRLTrainConfig) -> BaseModel:
-        """The backend's configuration for a resolved one.
+        """Return the backend's configuration for a resolved configuration.
 
-        Raises ConfigError for options in the strategy's section that the backend does not have or does not take.
+        Raises ConfigError for unknown or invalid options in the strategy's section.
         """
         return self._config(self.rl_options(config), f"trainer.{self.name}")
 
     def sft_backend_config(self, config: SFTConfig) -> BaseModel:
-        """The same for supervised fine-tuning."""
+        """Return the backend's configuration for supervised fine-tuning."""
         return self._config(self.sft_options(config), self.name)
 
     def rl_loader(self, config: SkyRLTrainConfig) -> Callable[[], BackendModels]:
-        """Loader of the base model of a resolved configuration, of which all that can be is checked at once.
+        """Return a loader of the base model of a resolved configuration.
 
-        It, and what it returns, raise ConfigError for what cannot be as asked.
+        Everything that can be checked early is checked here. This method and the loader raise ConfigError for settings
+        that cannot be met.
         """
         log.info("%s", self.where_available(config))
         load = self._loader(config.trainer.policy.model.path, self.rl_backend_config(config), f"trainer.{self.name}")
@@ -106,16 +110,16 @@ class Strategy(ABC):
         return load_sampled
 
     def options_apart(self, config: SkyRLTrainConfig, model: str) -> dict[str, Any]:
-        """Options of a backend beside the policy's, for the critic or the reference (ref)."""
+        """Return the options of a separate backend for the critic or the reference (ref)."""
         return self.rl_options(config)
 
     def loader_apart(self, config: SkyRLTrainConfig, model: str, longest: int) -> Callable[[], BackendModels]:
-        """Loader of the critic or the reference (ref) by a backend of its own, which samples nothing.
+        """Return a loader of the critic or the reference (ref) on a separate backend, which does not sample.
 
         Args:
-            config: A resolved configuration.
-            model: The model.
-            longest: Tokens of the longest sequence that it scores.
+            config: Resolved configuration.
+            model: "critic" or "ref".
+            longest: Length of the longest sequence that it scores, in tokens.
         """
         trainer = config.trainer
         owner = getattr(trainer, model)
@@ -132,7 +136,7 @@ class Strategy(ABC):
         return self._loader(path, self._config(options, section), section)
 
     def sft_loader(self, config: SFTConfig) -> Callable[[], BackendModels]:
-        """The same for supervised fine-tuning."""
+        """Return a loader of the model for supervised fine-tuning."""
         return self._loader(config.model.path, self.sft_backend_config(config), self.name)
 
     def _config(self, options: dict[str, Any], section: str) -> BaseModel:
@@ -145,7 +149,7 @@ class Strategy(ABC):
         return config
 
     def _loader(self, base_model: str | None, options: BaseModel, section: str) -> Callable[[], BackendModels]:
-        assert base_model is not None  # or the configuration would not have resolved
+        assert base_model is not None  # guaranteed by resolving the configuration
         backend = find_backend(self.backend)
 
         def load() -> BackendModels:
@@ -158,7 +162,7 @@ class Strategy(ABC):
 
 
 def shared_problems(config: SkyRLTrainConfig) -> Iterator[str]:
-    """Messages for what no backend of this process does, which trains and samples with the same weights."""
+    """Yield messages about settings that no backend supports that trains and samples with the same weights."""
     yield from _rope_problems(config)
     yield from _dtype_problems(config)
     yield from _call_problems(config)
@@ -221,7 +225,7 @@ def _sampling_problems(config: SkyRLTrainConfig) -> Iterator[str]:
 
 
 def _rope_problems(config: SkyRLTrainConfig) -> Iterator[str]:
-    """Messages for rollouts with other positions than training."""
+    """Yield messages about position encodings that differ between rollouts and training."""
     trainer, generator = config.trainer, config.generator
     for name, ours, theirs in (
         ("rope_scaling", trainer.rope_scaling, generator.rope_scaling),
@@ -235,22 +239,22 @@ def _rope_problems(config: SkyRLTrainConfig) -> Iterator[str]:
 
 
 def policy_adapter(config: SkyRLTrainConfig) -> LoraConfig:
-    """The adapter of the policy of a resolved configuration, on all linear layers but the output embedding.
+    """Return the adapter of the policy, on all linear layers except the output embedding.
 
-    Rank 0 is no adapter: all weights are trained. Raises ConfigError where there is no such one.
+    Rank 0 means no adapter: all weights are trained. Raises ConfigError for invalid adapter settings.
     """
     trainer = config.trainer
     return _adapter(trainer.policy.model.lora, trainer.seed, "trainer.policy.model.lora")
 
 
 def critic_adapter(config: SkyRLTrainConfig) -> LoraConfig:
-    """The same of the critic."""
+    """Return the adapter of the critic, as `policy_adapter`."""
     trainer = config.trainer
     return _adapter(trainer.critic.model.lora, trainer.seed, "trainer.critic.model.lora")
 
 
 def sft_adapter(config: SFTConfig) -> LoraConfig:
-    """The adapter that supervised fine-tuning trains, as `policy_adapter`."""
+    """Return the adapter of supervised fine-tuning, as `policy_adapter`."""
     return _adapter(config.model.lora, config.seed, "model.lora")
 
 
@@ -272,14 +276,14 @@ def _adapter(lora: SkyRLLoraConfig, seed: int, section: str) -> LoraConfig:
 
 
 def _expression(value: str | list[str] | None) -> str | None:
-    """Regular expression of whole names, given names or ends of names, which PEFT reads so."""
+    """Return a regular expression of full module names for names or their suffixes, which PEFT also accepts."""
     if not isinstance(value, list):
         return value
     return rf"(?:.*\.)?(?:{'|'.join(map(re.escape, value))})"
 
 
 def built(cls: type[T], options: dict[str, Any], where: str) -> T:
-    """`cls(**options)`. Raises ConfigError for what it refuses, with names of fields below `where`."""
+    """Return `cls(**options)`. Raises ConfigError for invalid options, with field names below `where`."""
     try:
         return cls(**options)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""Support of each configuration field with a strategy: it is read, or it is refused.
+"""Support of each configuration field by a strategy: the field is either read or rejected.
 
-A table maps paths to what becomes of them; a path stands for every field below it that has no longer one of its own.
-Fields of subclasses, which are a user's own, are never refused.
+A table maps paths to their support. The entry of a section applies to all fields below it without an entry of their
+own. Fields that users add in subclasses are never rejected.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,18 +13,18 @@ from skyrl.train.config import BaseConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.machinery.fields import specs_of
 
 OF_POLICY = ("model.", "optimizer_config.")
-"""Sections of supervised fine-tuning that are those of a policy."""
+"""Sections of a supervised fine-tuning configuration that correspond to sections of the policy."""
 
 
 class Status(Enum):
     """Status of a field."""
 
     CONSUMED = "consumed"
-    """A module reads it."""
+    """A module reads the field."""
     WHERE_AVAILABLE = "where available"
-    """Its default asks for what is not everywhere; what it comes to is logged."""
+    """The default asks for an optional capability; the effective value is logged."""
     REFUSED = "refused"
-    """Nothing can honour it, so that only its default is taken."""
+    """The field is not supported: only its default is accepted."""
 
 
 @dataclass(frozen=True)
@@ -33,28 +33,28 @@ class Support:
 
     status: Status
     by: str
-    """The module that reads it, or why it is refused and what to do instead."""
+    """Module that reads the field, or the reason for the rejection with an alternative."""
     section: str | None = None
-    """Name in the module of the section that the field is in, where that is another."""
+    """Name that the module uses for the section of the field, if it differs."""
 
 
 def consumed(module: str, section: str | None = None) -> Support:
-    """`module` reads it, from what it calls `section`."""
+    """Return support by `module`, which may name the section of the field differently: `section`."""
     return Support(Status.CONSUMED, module, section)
 
 
 def where_available(module: str) -> Support:
-    """`module` logs what it comes to."""
+    """Return support of a field whose effective value `module` logs."""
     return Support(Status.WHERE_AVAILABLE, module)
 
 
 def refused(why: str) -> Support:
-    """Nothing can honour it: `why`, and a way out."""
+    """Return the rejection of a field with the reason `why`, which includes an alternative."""
     return Support(Status.REFUSED, why)
 
 
 def find(table: Mapping[str, Support], path: str) -> tuple[str, Support]:
-    """The longest path in the table that is `path` or a section around it, and what it says. Raises KeyError."""
+    """Return the longest path in the table that is `path` or contains it, and its support. Raises KeyError."""
     where = path
     while where not in table:
         if not where:
@@ -64,7 +64,7 @@ def find(table: Mapping[str, Support], path: str) -> tuple[str, Support]:
 
 
 def refusal(config: SkyRLTrainConfig | SFTConfig, table: Mapping[str, Support], path: str) -> str | None:
-    """Reason why a field is refused, and what to do instead; None if it is not."""
+    """Return the reason why a field is rejected, with an alternative; None if the field is supported."""
     if isinstance(config, SFTConfig):
         if not path.startswith(OF_POLICY):
             return None
@@ -74,21 +74,21 @@ def refusal(config: SkyRLTrainConfig | SFTConfig, table: Mapping[str, Support], 
 
 
 def unsupported(config: SkyRLTrainConfig, table: Mapping[str, Support]) -> Iterator[str]:
-    """A message for each field that is not what it is by default and that the table refuses."""
+    """Yield a message for each field that differs from its default and that the table rejects."""
     for path, value in _changed(config, SkyRLTrainConfig(), ""):
         if why := refusal(config, table, path):
             yield f"{path}={value} cannot be honoured with trainer.strategy={config.trainer.strategy}: {why}"
 
 
 def unsupported_in_sft(config: SFTConfig, table: Mapping[str, Support]) -> Iterator[str]:
-    """The same for supervised fine-tuning, whose model and optimizer are those of a policy."""
+    """Yield such messages for supervised fine-tuning, whose model and optimizer fields are those of a policy."""
     for path, value in _changed(config, SFTConfig(), ""):
         if why := refusal(config, table, path):
             yield f"{path}={value} cannot be honoured with strategy={config.strategy}: {why}"
 
 
 def _changed(config: BaseConfig, defaults: BaseConfig, section: str) -> Iterator[tuple[str, Any]]:
-    """(path, value) of the fields that both have and that differ."""
+    """Yield (path, value) of the fields that exist in both and differ."""
     known = specs_of(type(defaults))
     for name, value in ((name, getattr(config, name)) for name in specs_of(type(config)) if name in known):
         default, where = getattr(defaults, name), f"{section}.{name}" if section else name

@@ -1,7 +1,7 @@
-"""Meaning of a training configuration for the torch backend.
+"""Translation of a training configuration into options of the torch backend.
 
-Options under `trainer.fsdp2` are laid over those that follow from other fields. Importing this loads neither torch nor
-jax: the backend is imported when it is asked for.
+Options under `trainer.fsdp2` override those derived from other fields. Importing this module loads neither torch nor
+jax; the backend is imported on demand.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ OF_ENGINES = (
 
 
 class TorchStrategy(Strategy):
-    """Workers of one machine or of several train and sample, on GPUs or on the CPU."""
+    """Workers on one or several machines train and sample, on GPUs or on the CPU."""
 
     name, backend = "fsdp2", "skyrl_train"
     support = TORCH_SUPPORT
@@ -128,14 +128,14 @@ class TorchStrategy(Strategy):
 
 
 def _held(trainer: TrainerConfig) -> str:
-    """Models of the policy's workers, and those that have workers of their own."""
+    """Return a description of the models on the policy's workers and of models with separate workers."""
     if not trainer.apart:
         return "every model"
     return f"the policy; workers of their own have {' and '.join(trainer.apart)}"
 
 
 def _sharing(trainer: TrainerConfig, model: str) -> Iterator[str]:
-    """Wishes for weights that ranks of a model share, where too few do."""
+    """Yield messages about sharding options that do not fit the number of ranks."""
     fsdp, path = getattr(trainer, model).fsdp_config, f"trainer.{model}.fsdp_config"
     again, workers = fsdp.reshard_after_forward, max(1, trainer.gpus(model))
     shares = fsdp.is_given(SHARDING) or not trainer.policy.model.lora.rank
@@ -156,7 +156,7 @@ def _sharing(trainer: TrainerConfig, model: str) -> Iterator[str]:
 
 
 def _format_problems(config: SkyRLTrainConfig, model: str) -> Iterator[str]:
-    """Number formats that weights or gradients cannot be in, or are asked not to be in by another field."""
+    """Yield messages about number formats of weights or gradients that are unsupported or contradict other fields."""
     section = f"trainer.{model}.fsdp_config.mixed_precision"
     if (summed := reduce_dtype(config, model)) is not None:
         field, whole = f"{section}.reduce_dtype={summed}", not config.trainer.policy.model.lora.rank
@@ -182,7 +182,7 @@ def _format_problems(config: SkyRLTrainConfig, model: str) -> Iterator[str]:
 
 
 def _other_models(config: SkyRLTrainConfig) -> Iterator[str]:
-    """Fields by which critic and reference ask for what they do not get."""
+    """Yield messages about fields of critic and reference that have no effect."""
     trainer, policy, placement = config.trainer, config.trainer.policy, config.trainer.placement
     for name in ("critic", "ref"):
         owner, path = getattr(trainer, name), f"trainer.{name}"

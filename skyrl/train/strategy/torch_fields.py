@@ -1,4 +1,4 @@
-"""Support of each configuration field with `trainer.strategy=fsdp2`: that of JAX, but for what is torch's."""
+"""Support of each configuration field with `trainer.strategy=fsdp2`: that of JAX, with the differences of torch."""
 
 from skyrl.train.strategy.common_fields import COMMON_SUPPORT
 from skyrl.train.strategy.jax_fields import JAX_SUPPORT
@@ -30,7 +30,7 @@ STARTED_HERE = (
     "distributed_executor_backend",
     "engine_init_kwargs",
 )
-"""Fields of engines that have no effect but on vLLM servers that are started here."""
+"""Engine fields that affect only the vLLM servers that the trainer starts."""
 COLOCATION = ("colocate_all", "colocate_policy_ref")
 ON_TORCH = {
     "generator.inference_engine.async_engine": ALWAYS_ASYNC,
@@ -99,19 +99,19 @@ ON_TORCH = {
     **{f"generator.inference_engine.{field}": OPTIONS for field in STARTED_HERE},
     "generator.inference_engine.gpu_memory_utilization": OPTIONS,
 }
-"""Fields of which the torch backend makes something else."""
+"""Fields whose support differs from that of JAX."""
 JAX_MODULE = "skyrl.train.strategy.jax_backend"
 
 
 def _of_torch(support: Support) -> Support:
-    """Return the support by torch for an entry of the table of JAX."""
+    """Convert an entry of the JAX table to one for torch."""
     if support.by != JAX_MODULE:
         return Support(support.status, support.by.replace("trainer.jax.", "trainer.fsdp2."), support.section)
     return OPTIONS if support.status is Status.CONSUMED else WHERE_AVAILABLE
 
 
 ELSEWHERE = {*COMMON_SUPPORT, "trainer.placement", "generator.inference_engine"}
-"""Entries of other tables than that of JAX, and those of no field here."""
+"""Fields whose entries are not copied from the JAX table."""
 TORCH_SUPPORT: dict[str, Support] = {
     **COMMON_SUPPORT,
     **{path: _of_torch(support) for path, support in JAX_SUPPORT.items() if path not in ELSEWHERE},

@@ -1,7 +1,7 @@
-"""Options of the torch backend that fields of a training configuration ask for, in trainers and in servers alike.
+"""Options of the torch backend, derived from fields of a training configuration, for trainers and servers.
 
-A trainer takes all that follows from its configuration (`torch_options`), a server what follows from the fields that it
-is given (`server_options`), which `FOLLOWING` names.
+A trainer uses all options that follow from its configuration (`torch_options`). A server uses only the options that
+follow from the fields that it is given (`server_options`), according to `FOLLOWING`.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ PARAM_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, Any]:
-    """Options that follow from a configuration, resolved or not, and over them those of its own section.
+    """Return options derived from a configuration, resolved or not, overridden by those of the backend's own section.
 
     Args:
         config: The configuration.
-        model: Model whose workers they are for, if it is not the policy. Of the own section it does not have what says
-            how the policy's workers share work.
+        model: Model whose workers the options are for. For other models than the policy, options in the own section
+            that distribute work over the policy's workers are ignored.
     """
     trainer, generator = config.trainer, config.generator
     own = own_of(trainer, model)
@@ -78,17 +78,17 @@ def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, 
 
 
 class Own(NamedTuple):
-    """Fields that each of policy, critic and ref has."""
+    """Fields that exist for each of policy, critic and ref."""
 
     nodes: int
     gpus_per_node: int
     sequences: int
-    """Ranks that share a sequence."""
+    """Number of ranks that share a sequence."""
     fsdp: FSDPConfig
 
 
 def own_of(trainer: TrainerConfig, model: str) -> Own:
-    """Fields of a model's own."""
+    """Return the fields of one model."""
     places, policy, critic, ref = trainer.placement, trainer.policy, trainer.critic, trainer.ref
     if model == "policy":
         counts = places.policy_num_nodes, places.policy_num_gpus_per_node
@@ -101,9 +101,9 @@ def own_of(trainer: TrainerConfig, model: str) -> Own:
 
 
 def options_apart(config: SkyRLTrainConfig, model: str) -> dict[str, Any]:
-    """Options of the backend of a critic or reference (ref) beside the policy's."""
+    """Return the options of a separate backend for the critic or the reference (ref)."""
     trainer, options = config.trainer, torch_options(config, model)
-    if model == "ref":  # which is never trained as a whole
+    if model == "ref":  # the reference is never trained
         options.pop("float32_parts", None)
     if not trainer.placement.policy_num_gpus_per_node:
         options["device"] = "cpu"
@@ -114,7 +114,7 @@ def options_apart(config: SkyRLTrainConfig, model: str) -> dict[str, Any]:
 
 
 def offloads(trainer: TrainerConfig, model: str) -> bool:
-    """Return True if models leave the device of these workers, as the optimizer section of each that is there asks."""
+    """Return True if these workers offload their models after a step, by the optimizer section of each model."""
     if model == "ref":
         return True
     names = ["critic"] if model == "critic" else [name for name in ("policy", "critic") if name not in trainer.apart]
@@ -129,19 +129,19 @@ def _dtype(config: SkyRLTrainConfig, model: str) -> str:
 
 
 def param_dtype(config: SkyRLTrainConfig, model: str) -> str | None:
-    """Format of base weights that FSDP's section asks for; None if it is not given."""
+    """Return the format of base weights in the FSDP section; None if it is not set."""
     precision = own_of(config.trainer, model).fsdp.mixed_precision
     return precision.param_dtype if precision is not None and precision.is_given("param_dtype") else None
 
 
 def reduce_dtype(config: SkyRLTrainConfig, model: str) -> str | None:
-    """Format of gradients as workers add them up that FSDP's section asks for; None if it is not given."""
+    """Return the format in which gradients are reduced, from the FSDP section; None if it is not set."""
     precision = own_of(config.trainer, model).fsdp.mixed_precision
     return precision.reduce_dtype if precision is not None and precision.is_given("reduce_dtype") else None
 
 
 def urls_of(engines: InferenceEngineConfig) -> list[str]:
-    """Addresses of engines that were started elsewhere; of a router in front of them if no more is known."""
+    """Return the URLs of external engines, or of the router in front of them if only that is known."""
     if engines.external_server_urls:
         return engines.external_server_urls
     if engines.external_proxy_url:
@@ -150,13 +150,13 @@ def urls_of(engines: InferenceEngineConfig) -> list[str]:
 
 
 def launched(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Options of engines that are started here, as they are given. Empty: there are none."""
+    """Return the configured launch options of engines that the trainer starts. Empty: no engines are started."""
     engines = config.trainer.fsdp2.get("engines") or {}
     return dict(engines.get("launch") or {}) if isinstance(engines, Mapping) else {}
 
 
 def _engines(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the engines that sample; those that are given by their own names are laid over the others."""
+    """Return the options of the engines that sample. Explicit engine options override derived ones."""
     engines, launch = config.generator.inference_engine, launched(config)
     options: dict[str, Any] = {"urls": urls_of(engines), "folder": config.trainer.policy.model.lora.lora_sync_path}
     if engines.is_given("max_num_seqs") or launch:
@@ -167,7 +167,7 @@ def _engines(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, An
 
 
 def engines_of_a_run(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Options of engines that follow from there being one policy, in one run."""
+    """Return engine options for a run with a single policy."""
     trainer, launch = config.trainer, launched(config)
     options: dict[str, Any] = {"whole": not trainer.policy.model.lora.rank}
     if launch:
@@ -186,7 +186,7 @@ def engines_of_a_run(config: SkyRLTrainConfig) -> dict[str, Any]:
 
 
 def _launch(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of engines that are started here."""
+    """Return the launch options of engines that the trainer starts."""
     engines = config.generator.inference_engine
     options: dict[str, Any] = {"count": engines.num_engines}
     if not given.get("python"):
@@ -203,7 +203,10 @@ def _launch(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def _arguments(engines: InferenceEngineConfig) -> dict[str, Any]:
-    """Fields of engines that are arguments of vLLM by the same name; some are its choice unless they are given."""
+    """Return engine fields that are vLLM arguments of the same name.
+
+    Chunked prefill is left to vLLM unless it is set.
+    """
     chunked = engines.is_given("enable_chunked_prefill")
     return {
         "tensor_parallel_size": engines.tensor_parallel_size,
@@ -218,7 +221,7 @@ def _arguments(engines: InferenceEngineConfig) -> dict[str, Any]:
 
 
 def engine_problems(config: SkyRLTrainConfig) -> Iterator[str]:
-    """Fields of engines without effect, or at odds with others."""
+    """Yield messages about engine fields that have no effect or contradict others."""
     engines, launch = config.generator.inference_engine, launched(config)
     if engines.external and launch:
         yield (
@@ -291,7 +294,7 @@ FOLLOWING: dict[str, tuple[str, ...]] = {
     f"{ENGINE}num_engines": ("engines",),
     **{f"{ENGINE}{name}": ("engines",) for name in STARTED_HERE},
 }
-"""Options that follow from a field, or from one below it."""
+"""Options that follow from a field or from a field below it."""
 OF_TRAINERS = {
     "": "it is about a run of a trainer, and a server has none; leave it out",
     "trainer.policy.model.path": "a server's base model is its --base-model; leave it out",
@@ -309,13 +312,13 @@ OF_TRAINERS = {
     "generator.rope_theta": "a server samples with the weights that it trains; set trainer.rope_theta alone",
     "generator.rope_scaling": "a server samples with the weights that it trains; set trainer.rope_scaling alone",
 }
-"""Reason why a server takes no such field, though a trainer does."""
+"""Reasons why a server rejects fields that a trainer supports, by prefix of the field."""
 
 
 def server_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that dotted overrides of the trainer's configuration ask of a server.
+    """Return the options of a server for dotted overrides of a trainer's configuration.
 
-    Raises `ConfigError` for fields that there are not, values of other types, and fields that no server can honour.
+    Raises `ConfigError` for unknown fields, values of the wrong type, and fields that a server does not support.
     """
     config = SkyRLTrainConfig.from_cli_overrides(dict(given))
     problems = [problem for path in given for problem in _problems(config, path)] + [*engine_problems(config)]
@@ -324,7 +327,7 @@ def server_options(given: Mapping[str, Any]) -> dict[str, Any]:
     followed = torch_options(config)
     if launched(config) and "trainer.policy.model.lora.lora_sync_path" not in given:
         own = config.trainer.fsdp2["engines"]
-        followed["engines"] = {**followed["engines"], "folder": own.get("folder")}  # no run has one for a server
+        followed["engines"] = {**followed["engines"], "folder": own.get("folder")}  # the default is for a run
     names = {name for path in given for name in _following(path)} | set(config.trainer.fsdp2)
     return {name: value for name, value in followed.items() if name in names}
 
@@ -335,7 +338,7 @@ def _following(path: str) -> tuple[str, ...]:
 
 
 def _problems(config: SkyRLTrainConfig, path: str) -> Iterator[str]:
-    """Reason why a server does not honour the field that it is given, if it does not."""
+    """Yield the reason if a server does not support the given field."""
     support = find(TORCH_SUPPORT, path)[1]
     value, default = _at(config, path), _at(SkyRLTrainConfig(), path)
     if path == "trainer.strategy" and value == "megatron":
@@ -350,7 +353,10 @@ def _problems(config: SkyRLTrainConfig, path: str) -> Iterator[str]:
 
 
 def _at(config: SkyRLTrainConfig, path: str) -> Any:
-    """Value of a field; that of the mapping which it is an entry of, or None of a section that is not there."""
+    """Return the value of a field.
+
+    For an entry of a mapping, return the mapping; for a field of a missing section, None.
+    """
     value: Any = config
     for name in path.split("."):
         if value is None or isinstance(value, Mapping):

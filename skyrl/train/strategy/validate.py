@@ -1,7 +1,7 @@
-"""Check that a configuration can be run here: its names are known, its strategy is served, its trackers are there.
+"""Check that a configuration can be run here: known names, a supported strategy, available trackers.
 
-A configuration checks its own values and rules when it is resolved. What is registered, installed and served is known
-above it only. A trainer calls `validate(config)` after `resolve()`.
+A configuration checks its own values and rules when it is resolved. Registries, installed packages and supported
+strategies are known only at a higher level. A trainer calls `validate(config)` after `resolve()`.
 """
 
 import logging
@@ -34,9 +34,8 @@ log = logging.getLogger(__name__)
 def validate(config: SkyRLTrainConfig) -> None:
     """Check that a resolved configuration can be run here.
 
-    Warns of trackers that cannot be used, without which the run goes on. Raises ConfigError, which names every unknown
-    name, a strategy that is not served, every field that the strategy cannot honour, and folders in buckets that are
-    not served.
+    Warns about unusable trackers, which the run skips. Raises ConfigError with all problems: unknown names, an
+    unsupported strategy, fields that the strategy does not support, and folders in unsupported kinds of buckets.
     """
     trainer = config.trainer
     problems = [
@@ -62,7 +61,7 @@ def validate(config: SkyRLTrainConfig) -> None:
 
 
 def validate_sft(config: SFTConfig) -> None:
-    """The same for supervised fine-tuning."""
+    """Check a configuration of supervised fine-tuning in the same way."""
     problems = [*_scheduler_problems("", config.optimizer_config), *_folder_problems("", config)]
     try:
         problems += unsupported_in_sft(config, find_strategy(config).support)
@@ -94,7 +93,7 @@ def _name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
 def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     try:
         find_policy_loss(algorithm.policy_loss_type, get_config_as_dict(algorithm))
-    except (KeyError, ConfigError):  # told with the other names
+    except (KeyError, ConfigError):  # reported with the other names
         pass
     except ValueError as error:
         yield f"trainer.algorithm: {error}"
