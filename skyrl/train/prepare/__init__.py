@@ -1,3 +1,5 @@
-"""Rows for RL from published data sets: `skyrl data prepare`. `published` knows the columns of each, `sources` finds
-the files of a split, `preparing` makes the rows, `commands` has the command.
+"""`skyrl data prepare`: conversion of published data sets to rows for RL.
+
+`published` describes the columns of each data set, `sources` finds the files of a split, `preparing` converts the rows,
+and `commands` implements the command.
 """

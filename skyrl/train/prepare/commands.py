@@ -1,4 +1,4 @@
-"""`skyrl data prepare`: rows for `skyrl train rl` from published data sets."""
+"""`skyrl data prepare`: write rows for `skyrl train rl` from published data sets."""
 
 import argparse
 import json
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _written(given: argparse.Namespace) -> str:
-    """Write the rows. Returns what to say of them."""
+    """Write the rows. Returns a message for the user."""
     if given.limit is not None and given.limit < 1:
         raise ConfigError(f"--limit={given.limit}: at least one row is written; give a number from 1, or leave it out")
     data_set = PUBLISHED[given.data_set]

@@ -1,4 +1,4 @@
-"""From rows of a published data set to rows of an environment, each prompt once."""
+"""Conversion of rows of a published data set to rows of an environment, without duplicate prompts."""
 
 import json
 from collections.abc import Sequence
@@ -13,31 +13,31 @@ from skyrl.train.prepare.published import Published
 
 @dataclass
 class Prepared:
-    """Rows, and how many were left out."""
+    """Converted rows, and counts of skipped rows."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     repeated: int = 0
-    """Rows whose prompt an earlier one has."""
+    """Number of rows with the prompt of an earlier row."""
     contradicting: int = 0
-    """Those of them that have another answer."""
+    """Number of these rows whose answer differs from the earlier one."""
     invalid: int = 0
-    """Rows that cannot be used."""
+    """Number of unusable rows."""
 
 
 def prepare(
     sources: Sequence[str], data_set: Published, *, instruction: str, limit: int | None = None, skip_invalid: bool
 ) -> Prepared:
-    """Rows that `skyrl train rl` takes, in order.
+    """Convert rows for `skyrl train rl`, in order.
 
     Args:
-        sources: As `read_rows` takes them.
-        data_set: What is in them.
-        instruction: Text after the last message of each prompt, in a paragraph of its own; "" for none.
-        limit: Rows after which reading ends.
-        skip_invalid: Whether rows that cannot be used are left out and counted. Otherwise the first is refused.
+        sources: Sources, in the form that `read_rows` accepts.
+        data_set: Format of the rows.
+        instruction: Text to append to the last message of each prompt as a separate paragraph; "" for none.
+        limit: Maximum number of converted rows. None: all.
+        skip_invalid: True: skip and count unusable rows. False: raise an error for the first one.
 
     Raises:
-        ConfigError: A source cannot be read, a row cannot be used, or none is left.
+        ConfigError: A source cannot be read, a row is unusable, or no rows are left.
     """
     prepared = Prepared()
     answers: dict[str, str] = {}

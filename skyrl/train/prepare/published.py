@@ -1,6 +1,6 @@
-"""Published data sets of mathematics: which columns have the question and the answer, and which environment scores it.
+"""Published data sets of mathematics: columns of question and answer, and the environment that scores answers.
 
-To add one, write a function from a row to a `Problem` and a line in `PUBLISHED`.
+To add one, write a function that converts a row to a `Problem`, and add a line to `PUBLISHED`.
 """
 
 import re
@@ -14,18 +14,18 @@ from skyrl.errors import ConfigError
 from skyrl.train.data.chats import read_chat, short
 
 _UNBRACED = re.compile(r"\\boxed +([^\s{$][^$\n]*?) *(?=\$|$)", re.MULTILINE)
-"""A box that holds what follows it up to the end of the formula, which MATH has a few of."""
+"""Box without braces, which extends to the end of the formula. It occurs in a few rows of MATH."""
 
 
 class Problem(NamedTuple):
-    """Question of a row, and its answer."""
+    """Question and answer of a row."""
 
     messages: list[dict[str, Any]]
     ground_truth: str
-    """Gold answer, as the environment takes it."""
+    """Gold answer, in the format of the environment."""
     data_source: str
     extra: Mapping[str, Any]
-    """Further values that are kept in `extra_info`."""
+    """Additional values for `extra_info`."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Published:
     """A published data set."""
 
     hub_id: str
-    """Id on the Hugging Face hub, also for messages and help."""
+    """Id on the Hugging Face hub, also shown in messages and help."""
     env_class: str
     """Environment that scores its answers."""
     problem: Callable[[Mapping[str, Any], str], Problem]
-    """Problem of a row and its place, for messages. Raises ConfigError if the row cannot be used."""
+    """Converts a row. The second argument is its place, for messages. Raises ConfigError if the row is unusable."""
     instruction: str = ""
-    """Text after a question unless another is given, asking for the form of answer that the environment reads."""
+    """Default text after each question. It asks for the answer format that the environment reads."""
 
 
 def gsm8k(row: Mapping[str, Any], where: str) -> Problem:
-    """`question`, and `answer` that ends in `#### 42`."""
+    """Convert a row with `question`, and `answer` ending in `#### 42`."""
     question, answer = (_text(row, name, where) for name in ("question", "answer"))
     _, mark, end = answer.rpartition("####")
     if not mark:
@@ -54,7 +54,7 @@ def gsm8k(row: Mapping[str, Any], where: str) -> Problem:
 
 
 def math(row: Mapping[str, Any], where: str) -> Problem:
-    """`problem`, `solution` with the answer in its last box, and perhaps `level` and `type` (or `subject`)."""
+    """Convert a row with `problem`, `solution` (answer in its last box), and optional `level`, `type` and `subject`."""
     question, solution = (_text(row, name, where) for name in ("problem", "solution"))
     braced = _UNBRACED.sub(lambda box: f"\\boxed{{{box[1]}}}", solution)
     box = last_boxed(braced) or last_boxed(braced.replace("\\fbox", "\\boxed"))
@@ -66,7 +66,10 @@ def math(row: Mapping[str, Any], where: str) -> Problem:
 
 
 def dapo_math(row: Mapping[str, Any], where: str) -> Problem:
-    """`prompt` (messages that ask for a line `Answer:`), `reward_model.ground_truth`, `data_source`, `extra_info`."""
+    """Convert a row with `prompt` (messages that ask for a line `Answer:`) and `reward_model.ground_truth`.
+
+    `data_source` and `extra_info` are optional.
+    """
     try:
         messages = read_chat(_column(row, "prompt", where), "prompt")
     except ConfigError as error:
@@ -95,7 +98,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "dapo-math": Published("BytedTsinghua-SIA/DAPO-Math-17k", "aime", dapo_math),
 }
-"""By the names that `skyrl data prepare` takes."""
+"""Data sets by name in `skyrl data prepare`."""
 
 
 def _asked(question: str) -> list[dict[str, Any]]:
@@ -117,12 +120,15 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
 
 @cache
 def _equals_itself(answer: str) -> bool:
-    """Return True if the answer can be parsed: it equals itself. Slow, and DAPO-Math has each one a hundred times."""
+    """Return True if the answer equals itself, so it can be parsed.
+
+    Cached: DAPO-Math repeats each answer many times.
+    """
     return same_answer(answer, answer)
 
 
 def _matched(answer: str, name: str, where: str) -> str:
-    """The answer, if one that is written the same is right."""
+    """Return the answer. Raises ConfigError if not even an identical answer would be scored as correct."""
     if not _equals_itself(answer):
         raise ConfigError(f"{where}: {name} has the answer {short(answer)}, which no answer equals; correct the row")
     return answer

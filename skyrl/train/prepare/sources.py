@@ -1,4 +1,4 @@
-"""Files of a split: of a folder, or of a data set of the Hugging Face hub, which is a folder once it is fetched."""
+"""Files of a split, in a folder or in a data set of the Hugging Face hub, which is downloaded to a folder."""
 
 import os
 import re
@@ -13,9 +13,9 @@ SPLIT_WORDS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""Words in the names of files and folders, and the split that each says."""
+"""Words in file and folder names, with the split that they indicate."""
 NO_ROWS = ("dataset_infos.json", "state.json", *SAVED_BY_DATASETS)
-"""Files in which data sets are described."""
+"""Files with descriptions of data sets, without rows."""
 
 
 class Sources(NamedTuple):
@@ -23,21 +23,21 @@ class Sources(NamedTuple):
 
     split: str
     names: list[str]
-    """Names in the form that `read_rows` takes."""
+    """Sources in the form that `read_rows` accepts."""
 
 
 def find_sources(given: str, split: str | None) -> Sources:
-    """The files of a split.
+    """Find the files of a split.
 
-    A file is of the split that the last word of a split in its path says (`main/test-00000-of-00001.parquet`,
-    `test/algebra/1.json`), and of `train` where there is none.
+    The last word in a file's path that indicates a split determines its split (`main/test-00000-of-00001.parquet`,
+    `test/algebra/1.json`). Files without such a word belong to `train`.
 
     Args:
-        given: A file, a folder with files in it or below, or an id of the hub.
-        split: Split; None: all of a file, and `train` of a folder.
+        given: A file, a folder (searched recursively), or an id of the hub.
+        split: Split. None: the whole file, or `train` of a folder.
 
     Raises:
-        ConfigError: There are no such files, or the hub does not give them.
+        ConfigError: There are no such files, or the download from the hub fails.
     """
     path = Path(given).expanduser()
     readable = ", ".join(FILE_READERS)
@@ -71,7 +71,7 @@ def _split_of(path: str) -> str:
 
 
 def _fetched(given: str) -> Path:
-    """Folder of a data set of the hub, in the hub's cache."""
+    """Download a data set of the hub. Returns its folder in the hub's cache."""
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
