@@ -45,7 +45,7 @@ _numbers = count()
 
 
 class BackendModels:
-    """The models of a run on one backend, which runs in a separate thread. A context manager; closing it ends both."""
+    """The models of a run on one backend, in a separate thread. A context manager; closing it stops both."""
 
     def __init__(self, backend: AbstractBackend):
         self._client = BackendClient(backend)

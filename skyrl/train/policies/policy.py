@@ -27,7 +27,7 @@ class Learner(Protocol):
         ...
 
     async def forward_backward(self, data: list[Datum], loss: str | Objective) -> ForwardBackwardOutput:
-        """Add the gradients of a loss to the model's sums."""
+        """Accumulate the gradients of a loss."""
         ...
 
     async def forward(self, data: list[Datum], loss: str | Objective, reference: bool = False) -> ForwardBackwardOutput:

@@ -10,9 +10,9 @@ from skyrl.utils.spelling import did_you_mean
 
 
 class AdditionalOptions(WireModel):
-    """Options in `additional_kwargs`, by the names of vLLM's SamplingParams.
+    """Options in `additional_kwargs`, with the names of vLLM's SamplingParams.
 
-    Meanings are those of `SamplingOptions`.
+    See `SamplingOptions` for their meaning.
     """
 
     min_tokens: int = SamplingOptions.min_tokens
@@ -22,7 +22,7 @@ class AdditionalOptions(WireModel):
 
 
 def options_of(params: SamplingConfig) -> SamplingOptions:
-    """Options of a sample. Raises ConfigError for unknown additional options, and for values of the wrong type."""
+    """Return the options of a sample. Raises ConfigError for unknown options and values of the wrong type."""
     given = params.additional_kwargs or {}
     try:
         additional = AdditionalOptions(**given)
