@@ -1,1 +1,1 @@
-"""Modules by which SkyRL's scripts start: each is a `skyrl train` command under its old name."""
+"""Entry points under the module names of SkyRL's scripts. Each runs a `skyrl train` command."""

@@ -1,4 +1,4 @@
-"""`python -m skyrl.train.entrypoints.main_base key.path=value ...`: what `skyrl train rl` does."""
+"""`python -m skyrl.train.entrypoints.main_base key.path=value ...`: same as `skyrl train rl`."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Say where a name of SkyRL's module is, if it is asked for."""
+    """Raise an error that names the replacement for a name of SkyRL's module."""
     if name.startswith("__"):
         raise AttributeError(name)
     raise ImportError(

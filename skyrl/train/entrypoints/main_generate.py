@@ -1,7 +1,7 @@
-"""`python -m skyrl.train.entrypoints.main_generate key.path=value ...`: evaluation of a model without training.
+"""`python -m skyrl.train.entrypoints.main_generate key.path=value ...`: evaluate a model without training.
 
-It is `skyrl train rl trainer.eval_only=true trainer.resume_mode=none`: the model is `trainer.policy.model.path`, unless
-`trainer.init_from` or `trainer.resume_mode` name a checkpoint.
+Same as `skyrl train rl trainer.eval_only=true trainer.resume_mode=none`. The model is `trainer.policy.model.path`,
+unless `trainer.init_from` or `trainer.resume_mode` selects a checkpoint.
 """
 
 import sys
