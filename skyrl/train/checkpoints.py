@@ -196,19 +196,19 @@ class CheckpointStore:
         with replacing_folder(target) as folder:
             try:
                 yield folder
-            except StorageError as error:  # which knows the name for now only
+            except StorageError as error:  # the message contains the temporary name
                 raise StorageError(str(error).replace(str(folder), str(target))) from error
             crash_point("trainer: models written, state not")
             text = json.dumps({**head, "models": _digests(folder), "state": copied}, indent=1)
             write_files(folder, {STATE: text.encode(), **files})
             self._set_aside(target.name)
-        self._claim()  # once more: in a bucket another machine may have got it meanwhile
+        self._claim()  # again: another machine may have locked the bucket meanwhile
         self.place.send(target)
         self.place.keep(METRICS_FILE)
         crash_point("trainer: checkpoint in place, not the newest")
         self.place.write(MARKER, str(step).encode())
         if best is None:
-            self.place.remove(BEST)  # of another run, or of another metric
+            self.place.remove(BEST)  # it belongs to another run or metric
         else:
             self.place.write(BEST, str(best.step).encode())
         crash_point("trainer: newest named, older ones still there")
@@ -359,7 +359,7 @@ def begin_writing(
         opened = stack.pop_all()
 
     async def written() -> Where:
-        results: list[Any] = await asyncio.gather(*writes, return_exceptions=True)  # the folder is removed under none
+        results: list[Any] = await asyncio.gather(*writes, return_exceptions=True)  # no write may use a removed folder
         failed = next((error for error in results if isinstance(error, BaseException)), None)
         if is_url(folder):
             await asyncio.shield(asyncio.to_thread(_leave, opened, failed))

@@ -48,7 +48,7 @@ class FieldParser(ArgumentParser):
         self._fields = list(field_paths(fields_of))
 
     def suggestion(self, unknown: Sequence[str]) -> str:
-        """Field that the first unknown option stands for, or the options that are similar to the unknown ones."""
+        """Return a hint: the field that an unknown option stands for, or similar options."""
         for option in unknown:
             name = option.partition("=")[0].lstrip("-")
             same = [field for field in self._fields if name.replace("-", "_") in (field, field.rpartition(".")[2])]
@@ -117,7 +117,7 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values are YAML")
     given = parser.parse_args(argv)
     made = cls.from_cli_overrides if given.config is None else lambda args: cls.from_file(given.config, args)
-    sys.path.append(os.getcwd())  # where environments, losses and estimators of one's own are, as `module:name`
+    sys.path.append(os.getcwd())  # for custom environments, losses and estimators (`module:name`)
     if given.fields:
         return _print_fields(prog, lambda: made(given.overrides))
     setup_logging("info", process=PROCESS)
@@ -126,7 +126,7 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
     try:
         config = made(given.overrides)
         if isinstance(config, SkyRLTrainConfig):
-            check_strategy(config)  # before rules about what it alone reads
+            check_strategy(config)  # before rules that apply to one strategy only
         config = config.resolve()
         with logging_redirect_tqdm():
             train(config)

@@ -58,7 +58,7 @@ SCHEDULES: dict[str, Callable[[_Place], float]] = {
     "constant_with_warmup": _one,
     "linear": _linear,
     "cosine": _cosine,
-    # It has one cycle, as in transformers unless more are asked for: a cosine.
+    # One cycle, the default of transformers, is a cosine.
     "cosine_with_restarts": _cosine,
     "polynomial": _polynomial,
     "inverse_sqrt": _inverse_sqrt,

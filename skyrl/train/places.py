@@ -132,7 +132,7 @@ class Bucket(Place):
         return claim_folder(self.folder) and claim_remote(self.store)
 
     def tidy(self) -> None:
-        for path in self.folder.glob("global_step_*"):  # that were not sent, or not wholly
+        for path in self.folder.glob("global_step_*"):  # not uploaded, or only partly
             shutil.rmtree(path, ignore_errors=True)
         super().tidy()
 

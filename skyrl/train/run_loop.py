@@ -117,7 +117,7 @@ class _Loop:
             measured = await self._evaluated() or {}
             report(measured, 0)
             if measured:
-                run.improves(measured)  # a metric that there is not is told now, not after the first steps
+                run.improves(measured)  # report a missing metric now, not after the first steps
         while run.global_step < run.total_steps and not is_last and self._interruption.signal is None:
             metrics = await self._step()
             if metrics is None:
@@ -145,9 +145,9 @@ class _Loop:
             due = _is_due(cadence.checkpoint, step, is_last) or (epoch_ends and cadence.checkpoint_epochs)
             if asked or is_best or due:
                 await self._save(wait=asked or not cadence.beside)
-            if exports and asked:  # who asks may not wait for it
+            if exports and asked:  # after the checkpoint, because the process may be killed
                 await run.export()
-        if self._interruption.signal is None or run.global_step == run.total_steps:  # or else `saved` follows
+        if self._interruption.signal is None or run.global_step == run.total_steps:  # otherwise `saved` follows
             await self.written()
         if run.global_step == run.total_steps or (is_last and self._interruption.signal is None):
             await run.leave_model()
