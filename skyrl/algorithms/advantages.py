@@ -1,10 +1,10 @@
-"""Advantage estimators: from token rewards to one advantage per token, written once for NumPy, torch and JAX.
+"""Advantage estimators: convert token rewards to one advantage per token, for NumPy, torch and JAX.
 
-An estimator sees a whole batch, because groups (all samples of one prompt) and normalisation span it. It returns
-advantages that are 0 outside the mask; neither the width of the padding nor the order of the rows matters.
+An estimator gets a whole batch, because groups (all samples of one prompt) and normalization span it. It returns
+advantages that are 0 outside the mask. Padding width and the order of rows do not matter.
 
-Adding one means adding a function here, or naming one as "module:function". Its keyword-only arguments are filled from
-the algorithm options of the same names.
+To add an estimator, add a function here, or name your own as "module:function". Its keyword-only arguments are filled
+from the algorithm options with the same names.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,29 +18,31 @@ from skyrl.algorithms.options import pick_options
 from skyrl.utils.registry import Registry
 
 EPSILON = 1e-6
-"""Added to standard deviations and means before dividing by them."""
+"""Added to standard deviations and means before a division by them."""
 
 
 class AdvantageInputs(NamedTuple):
-    """A batch of samples, one row each. Arrays are `[batch, tokens]`; padding may be anywhere in a row."""
+    """Batch of samples, one per row. Arrays are `[batch, tokens]`; padding may be anywhere in a row."""
 
     rewards: Tokens
-    """Reward given at each token. A sample's score is the sum of its row."""
+    """Reward at each token. The score of a sample is the sum of its row."""
     mask: Mask
-    """Non-zero where the policy chose the token: neither padding nor an observation between turns."""
+    """Non-zero for tokens that the policy generated; zero for padding and observations between turns."""
     uids: Sequence[Hashable]
-    """Prompt of each row; rows of equal uid form a group, wherever they stand. A row counts in its group even if the
-    mask has none of its tokens, so rows of padding have a uid of their own."""
+    """Prompt of each row. Rows with equal uids form a group, in any order.
+
+    A row counts in its group even if the mask contains none of its tokens, so padding rows need separate uids.
+    """
     values: Tokens | None = None
     """The critic's value before each token."""
 
 
 class Advantages(NamedTuple):
-    """Result of an estimator, both `[batch, tokens]`, 0 outside the mask."""
+    """Result of an estimator. Both arrays are `[batch, tokens]` and 0 outside the mask."""
 
     advantages: Tokens
     returns: Tokens
-    """Targets of a critic. Equal to the advantages for estimators that have no critic."""
+    """Targets of a critic. Equal to the advantages for estimators without a critic."""
 
 
 AdvantageEstimator = Callable[..., Advantages]
@@ -49,11 +51,11 @@ AdvantageEstimatorRegistry: Registry[AdvantageEstimator] = Registry("advantage e
 
 
 def estimate_advantages(name: str, x: AdvantageInputs, options: Mapping[str, Any]) -> Advantages:
-    """Advantages by the estimator `name` (registered, or "module:function") with its settings among `options`.
+    """Estimate advantages with the estimator `name` (registered, or "module:function") and its settings in `options`.
 
     The option `advantage_batch_normalize` whitens them over all tokens of the mask.
 
-    Raises KeyError for an unknown name and ValueError for a batch that the estimator cannot serve.
+    Raises KeyError for an unknown name, and ValueError for a batch that the estimator does not support.
     """
     estimator = AdvantageEstimatorRegistry.get(name)
     if len(x.uids) != x.rewards.shape[0]:
@@ -66,16 +68,16 @@ def estimate_advantages(name: str, x: AdvantageInputs, options: Mapping[str, Any
 
 @AdvantageEstimatorRegistry.register("grpo")
 def grpo(x: AdvantageInputs, *, grpo_norm_by_std: bool = True) -> Advantages:
-    """Score minus the mean of its group, divided by the group's standard deviation.
+    """Estimate advantages as score minus the group's mean, divided by the group's standard deviation.
 
-    A group of one has no baseline, hence advantage 0; a batch of nothing else raises ValueError. Equal scores give
-    exactly 0.
+    A group of one has no baseline, so its advantage is 0. A batch of only such groups raises ValueError. Equal scores
+    give exactly 0.
 
     Args:
         x: The batch.
-        grpo_norm_by_std: Whether to divide; without it this is Dr. GRPO (https://arxiv.org/abs/2503.20783).
+        grpo_norm_by_std: True: divide by the standard deviation. False: Dr. GRPO (https://arxiv.org/abs/2503.20783).
 
-    Source: Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2 (the deviation is the unbiased one).
+    Source: Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2 (with the unbiased standard deviation).
     """
     rows = _Scores("grpo", x)
     if not grpo_norm_by_std:
@@ -86,7 +88,7 @@ def grpo(x: AdvantageInputs, *, grpo_norm_by_std: bool = True) -> Advantages:
 
 @AdvantageEstimatorRegistry.register("rloo")
 def rloo(x: AdvantageInputs) -> Advantages:
-    """Score minus the mean score of the group's other samples; 0 for a group of one.
+    """Estimate advantages as score minus the mean score of the group's other samples; 0 for a group of one.
 
     Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, section 3.4.
     """
@@ -96,10 +98,11 @@ def rloo(x: AdvantageInputs) -> Advantages:
 
 @AdvantageEstimatorRegistry.register("maxrl")
 def maxrl(x: AdvantageInputs) -> Advantages:
-    """Score minus the mean of its group, divided by that mean; 0 for a group of one, or without any success.
+    """Estimate advantages as score minus the group's mean, divided by that mean.
 
-    The weight of a prompt grows as it is solved more rarely. Scores are successes: raises ValueError for a negative
-    one, since a mean that is not positive would turn signs around (so it looks at the scores, and cannot be traced).
+    The advantage is 0 for a group of one or without any success. Prompts that are solved more rarely get more weight.
+    Scores are successes. A negative score raises ValueError, because a mean that is not positive would flip signs. The
+    check reads the scores, so this function cannot be traced.
 
     Source: Tajwar et al. 2026, https://arxiv.org/abs/2602.02710.
     """
@@ -116,11 +119,11 @@ def maxrl(x: AdvantageInputs) -> Advantages:
 
 @AdvantageEstimatorRegistry.register("reinforce++")
 def reinforce_plus_plus(x: AdvantageInputs, *, gamma: float = 1.0) -> Advantages:
-    """Discounted sum of the rewards from each token on, whitened over the batch. Returns are not whitened.
+    """Estimate advantages as discounted sums of future rewards, whitened over the batch. Returns are not whitened.
 
     Args:
         x: The batch.
-        gamma: Discount per token of the mask. A reward outside it belongs to the token of the mask before it.
+        gamma: Discount per token of the mask. A reward outside the mask belongs to the previous token of the mask.
 
     Source: Hu 2025, https://arxiv.org/abs/2501.03262.
     """
@@ -130,10 +133,11 @@ def reinforce_plus_plus(x: AdvantageInputs, *, gamma: float = 1.0) -> Advantages
 
 @AdvantageEstimatorRegistry.register("token_rewards")
 def token_rewards(x: AdvantageInputs) -> Advantages:
-    """The reward of each token, compared with nothing. One outside the mask belongs to the token of the mask before it.
+    """Use the reward of each token as its advantage.
 
-    With the KL divergence from a teacher in the reward (`use_kl_in_reward`, `kl_estimator_type=k1`) this is on-policy
-    distillation: the gradient is that of the reverse KL of each next token, at what the policy sampled.
+    A reward outside the mask belongs to the previous token of the mask. With the KL divergence from a teacher in the
+    reward (`use_kl_in_reward`, `kl_estimator_type=k1`), this is on-policy distillation: the gradient is that of the
+    reverse KL of each next token, at the sampled tokens.
 
     Source: Gu et al. 2024, https://arxiv.org/abs/2306.08543, and Agarwal et al. 2024, https://arxiv.org/abs/2306.13649.
     """
@@ -143,11 +147,11 @@ def token_rewards(x: AdvantageInputs) -> Advantages:
 
 @AdvantageEstimatorRegistry.register("gae")
 def gae(x: AdvantageInputs, *, gamma: float = 1.0, lambd: float = 1.0) -> Advantages:
-    """Generalised advantage estimation over the tokens of the mask, whitened over the batch.
+    """Estimate advantages by generalized advantage estimation over the tokens of the mask, whitened over the batch.
 
-    The value that follows a token is that of the next token *of the mask*: observations between turns and padding take
-    no part, and a reward that stands on one of them belongs to the token before it. Returns are the advantages before
-    whitening plus the values. Raises ValueError without values.
+    The value after a token is that of the next token *of the mask*. Observations between turns and padding are skipped;
+    a reward on one of them belongs to the previous token. Returns are the advantages before whitening plus the values.
+    Raises ValueError without values.
 
     Args:
         x: The batch, with `values`.
@@ -164,11 +168,11 @@ def gae(x: AdvantageInputs, *, gamma: float = 1.0, lambd: float = 1.0) -> Advant
 
 
 class NothingToCompare(ValueError):
-    """An estimator that compares the samples of a prompt was given one of each."""
+    """Raised if an estimator that compares samples of a prompt gets only one sample of each."""
 
 
 class _Scores:
-    """The score of each row, compared with its group's."""
+    """Score of each row, compared with its group."""
 
     def __init__(self, estimator: str, x: AdvantageInputs):
         xp = array_namespace(x.rewards)
@@ -181,25 +185,25 @@ class _Scores:
                 "another; set n_samples_per_prompt to 2 or more, or use reinforce++ or gae"
             )
         self.size: Rows = self.groups.sum(xp.ones_like(self.scores))
-        """Rows in each row's group."""
+        """Number of rows in each row's group."""
         self.others: Rows = xp.where(self.size > 1, self.size - 1, 1.0)
-        """Other rows in each row's group; 1 where there is none, for divisions of what is 0 anyway."""
-        # Scores are shifted before they are averaged, so that the differences of equal scores are exactly 0.
+        """Number of other rows in each row's group; 1 if there are none, as a divisor of zeros."""
+        # Scores are shifted before averaging, so that differences of equal scores are exactly 0.
         shifted = self.scores - self.groups.minimum(self.scores)
         self.centred: Rows = shifted - self.groups.sum(shifted) / self.size
         """Score of each row minus the mean of its group."""
 
 
 def _outcome(x: AdvantageInputs, per_row: Rows) -> Advantages:
-    """One advantage per row, at each token of its mask."""
+    """Return one advantage per row, at each token of its mask."""
     advantages = select(x.mask, per_row[:, None] + array_namespace(per_row).zeros_like(x.rewards))
     return Advantages(advantages, advantages)
 
 
 def _accumulated_errors(x: AdvantageInputs, values: Tokens, gamma: float, lambd: float) -> Tokens:
-    """Sum over the tokens i from each token on of (gamma lambd)^i times the one-step error, 0 outside the mask.
+    """Return at each token the sum over later tokens i of (gamma lambd)^i times the one-step error, 0 outside the mask.
 
-    The error of a token is its reward plus gamma times the value of the mask's next token, minus its own value.
+    The error of a token is its reward, plus gamma times the value of the next token of the mask, minus its own value.
     """
     xp = array_namespace(x.rewards)
     mask = is_set(x.mask)

@@ -1,6 +1,6 @@
-"""Helpers of every algorithm for arrays `[batch, tokens]` with a mask, in NumPy, torch and JAX alike.
+"""Helpers for masked arrays `[batch, tokens]`, in NumPy, torch and JAX.
 
-Where the mask is 0 nothing is read: padding may hold NaN.
+Values where the mask is 0 are never read, so padding may contain NaN.
 """
 
 from typing import Any
@@ -11,53 +11,54 @@ from jaxtyping import Bool, Float, Shaped
 
 Tokens = Float[Any, "batch tokens"]
 Mask = Shaped[Any, "batch tokens"]
-"""Non-zero (or True) where a token counts."""
+"""Non-zero (or True) for tokens that count."""
 
 ROUNDING = 1e-5
-"""Nats below which log-probabilities count as equal. Passes over other micro-batches differ by some 1e-6 in float32."""
+"""Tolerance of equal log-probabilities, in nats. Different micro-batches cause differences of about 1e-6 in float32."""
 
 
 def is_set(mask: Mask) -> Bool[Any, "batch tokens"]:
-    """The mask as booleans."""
+    """Return the mask as booleans."""
     return mask if array_namespace(mask).isdtype(mask.dtype, "bool") else mask != 0
 
 
 def select(mask: Mask, values: Tokens) -> Tokens:
-    """The values where the mask is set, 0 elsewhere."""
+    """Return the values where the mask is set, 0 elsewhere."""
     return array_namespace(values).where(is_set(mask), values, 0.0)
 
 
 def count(mask: Mask, like: Tokens) -> Float[Any, "batch"]:
-    """Tokens that count in each row, as floats of the type of `like`."""
+    """Return the number of tokens in the mask of each row, as floats with the dtype of `like`."""
     xp = array_namespace(like)
     return xp.sum(xp.astype(is_set(mask), like.dtype), axis=1)
 
 
 def place(values: np.ndarray, like: Any, dtype: Any = None) -> Any:
-    """A NumPy array in the library and on the device of `like`, with its own dtype unless another is given."""
+    """Convert a NumPy array to the library and device of `like`. It keeps its own dtype unless another is given."""
     return array_namespace(like).asarray(values, dtype=dtype, device=device(like))
 
 
 def to_numpy(values: Any) -> np.ndarray:
-    """The values as NumPy float64, from any library and device."""
+    """Convert values of any library and device to NumPy float64."""
     if is_torch_array(values):
         return values.detach().cpu().double().numpy()
     return np.asarray(values).astype(np.float64)
 
 
 def magnitude(difference: Tokens) -> Tokens:
-    """The absolute value; 0, with a gradient of 0, within `ROUNDING`.
+    """Return the absolute value; 0, with gradient 0, within `ROUNDING`.
 
-    On fresh samples a difference of log-probabilities is rounding noise, and so is its sign, the derivative elsewhere.
+    For fresh samples, differences of log-probabilities are rounding noise, and so are their signs, which determine the
+    gradient elsewhere.
     """
     xp = array_namespace(difference)
     return xp.where(xp.abs(difference) <= ROUNDING, xp.zeros_like(difference), xp.abs(difference))
 
 
 def whiten(values: Tokens, mask: Mask) -> Tokens:
-    """The values with mean 0 and variance 1 over all tokens that count (unbiased variance plus 1e-8); 0 elsewhere.
+    """Whiten values to mean 0 and variance 1 over all tokens in the mask (unbiased variance plus 1e-8); 0 elsewhere.
 
-    The result does not depend on padding: neither mean nor variance sees tokens outside the mask.
+    Padding does not affect the result: tokens outside the mask do not count in mean and variance.
     """
     xp = array_namespace(values)
     total = xp.sum(count(mask, values))

@@ -1,9 +1,9 @@
-"""Off-policy corrections: factors that make up for a sampler whose probabilities are not the trainer's.
+"""Off-policy corrections: factors that compensate for differences between sampler and trainer probabilities.
 
-The ratio of a token is its probability under the policy at the start of the step ("old") over that under the engine
-that sampled it ("rollout"). Tokens and sequences are masked by their ratios, and the rest may be weighted by them
+The ratio of a token is its probability under the policy at the start of the step ("old"), divided by that under the
+sampling engine ("rollout"). Tokens and sequences are masked by their ratios. The others may be weighted by the ratios
 (truncated importance sampling). The result is a constant factor per token for the policy loss
-(`LossInputs.correction`). Token weights stay as they are, so that what is masked makes the gradient smaller.
+(`LossInputs.correction`). Token weights do not change, so masking shrinks the gradient.
 """
 
 from typing import Any, NamedTuple
@@ -17,27 +17,27 @@ from skyrl.train.config.corrections import OffPolicyCorrectionConfig
 
 
 class Correction(NamedTuple):
-    """Result of a batch's ratios."""
+    """Correction of a batch."""
 
     factor: Tokens
-    """Factor of each token's policy loss, `[batch, tokens]`: 0 where masked, 0 outside the loss mask."""
+    """Factor of each token's policy loss, `[batch, tokens]`: 0 for masked tokens and outside the loss mask."""
     metrics: dict[str, float]
-    """Means over the tokens (or sequences) that count, by name."""
+    """Means over the tokens or sequences that count, by name."""
 
 
 def correct_off_policy(
     settings: OffPolicyCorrectionConfig, old_logprobs: Tokens, rollout_logprobs: Tokens, mask: Mask
 ) -> Correction:
-    """The correction of a batch with one sequence per row.
+    """Return the correction of a batch with one sequence per row.
 
-    Corrections act in the order outlier mask, token mask, importance weights, sequence mask; ratios of sequences are
-    those of the tokens that are left. Bounds are inside.
+    Corrections apply in this order: outlier mask, token mask, importance weights, sequence mask. Sequence ratios use
+    the tokens that are left. Bounds are inclusive.
 
     Args:
-        settings: `trainer.algorithm.off_policy_correction`, which documents each of them.
-        old_logprobs: Under the policy at the start of the step, in nats.
-        rollout_logprobs: Under the engine that sampled, in nats.
-        mask: The loss mask, non-zero where a token counts.
+        settings: `trainer.algorithm.off_policy_correction`, which documents the settings.
+        old_logprobs: Log-probabilities under the policy at the start of the step, in nats.
+        rollout_logprobs: Log-probabilities under the sampling engine, in nats.
+        mask: Loss mask, non-zero for tokens that count.
     """
     xp = array_namespace(old_logprobs)
     counted = is_set(mask)
@@ -77,13 +77,13 @@ def correct_off_policy(
 
 
 def _exp(log_ratio: Any) -> Any:
-    """The ratio, finite whatever the log-ratio."""
+    """Return the ratio, bounded to be finite for any log-ratio."""
     xp = array_namespace(log_ratio)
     return xp.exp(xp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def _within(ratio: Any, low: float | None, high: float | None) -> Any:
-    """Mask of ratios that lie between the bounds, bounds included; None is no bound."""
+    """Return a mask of the ratios within the inclusive bounds; None means no bound."""
     xp = array_namespace(ratio)
     inside = xp.ones_like(ratio, dtype=xp.bool)
     if low is not None:
@@ -94,14 +94,14 @@ def _within(ratio: Any, low: float | None, high: float | None) -> Any:
 
 
 def _fraction(chosen: Bool[Any, "*batch"], among: Bool[Any, "*batch"]) -> float:
-    """Fraction of the elements `among` that are chosen, from 0 to 1."""
+    """Return the fraction of the elements in `among` that are chosen, from 0 to 1."""
     xp = array_namespace(chosen)
     total = int(xp.sum(xp.astype(among, xp.int32)))
     return int(xp.sum(xp.astype(chosen & among, xp.int32))) / max(total, 1)
 
 
 def _ratio_metrics(ratio: Tokens, counted: Bool[Any, "batch tokens"]) -> dict[str, float]:
-    """Mean, standard deviation, least and greatest ratio of the tokens that count; 1 and 0 if there are none."""
+    """Return mean, standard deviation, minimum and maximum of the counted ratios; 1, 0, 1 and 1 if there are none."""
     xp = array_namespace(ratio)
     if not bool(xp.any(counted)):
         return {"ratio_mean": 1.0, "ratio_std": 0.0, "ratio_min": 1.0, "ratio_max": 1.0}

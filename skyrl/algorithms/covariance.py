@@ -1,10 +1,10 @@
-"""The tokens that `clip_cov` and `kl_cov` treat differently, chosen once per mini-batch.
+"""Selection of the tokens that `clip_cov` and `kl_cov` treat differently, once per mini-batch.
 
-A token's covariance is (advantage - mean) x (log-probability - mean), both means over all tokens of the mini-batch. The
-advantages are those of the estimator: a reduction is in the token weights, never in them. The choice goes into
-`LossInputs.selected`; the losses then act on single tokens, so that it does not matter how the mini-batch is cut. The
-log-probabilities come from a forward pass of the learner over the whole mini-batch: where there is none, these two
-losses cannot be used.
+The covariance of a token is (advantage - mean) x (log-probability - mean), with means over all tokens of the
+mini-batch. The advantages are those of the estimator; reductions affect token weights only. The selection is stored in
+`LossInputs.selected`. The losses then act on single tokens, so the split into micro-batches does not matter. The
+log-probabilities come from a forward pass of the learner over the whole mini-batch. Without such a pass, these losses
+cannot be used.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,10 @@ from skyrl.algorithms.arrays import ROUNDING, Mask, Tokens, place, to_numpy
 from skyrl.algorithms.options import pick_options
 
 TIED = 1e-4
-"""Nats of a log-probability below which covariances of one advantage count as equal, well above rounding."""
+"""Tolerance in nats of a log-probability, well above rounding.
+
+Covariances within it (times the advantage) are equal.
+"""
 
 
 def select_tokens(
@@ -27,9 +30,9 @@ def select_tokens(
     mask: Mask,
     generator: np.random.Generator,
 ) -> Tokens | None:
-    """The choice of the policy loss that `options` (`trainer.algorithm` as a mapping) name; None if it makes none.
+    """Select tokens for the policy loss in `options` (`trainer.algorithm` as a mapping).
 
-    The other arguments are those of `clip_cov_tokens`.
+    None if the loss selects no tokens. The other arguments are those of `clip_cov_tokens`.
     """
     name = options["policy_loss_type"]
     if name == "clip_cov":
@@ -53,22 +56,22 @@ def clip_cov_tokens(
     eps_clip_low: float = 0.2,
     eps_clip_high: float = 0.2,
 ) -> Tokens:
-    """1.0 at tokens that lose their gradient, 0.0 elsewhere, `[batch, tokens]`.
+    """Return 1.0 at tokens that lose their gradient, 0.0 elsewhere, `[batch, tokens]`.
 
-    They are drawn among the tokens whose covariance lies strictly between the bounds and whose gradient the clip leaves
-    alone. The draw depends on the generator and the tokens, not on padding or the order of rows.
+    Tokens are drawn from those whose covariance lies strictly between the bounds and whose gradient is not clipped. The
+    draw depends on the generator and the tokens, but not on padding or the order of rows.
 
     Args:
         logprobs: The learner's log-probabilities before the update on this mini-batch, in nats.
-        old_logprobs: Those at the start of the step.
+        old_logprobs: Log-probabilities at the start of the step.
         advantages: The estimator's advantages.
-        mask: The loss mask, non-zero where a token counts.
-        generator: Source of the draw. One seeded by run and mini-batch makes it reproducible.
-        clip_ratio: Fraction of the tokens to draw, at least one.
-        clip_cov_lb: Covariances above this are drawn from,
-        clip_cov_ub: and below this.
-        eps_clip_low: Of the policy loss.
-        eps_clip_high: Of the policy loss.
+        mask: Loss mask, non-zero for tokens that count.
+        generator: Random generator of the draw. For reproducible draws, seed it with run and mini-batch.
+        clip_ratio: Fraction of the tokens to draw, at least one token.
+        clip_cov_lb: Lower bound of the covariance.
+        clip_cov_ub: Upper bound of the covariance.
+        eps_clip_low: Lower clip epsilon of the policy loss.
+        eps_clip_high: Upper clip epsilon of the policy loss.
 
     Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617.
     """
@@ -79,8 +82,8 @@ def clip_cov_tokens(
     )
     covariance, noise = _covariance(logprobs, advantages, counted)
     candidates = np.flatnonzero(counted & ~clipped & (clip_cov_lb < covariance) & (covariance < clip_cov_ub))
-    # In the order of their covariances, a draw of numbers names the same tokens wherever they stand. Those that only
-    # rounding tells apart are in the order of the batch.
+    # Sort by covariance, so that a draw selects the same tokens in any order of rows. Tokens whose covariances are
+    # equal up to rounding stay in the order of the batch.
     candidates = candidates[np.argsort(covariance.ravel()[candidates], kind="stable")]
     steps = np.diff(covariance.ravel()[candidates], prepend=-np.inf) > noise
     candidates = candidates[np.lexsort((candidates, np.cumsum(steps)))]
@@ -89,15 +92,15 @@ def clip_cov_tokens(
 
 
 def kl_cov_tokens(logprobs: Tokens, advantages: Tokens, mask: Mask, *, kl_cov_frac: float = 0.2) -> Tokens:
-    """1.0 at tokens that get the KL penalty, 0.0 elsewhere, `[batch, tokens]`: those of the highest covariance.
+    """Return 1.0 at the tokens with the highest covariance, which get the KL penalty, 0.0 elsewhere, `[batch, tokens]`.
 
-    Tokens whose covariance equals that of the last one up to rounding get it too, so that rounding chooses none.
+    Tokens whose covariance equals the last selected one up to rounding are selected too, so rounding has no effect.
 
     Args:
         logprobs: The learner's log-probabilities before the update on this mini-batch, in nats.
         advantages: The estimator's advantages.
-        mask: The loss mask, non-zero where a token counts.
-        kl_cov_frac: Fraction of the tokens to take, at least one.
+        mask: Loss mask, non-zero for tokens that count.
+        kl_cov_frac: Fraction of the tokens to select, at least one token.
 
     Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617.
     """
@@ -109,7 +112,7 @@ def kl_cov_tokens(logprobs: Tokens, advantages: Tokens, mask: Mask, *, kl_cov_fr
 
 
 def _covariance(logprobs: Tokens, advantages: Tokens, counted: np.ndarray) -> tuple[np.ndarray, float]:
-    """Covariance of each token, 0 outside the mask, and the difference below which two of them are equal."""
+    """Return the covariance of each token, 0 outside the mask, and the tolerance for equal covariances."""
     centred = []
     for values in (to_numpy(advantages), to_numpy(logprobs)):
         mean = values[counted].mean() if counted.any() else 0.0
@@ -119,7 +122,7 @@ def _covariance(logprobs: Tokens, advantages: Tokens, counted: np.ndarray) -> tu
 
 
 def _marks(tokens: np.ndarray, like: Tokens) -> Tokens:
-    """1.0 at the tokens with these flat numbers, as an array like `like`."""
+    """Return 1.0 at the tokens with these flat indices, as an array like `like`."""
     marks = np.zeros(int(np.prod(like.shape)))
     marks[tokens] = 1
     return place(marks.reshape(like.shape), like, dtype=like.dtype)

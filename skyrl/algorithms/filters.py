@@ -1,8 +1,8 @@
-"""Selection of samples to train on: prompts whose samples differ, and samples that came to an end.
+"""Filters of training samples: prompts whose samples have different scores, and completed samples.
 
-A prompt has a signal if the scores of its samples differ by more than TOLERANCE; without, every advantage of the group
-is 0. Rewards may be one per sample or one per token: a sample's score is their sum. Scores of a raw metric are a better
-judge than rewards that were shaped, since any penalty makes them differ.
+A prompt has a signal if the scores of its samples differ by more than TOLERANCE. Without a signal, all advantages of
+its group are 0. Rewards may be given per sample or per token; the score of a sample is their sum. Prefer the scores of
+a raw metric to shaped rewards, because any penalty makes shaped rewards differ.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,7 +17,7 @@ from skyrl.algorithms.groups import group_numbers
 from skyrl.errors import ConfigError
 
 TOLERANCE = 1e-6
-"""Scores that differ by no more are equal."""
+"""Maximum difference of equal scores."""
 
 Rewards = Float[Any, "batch"] | Float[Any, "batch tokens"]
 Sample = TypeVar("Sample")
@@ -26,12 +26,12 @@ Sample = TypeVar("Sample")
 def have_signal(
     uids: Sequence[Hashable], rewards: Rewards, judged: Bool[np.ndarray, "batch"] | None = None
 ) -> Bool[np.ndarray, "batch"]:
-    """Mask of rows whose prompt has a signal. One with a single sample has: there is nothing to compare it with.
+    """Return a mask of the rows whose prompt has a signal. A prompt with a single sample always has a signal.
 
     Args:
         uids: Prompt of each row.
-        rewards: Of each row, or of each of its tokens.
-        judged: Rows that are looked at; all of them by default.
+        rewards: Rewards per row or per token.
+        judged: Rows to compare; all rows by default.
     """
     values = to_numpy(rewards)
     scores = values.reshape(len(values), int(np.prod(values.shape[1:]))).sum(axis=1)
@@ -46,33 +46,33 @@ def have_signal(
 
 
 def filter_zero_variance(mask: Mask, rewards: Rewards, uids: Sequence[Hashable]) -> Mask:
-    """The loss mask without the samples of prompts that have no signal (`zero_variance_filter`).
+    """Return the loss mask without the samples of prompts without a signal (`zero_variance_filter`).
 
-    Samples that have no token in the mask anyway are not looked at.
+    Samples without tokens in the mask are not compared.
     """
     return _keep_rows(mask, have_signal(uids, rewards, judged=np.asarray(to_numpy(mask).any(axis=1))))
 
 
 def filter_overlong(mask: Mask, stop_reasons: Sequence[str]) -> Mask:
-    """The loss mask without samples that did not come to an end (`apply_overlong_filtering`): all but "stop"."""
+    """Return the loss mask without samples whose stop reason is not "stop" (`apply_overlong_filtering`)."""
     return _keep_rows(mask, _stopped(stop_reasons))
 
 
 def zero_reward_on_non_stop(rewards: Rewards, stop_reasons: Sequence[str]) -> Rewards:
-    """The rewards, 0 for samples that did not come to an end: all but "stop"."""
+    """Return the rewards, with 0 for samples whose stop reason is not "stop"."""
     return _keep_rows(rewards, _stopped(stop_reasons))
 
 
 class DynamicSampling(Generic[Sample]):
-    """Collects prompts that have a signal, over as many batches as that takes (`dynamic_sampling.type=filter`).
+    """Collects prompts with a signal over several batches (`dynamic_sampling.type=filter`).
 
-    Its state is `samples`, `uids` and `batches`; a checkpoint in the middle of collecting has to keep them.
+    The state is `samples`, `uids` and `batches`. A checkpoint during the collection must contain it.
 
     Source: DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, section 3.2.
     """
 
     def __init__(self, prompts: int, max_sample_batches: int):
-        """Collect for a step of `prompts` prompts, from at most `max_sample_batches` batches (0 or less: no limit)."""
+        """Collect `prompts` prompts for a step, from at most `max_sample_batches` batches (0 or less: no limit)."""
         self.prompts = prompts
         self.max_sample_batches = max_sample_batches
         self.samples: list[Sample] = []
@@ -80,10 +80,10 @@ class DynamicSampling(Generic[Sample]):
         self.batches = 0
 
     def add(self, samples: Sequence[Sample], uids: Sequence[Hashable], rewards: Rewards) -> list[Sample] | None:
-        """Take in a batch. Returns the samples of exactly `prompts` prompts once there are as many, else None.
+        """Add a batch. Returns the samples of exactly `prompts` prompts if there are enough, else None.
 
-        Prompts are complete, whatever their numbers of samples, and in the order in which they came. What is beyond
-        them is dropped. Raises ConfigError when the last batch allowed is in and prompts are lacking.
+        Prompts are returned with all their samples, in the order in which they were added. Additional prompts are
+        dropped. Raises ConfigError if the last allowed batch has been added and there are not enough prompts.
         """
         good = np.flatnonzero(have_signal(uids, rewards)).tolist()
         self.samples += [samples[row] for row in good]
@@ -105,21 +105,21 @@ class DynamicSampling(Generic[Sample]):
 
 
 class Replacement(NamedTuple):
-    """Rows to train on in place of the batch's, group after group."""
+    """Rows to train on instead of the rows of the batch, group by group."""
 
     rows: list[int]
-    """Row of the batch that each new row is."""
+    """Row of the batch for each new row."""
     uids: list[str]
-    """Prompt of each new row. Copies of a prompt are prompts of their own, so that no statistic counts them as one."""
+    """Prompt of each new row. Copies of a prompt have separate uids, so statistics treat them as separate groups."""
 
 
 def replace_groups(
     uids: Sequence[str], rewards: Rewards, generator: np.random.Generator, min_replace_ratio: float
 ) -> Replacement | None:
-    """Copies of random prompts that have a signal in place of those that have none (`dynamic_sampling.type=replace`).
+    """Replace prompts without a signal by copies of random prompts with a signal (`dynamic_sampling.type=replace`).
 
-    None if no more than `min_replace_ratio` of the prompts have one: then sample again. A prompt is copied more than
-    once only if too few have a signal.
+    Returns None if at most `min_replace_ratio` of the prompts have a signal; the caller then samples again. A prompt is
+    copied more than once only if too few prompts have a signal.
 
     Source: POLARIS, An et al. 2025, https://hkunlp.github.io/blog/2025/Polaris.
     """
@@ -146,7 +146,7 @@ def _stopped(stop_reasons: Sequence[str]) -> Bool[np.ndarray, "batch"]:
 
 
 def _keep_rows(values: Any, keep: Bool[np.ndarray, "batch"]) -> Any:
-    """The values with 0 in all other rows."""
+    """Return the values, with 0 in all other rows."""
     if len(keep) != values.shape[0]:
         raise ValueError(f"{len(keep)} stop reasons or uids for {values.shape[0]} rows; give one for each row")
     xp = array_namespace(values)

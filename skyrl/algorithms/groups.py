@@ -1,4 +1,4 @@
-"""Rows of a batch that belong together: all samples of one prompt, wherever they stand."""
+"""Groups of rows of a batch: all samples of one prompt, in any order."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -13,34 +13,34 @@ Rows = Float[Any, "batch"]
 
 
 def group_numbers(uids: Sequence[Hashable]) -> Int[np.ndarray, "batch"]:
-    """Number of each row's group, from 0 in the order in which the uids first occur."""
+    """Return the number of each row's group, from 0 in the order of first occurrence."""
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(uid, len(numbers)) for uid in uids], np.int32)
 
 
 class Groups:
-    """Sums over the group of each row. Which rows belong together is static: `sum` may run under `jax.jit`."""
+    """Reductions over the group of each row. The grouping is static, so `sum` may run under `jax.jit`."""
 
     def __init__(self, uids: Sequence[Hashable], like: Rows):
         numbers = group_numbers(uids)
         self.sizes = np.bincount(numbers)
-        """Rows in each group."""
+        """Number of rows in each group."""
         self._dtype = like.dtype
         self._numbers = place(numbers, like)
         self._member = place(numbers[:, None] == np.arange(len(self.sizes))[None, :], like)
 
     def sum(self, values: Rows) -> Rows:
-        """At each row, the sum of its group's values."""
+        """Return the sum of its group's values at each row."""
         xp = array_namespace(values)
         return self._spread(xp.sum(xp.where(self._member, values[:, None], 0.0), axis=0))
 
     def minimum(self, values: Rows) -> Rows:
-        """At each row, the least of its group's values."""
+        """Return the minimum of its group's values at each row."""
         xp = array_namespace(values)
         return self._spread(xp.min(xp.where(self._member, values[:, None], xp.inf), axis=0))
 
     def number_of(self, chosen: Bool[Any, "batch"]) -> Rows:
-        """At each row, how many groups in all have a chosen row."""
+        """Return the total number of groups with a chosen row, at each row."""
         xp = array_namespace(chosen)
         groups = xp.any(self._member & chosen[:, None], axis=0)
         return xp.sum(xp.astype(groups, self._dtype)) + xp.zeros_like(chosen, dtype=self._dtype)

@@ -1,7 +1,7 @@
-"""KL divergence of the policy from a reference: per-token estimators, the penalty on rewards, and its controllers.
+"""KL divergence of the policy from a reference: per-token estimators, the reward penalty, and its controllers.
 
-An estimator is a function of two log-probabilities of the same sampled token and never reduces. It is differentiable in
-the first; as a loss its terms are weighted like the policy's.
+An estimator is a function of two log-probabilities of the same sampled token, without a reduction. It is differentiable
+in the first. As a loss, its terms are weighted like those of the policy loss.
 """
 
 import math
@@ -21,29 +21,29 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry("KL estimator")
 
 @KL_ESTIMATORS.register("k1")
 def k1(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
-    """The log-ratio: unbiased as a value, of any sign. As a loss its mean gradient is 0."""
+    """Return the log-ratio: an unbiased value of any sign. As a loss, its mean gradient is 0."""
     return _difference(logprobs, reference_logprobs)
 
 
 @KL_ESTIMATORS.register("abs")
 def absolute(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
-    """The log-ratio without its sign; 0 within rounding (`arrays.magnitude`)."""
+    """Return the absolute log-ratio; 0 within rounding (`arrays.magnitude`)."""
     return magnitude(_difference(logprobs, reference_logprobs))
 
 
 @KL_ESTIMATORS.register("k2")
 def k2(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
-    """Half the squared log-ratio: as a loss, its mean gradient is that of the reverse KL divergence."""
+    """Return half the squared log-ratio. As a loss, its mean gradient is that of the reverse KL divergence."""
     difference = _difference(logprobs, reference_logprobs)
     return 0.5 * difference * difference
 
 
 @KL_ESTIMATORS.register("k3")
 def k3(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
-    """exp(d) - 1 - d with d = reference minus policy: unbiased as a value and never negative.
+    """Return exp(d) - 1 - d with d = reference minus policy: unbiased and never negative.
 
-    Beyond d = 20 the exponential goes on as its tangent, so that every value is finite and the gradient does not vanish
-    where the divergence is largest.
+    Above d = 20, the exponential is continued by its tangent. All values are thus finite, and the gradient does not
+    vanish where the divergence is largest.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
     """
@@ -51,23 +51,23 @@ def k3(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
     difference = _difference(reference_logprobs, logprobs)
     large = difference > MAX_LOG_RATIO
     inside = xp.where(large, MAX_LOG_RATIO, difference)
-    # Selected, not computed as difference - inside: gradients of e^20 would cancel and take the others' digits along.
+    # Selected, not computed as difference - inside: gradients of e^20 would cancel, with a loss of precision.
     beyond = xp.where(large, difference - MAX_LOG_RATIO, 0.0)
     return xp.expm1(inside) + math.exp(MAX_LOG_RATIO) * beyond - difference
 
 
 def penalise_rewards(rewards: Tokens, kl: Tokens, mask: Mask, coefficient: float) -> Tokens:
-    """Rewards minus `coefficient` times the KL of each token of the mask (`use_kl_in_reward`), `[batch, tokens]`.
+    """Return rewards minus `coefficient` times the KL of each token of the mask (`use_kl_in_reward`).
 
-    `coefficient` is a controller's `value`.
+    `coefficient` is the `value` of a controller. All arrays are `[batch, tokens]`.
     """
     return rewards - coefficient * select(mask, kl)
 
 
 def mean_kl(kl: Tokens, mask: Mask) -> float:
-    """Mean over sequences of the mean over their tokens: what the controllers follow. Rows without tokens do not count.
+    """Return the mean over sequences of their mean KL per token, which the controllers use.
 
-    0 for a batch without tokens.
+    Rows without tokens are ignored. 0 for a batch without tokens.
     """
     xp = array_namespace(kl)
     counts = count(mask, kl)
@@ -78,20 +78,20 @@ def mean_kl(kl: Tokens, mask: Mask) -> float:
 
 @dataclass
 class FixedKLController:
-    """A coefficient that stays as it is."""
+    """Constant coefficient."""
 
     value: float
     """The coefficient."""
 
     def update(self, kl: float, sequences: int) -> None:
-        """Keep the value, whatever the KL was."""
+        """Keep the value."""
 
 
 @dataclass
 class AdaptiveKLController:
-    """A coefficient that grows while the KL is above its target and shrinks while it is below.
+    """Coefficient that grows while the KL is above its target, and shrinks while it is below.
 
-    `value` is all its state: a checkpoint has to keep it.
+    `value` is its only state; a checkpoint must contain it.
 
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2.
     """
@@ -99,9 +99,9 @@ class AdaptiveKLController:
     value: float
     """The coefficient."""
     target: float
-    """Wanted mean KL per token, in nats."""
+    """Target of the mean KL per token, in nats."""
     horizon: int
-    """Sequences over which a KL of 1.2 times the target or more multiplies the coefficient by about e^0.2."""
+    """Number of sequences over which a KL >= 1.2 times the target multiplies the coefficient by about e^0.2."""
 
     def __post_init__(self):
         for name, number in (("kl_target", self.target), ("horizon", self.horizon)):
@@ -109,9 +109,9 @@ class AdaptiveKLController:
                 raise ValueError(f"kl_ctrl.{name}={number} must be positive; the adaptive controller divides by it")
 
     def update(self, kl: float, sequences: int) -> None:
-        """Move the value after a batch of `sequences` whose mean was `kl`.
+        """Update the value after a batch of `sequences` sequences with a mean KL of `kl`.
 
-        Raises ValueError for so many sequences that the value could become negative.
+        Raises ValueError if `sequences` is so large that the value could become negative.
         """
         if sequences >= 5 * self.horizon:
             raise ValueError(
@@ -126,7 +126,10 @@ KLController = FixedKLController | AdaptiveKLController
 
 
 def kl_controller(type: str, kl_loss_coef: float, *, kl_target: float, horizon: int) -> KLController:
-    """The controller that `kl_ctrl` asks for, starting at `kl_loss_coef`. Raises ValueError for an unknown type."""
+    """Return the controller of `kl_ctrl`, with the initial value `kl_loss_coef`.
+
+    Raises ValueError for an unknown type.
+    """
     if type == "fixed":
         return FixedKLController(kl_loss_coef)
     if type == "adaptive":
@@ -135,6 +138,6 @@ def kl_controller(type: str, kl_loss_coef: float, *, kl_target: float, horizon: 
 
 
 def _difference(a: Tokens, b: Tokens) -> Tokens:
-    """The log-ratio, bounded so that every estimator stays finite."""
+    """Return the log-ratio, bounded so that all estimators are finite."""
     difference = a - b
     return array_namespace(difference).clip(difference, -LARGEST, LARGEST)

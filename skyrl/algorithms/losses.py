@@ -1,12 +1,12 @@
 """Per-token training losses, written once for JAX, PyTorch and NumPy.
 
-A loss maps log-probabilities to one number per token and never reduces: the objective is the sum. Functions use the
-array-API standard (`xp`) plus `stop_gradient`. The `loss` decorator multiplies every loss by `weights`, and bounds its
-inputs to +-LARGEST, so that a loss is finite, with finite gradients, for every finite input; log-ratios are clamped to
-+-20 before they are exponentiated. `mixed_loss` evaluates a batch in which every row chose its own loss.
+A loss maps log-probabilities to one number per token, without a reduction; the objective is the sum. Functions use the
+array-API standard (`xp`) plus `stop_gradient`. The `loss` decorator multiplies each loss by `weights` and bounds its
+inputs to +-LARGEST. A loss is thus finite, with finite gradients, for all finite inputs. Log-ratios are clamped to +-20
+before `exp`. `mixed_loss` evaluates a batch in which each row has its own loss.
 
-Adding a loss means adding one function here. Its keyword-only arguments become the accepted `loss_fn_config` keys
-(numbers, at most NUM_KNOBS), `needs` the required and `optional` the accepted inputs, by their `LossInputs` names.
+To add a loss, add one function here. Its keyword-only arguments become the accepted `loss_fn_config` keys (numbers, at
+most NUM_KNOBS). `needs` lists the required inputs and `optional` the accepted ones, by their `LossInputs` names.
 """
 
 import inspect
@@ -23,22 +23,22 @@ from skyrl.errors import RequestError
 from skyrl.utils.registry import Registry
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-this before `exp` (beyond it the ratio is constant and its gradient 0)."""
+"""Log-ratios are clamped to +-this before `exp`. Beyond it, the ratio is constant and its gradient 0."""
 
 LARGEST = 1e9
-"""Inputs and knobs are bounded to +-this inside every loss: products of all of them still fit into float32."""
+"""Inputs and knobs are bounded to +-this in every loss, so products of all of them fit into float32."""
 
 STABLE_RATIO = 2.0
 """Largest weight that `stable_reinforce` gives to a token."""
 
 NUM_KNOBS = 4
-"""Columns of the packed knobs, at least as many as any loss has."""
+"""Number of columns of the packed knobs, at least the number of knobs of any loss."""
 
 Knob = float | Float[Any, "#batch 1"]
 
 
 class LossInputs(NamedTuple):
-    """Inputs of a loss, by name. All arrays are `[batch, tokens]`; padding holds the values of `EMPTY`.
+    """Inputs of a loss, by name. All arrays are `[batch, tokens]`; padding has the values of `EMPTY`.
 
     A pytree in JAX, a tuple of tensors in torch. `num_segments` is static: build the tuple inside the jitted function.
     """
@@ -47,20 +47,20 @@ class LossInputs(NamedTuple):
     """Learner log-probability of each target token, in nats. Differentiable. Cross-entropy over K targets passes
     sum_k weight_k * logprob_k here, with `weights` 1."""
     weights: Tokens
-    """Factor of each token's loss, 0 in padding. Any sign."""
+    """Factor of each token's loss, of any sign; 0 in padding."""
     sampling_logprobs: Tokens | None = None
-    """Log-probability under the policy that sampled the token, in nats. The wire's `logprobs` input."""
+    """Log-probability under the policy that sampled the token, in nats. Input `logprobs` of the wire format."""
     advantages: Tokens | None = None
     clip_low: Tokens | None = None
-    """Lower ratio bound per token, in place of the knob. A negative value (no ratio is) means: use the knob."""
+    """Lower ratio bound per token, which overrides the knob. A negative value means that the knob applies."""
     clip_high: Tokens | None = None
-    """Upper ratio bound per token, likewise."""
+    """Upper ratio bound per token, which overrides the knob in the same way."""
     sequence_ratio_mask: Tokens | None = None
-    """Non-zero where a token counts in its sequence's ratio."""
+    """Non-zero for tokens that count in the ratio of their sequence."""
     selected: Tokens | None = None
-    """Non-zero for the tokens that `clip_cov` and `kl_cov` treat differently, chosen over a whole mini-batch."""
+    """Non-zero for the tokens that `clip_cov` and `kl_cov` select over a whole mini-batch."""
     correction: Tokens | None = None
-    """Factor of the policy's term alone, not of KL and entropy: off-policy weights and masks."""
+    """Factor of the policy term only, not of KL and entropy: off-policy weights and masks."""
     reference_logprobs: Tokens | None = None
     """Log-probability under the reference model, at the same temperature, in nats."""
     entropy: Tokens | None = None
@@ -72,9 +72,9 @@ class LossInputs(NamedTuple):
     returns: Tokens | None = None
     """Targets of the values."""
     named: Mapping[str, Any] | None = None
-    """Inputs of a traced loss by its names: `[batch, tokens]`, or `[batch, tokens, targets]` of rank 2."""
+    """Inputs of a traced loss by name: `[batch, tokens]`, or `[batch, tokens, targets]` for rank 2."""
     segments: Int[Any, "batch tokens"] | None = None
-    """int32 number of the sequence that a token belongs to, from 0 in each row; -1 in padding."""
+    """int32 number of each token's sequence, from 0 in each row; -1 in padding."""
     num_segments: int = 1
     """Upper bound (static) on the number of sequences in a row."""
 
@@ -96,7 +96,7 @@ EMPTY = LossInputs(
     returns=0.0,
     segments=-1,
 )
-"""Value of each field where there is no token, and of an optional input that a request leaves out."""
+"""Value of each field in padding, and of an optional input that a request does not give."""
 
 INPUT_FIELDS = {
     "weights": "weights",
@@ -106,26 +106,32 @@ INPUT_FIELDS = {
     "clip_high_threshold": "clip_high",
     "sequence_ratio_mask": "sequence_ratio_mask",
 }
-"""The float `loss_fn_inputs` of the wire and the `LossInputs` fields they fill (`target_tokens` makes `logprobs`)."""
+"""Float `loss_fn_inputs` of the wire format, with their `LossInputs` fields.
+
+`logprobs` is computed for `target_tokens`.
+"""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A registered loss: what it reads, which knobs it has, and the function."""
+    """A registered loss: its inputs, its knobs and its function."""
 
     name: str
     function: Callable[..., Tokens]
     needs: tuple[str, ...]
-    """`LossInputs` fields that a request must give, beside the targets."""
+    """Required `LossInputs` fields, besides the targets."""
     optional: tuple[str, ...]
-    """`LossInputs` fields that a request may give, beside `weights`."""
+    """Optional `LossInputs` fields, besides `weights`."""
     knobs: Mapping[str, float]
-    """`loss_fn_config` keys and their defaults."""
+    """`loss_fn_config` keys with their defaults."""
     multiple_of: tuple[str, ...]
-    """`LossInputs` fields beside `weights` of which a token's gradient is a multiple: where one is 0, there is none."""
+    """`LossInputs` fields, besides `weights`, that are factors of a token's gradient: it is 0 if one of them is 0."""
 
     def __call__(self, x: LossInputs, **knobs: Knob) -> Tokens:
-        """Loss of each token times its weight, `[batch, tokens]`. Knobs are numbers or arrays `[batch, 1]`."""
+        """Return the loss of each token times its weight, `[batch, tokens]`.
+
+        Knobs are numbers or arrays `[batch, 1]`.
+        """
         bounded = x._replace(**{name: _bounded(value) for name, value in _floats(x).items()})
         return self.function(bounded, **{name: _bounded(knob) for name, knob in knobs.items()}) * bounded.weights
 
@@ -136,7 +142,7 @@ LOSSES: Registry[Loss] = Registry("loss function")
 def loss(
     name: str, needs: tuple[str, ...] = (), optional: tuple[str, ...] = (), multiple_of: tuple[str, ...] = ()
 ) -> Callable[..., Loss]:
-    """Register the decorated function as the loss `name`; see the module's text for what it must look like."""
+    """Register the decorated function as the loss `name`. The module docstring describes its form."""
 
     def register(function: Callable[..., Tokens]) -> Loss:
         return LOSSES.register(name)(make_loss(name, function, needs, optional, multiple_of))
@@ -151,7 +157,10 @@ def make_loss(
     optional: tuple[str, ...] = (),
     multiple_of: tuple[str, ...] = (),
 ) -> Loss:
-    """A loss with the function's keyword-only arguments as its knobs. Raises ValueError for one without a default."""
+    """Create a loss whose knobs are the function's keyword-only arguments.
+
+    Raises ValueError for one without a default.
+    """
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for parameter in parameters:
         if parameter.default is parameter.empty:
@@ -181,7 +190,7 @@ def importance_sampling(x: LossInputs) -> Tokens:
 
 @loss("ppo", needs=OFF_POLICY, optional=CLIPS, multiple_of=ADVANTAGES)
 def ppo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: Knob = 1.2) -> Tokens:
-    """Clipped surrogate: the smaller of the raw and the ratio-clipped objective.
+    """Clipped surrogate: the minimum of the raw and the ratio-clipped objective.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
@@ -195,7 +204,7 @@ def ppo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: K
 
 @loss("cispo", needs=OFF_POLICY, optional=CLIPS, multiple_of=ADVANTAGES)
 def cispo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: Knob = 1.2) -> Tokens:
-    """REINFORCE weighted by the clipped ratio, which is a constant: clipped tokens keep a gradient.
+    """REINFORCE weighted by the clipped ratio, without gradient through the ratio, so clipped tokens have a gradient.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
@@ -210,7 +219,7 @@ def cispo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold:
 
 @loss("dro", needs=OFF_POLICY)
 def dro(x: LossInputs, *, beta: Knob = 0.05) -> Tokens:
-    """Policy gradient with a quadratic penalty on the log-ratio (which is not clamped here: nothing exponentiates it).
+    """Policy gradient with a quadratic penalty on the log-ratio, which is not clamped because there is no `exp`.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
@@ -226,7 +235,7 @@ def dro(x: LossInputs, *, beta: Knob = 0.05) -> Tokens:
 def gspo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: Knob = 1.2) -> Tokens:
     """PPO with the ratio of the whole sequence, exp(mean log-ratio of its masked tokens), at each of its tokens.
 
-    The ratio's value is the sequence's; its gradient is the token's own (GSPO-token). Reads `segments`.
+    The value of the ratio is the sequence's; its gradient is the token's own (GSPO-token). Reads `segments`.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
@@ -243,15 +252,16 @@ def gspo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: 
 
 @loss("stable_reinforce", needs=OFF_POLICY)
 def stable_reinforce(x: LossInputs, *, kl_coeff: Knob = 0.0) -> Tokens:
-    """REINFORCE weighted by the ratio, truncated at STABLE_RATIO: whatever its samples, a token's gradient is bounded.
+    """REINFORCE weighted by the ratio, truncated at STABLE_RATIO. A token's gradient is bounded for any samples.
 
-    The weight is a constant, so that at ratio 1 (no staleness) the gradient is that of `importance_sampling`. An
-    estimator of ours under the protocol's name: the formula of the hosted service is not public.
+    The weight has no gradient, so at ratio 1 (no staleness) the gradient is that of `importance_sampling`. This is our
+    own estimator under the protocol's name: the formula of the hosted service is not public.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
-        kl_coeff: Strength of a penalty on half the squared log-ratio, whose gradient estimates that of the
-            Kullback-Leibler divergence of the learner from the sampling policy. As in `dro` it is not clamped.
+        kl_coeff: Strength of a penalty on half the squared log-ratio. Its gradient estimates that of the
+            Kullback-Leibler divergence of the learner from the sampling policy. As in `dro`, the log-ratio is not
+            clamped.
 
     Sources: Ionides 2008, https://doi.org/10.1198/106186008X320456 (truncation); Schulman 2020,
     http://joschu.net/blog/kl-approx.html (k2).
@@ -264,12 +274,12 @@ def stable_reinforce(x: LossInputs, *, kl_coeff: Knob = 0.0) -> Tokens:
 
 
 def loss_index(name: str) -> int:
-    """Number by which `mixed_loss` knows a loss. Raises KeyError, with the known names, for an unknown one."""
+    """Return the index of a loss for `mixed_loss`. Raises KeyError with the known names for an unknown name."""
     return list(LOSSES).index(LOSSES[name].name)
 
 
 def pack_knobs(name: str, config: Mapping[str, float]) -> np.ndarray:
-    """A loss's settings as float32 `[NUM_KNOBS]`, in the order of its signature; defaults where `config` has none."""
+    """Return the settings of a loss as float32 `[NUM_KNOBS]`, in the order of its signature, including defaults."""
     packed = np.zeros(NUM_KNOBS, np.float32)
     for column, (knob, default) in enumerate(LOSSES[name].knobs.items()):
         packed[column] = config.get(knob, default)
@@ -277,13 +287,13 @@ def pack_knobs(name: str, config: Mapping[str, float]) -> np.ndarray:
 
 
 def mixed_loss(x: LossInputs, index: Int[Any, "batch 1"], knobs: Float[Any, "batch knobs"]) -> Tokens:
-    """Loss of each token where every row has its own loss and settings, as data: one program serves them all.
+    """Return the loss of each token if every row has its own loss and settings, given as data to a single program.
 
-    Every loss is evaluated on every row. Rows that chose another one are replaced by empty rows *before* evaluation,
-    so nothing that a row holds, NaN included, reaches another loss's value or gradient.
+    Every loss is evaluated on every row. Rows with another loss are replaced by empty rows *before* the evaluation, so
+    the contents of a row, NaN included, never reach the value or gradient of another loss.
 
     Args:
-        x: Token arrays `[batch, tokens]`, no field missing.
+        x: Token arrays `[batch, tokens]`, with all fields.
         index: int32 `loss_index` of each row.
         knobs: float32 `pack_knobs` of each row, `[batch, NUM_KNOBS]`.
     """
@@ -302,7 +312,7 @@ def mixed_loss(x: LossInputs, index: Int[Any, "batch 1"], knobs: Float[Any, "bat
 
 
 def refuse_unserved(name: str) -> None:
-    """Raise RequestError for names of the protocol that are no registered loss, and for unknown ones."""
+    """Raise RequestError for unknown names, and for names of the protocol that are not registered losses."""
     if name in LOSSES:
         return
     known = f"known losses: {', '.join(LOSSES)}"
@@ -312,16 +322,16 @@ def refuse_unserved(name: str) -> None:
 
 
 CUSTOM = "custom"
-"""Name under which the protocol has losses that clients traced."""
+"""Name of losses traced by clients, in the protocol."""
 UNSERVED = {
     CUSTOM: "over the API, send loss_fn_config={'loss_id': ...} of a loss that create_custom_loss has made; in a "
     "process, pass the TracedObjective itself",
 }
-"""Names of the protocol that are no registered loss, and what to send."""
+"""Names of the protocol that are not registered losses, with alternatives."""
 
 
 def stop_gradient(x: Any) -> Any:
-    """`x` as a constant."""
+    """Return `x` without gradient."""
     xp = array_namespace(x)
     if is_jax_namespace(xp):
         import jax
@@ -331,10 +341,10 @@ def stop_gradient(x: Any) -> Any:
 
 
 def gradient_of(compute: Callable[[Any], tuple[Any, Any]], at: Any) -> tuple[Any, Any]:
-    """Gradient of the number that is the first result of `compute`, as a constant, and the second result.
+    """Return the gradient of the first result of `compute` (a scalar), without further gradient, and the second result.
 
     Args:
-        compute: A function of an array of JAX or torch.
+        compute: Function of an array of JAX or torch.
         at: The array.
     """
     xp = array_namespace(at)
@@ -357,12 +367,15 @@ def _log_ratio(x: LossInputs) -> Tokens:
 
 
 def probability_ratio(x: LossInputs) -> Tokens:
-    """Probability of each token under the learner over that under the sampling policy, with the log-ratio clamped."""
+    """Return the probability ratio of learner to sampling policy for each token, with the log-ratio clamped."""
     return array_namespace(x.logprobs).exp(_log_ratio(x))
 
 
 def _clip_ratio(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> Tokens:
-    """`ratio` between the bounds of each token, or else of the row. On a bound it keeps its gradient, as torch's."""
+    """Clip the ratio to the bounds of each token, or else of the row.
+
+    As in torch, a ratio on a bound keeps its gradient.
+    """
     xp = array_namespace(ratio)
     low = low + xp.zeros_like(ratio)
     high = high + xp.zeros_like(ratio)
@@ -374,7 +387,10 @@ def _clip_ratio(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> Tokens:
 
 
 def _clipped_surrogate(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> Tokens:
-    """The smaller of the two products. A ratio within rounding of a bound, as all are of 1, is not clipped."""
+    """Return the negated minimum of the two products.
+
+    A ratio within rounding of a bound (a bound may be 1) is not clipped.
+    """
     xp = array_namespace(ratio)
     clipped = _clip_ratio(x, ratio, low, high)
     clipped = xp.where(xp.abs(ratio - clipped) <= ROUNDING, ratio, clipped)
@@ -382,9 +398,9 @@ def _clipped_surrogate(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> T
 
 
 def _segment_mean(x: LossInputs, values: Tokens, counted: Bool[Any, "batch tokens"]) -> Tokens:
-    """Mean of the counted values of each token's segment (0 if it has none), at each of its tokens.
+    """Return the mean of the counted values of each token's segment (0 if there are none), at each of its tokens.
 
-    Sums are selected by `where`, not by a product with a one-hot matrix, and rows never mix.
+    Sums use `where`, not a product with a one-hot matrix, so rows never mix.
     """
     xp = array_namespace(values)
     assert x.segments is not None, "losses over whole sequences need `segments`"
@@ -399,7 +415,7 @@ def _segment_mean(x: LossInputs, values: Tokens, counted: Bool[Any, "batch token
 
 
 def _floats(x: LossInputs) -> dict[str, Tokens]:
-    """The float arrays of `x` that are there, by name."""
+    """Return the float arrays of `x` that are present, by name."""
     return {
         name: value
         for name, value in x._asdict().items()

@@ -1,7 +1,7 @@
-"""Objective of one optimizer step: the sum over tokens of policy, KL and entropy terms, or the critic's loss.
+"""Objective of an optimizer step: the sum over tokens of policy, KL and entropy terms, or the critic's loss.
 
-Every term is one number per token times the token's weight, so the sum does not change with padding, the order of rows,
-or the way in which a mini-batch is cut into micro-batches and over devices.
+Each term is one number per token, multiplied by the token's weight. The sum therefore does not depend on padding, the
+order of rows, or the split of a mini-batch into micro-batches and over devices.
 """
 
 import json
@@ -24,28 +24,29 @@ SOURCES = {
     "reference_logprobs": "those of the reference model; set use_kl_loss to false to do without",
     "entropy": "the learner's per token; set use_entropy_loss to false to do without",
 }
-"""Source of a field, for the message that it is missing."""
+"""Source of each field, for the error message if it is missing."""
 
 
 Output = Literal["logprobs", "entropy", "values"]
-"""Value that a learner computes of each token."""
+"""Value that a learner computes for each token."""
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """The loss of a training pass, as a backend needs to know it: a value.
+    """Loss of a training pass, as backends use it. A value object.
 
-    Equal ones compute the same, so what is compiled is found by it. One that is pickled is rebuilt from its settings.
+    Equal objectives compute the same loss, so objectives are keys of caches of compiled programs. Unpickling rebuilds
+    an objective from its settings.
     """
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """`LossInputs` fields that must be there: given by each datum, or computed."""
+        """Required `LossInputs` fields, either given by each datum or computed."""
         ...
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """`LossInputs` fields that a datum may give, beside `weights`; those that it leaves out are as in `EMPTY`."""
+        """`LossInputs` fields that a datum may give, besides `weights`. Missing ones have the values of `EMPTY`."""
         ...
 
     @property
@@ -59,13 +60,13 @@ class Objective(Protocol):
         ...
 
     def __call__(self, x: LossInputs) -> Tokens:
-        """Loss of each token, `[batch, tokens]`, to be summed."""
+        """Return the loss of each token, `[batch, tokens]`, to be summed."""
         ...
 
 
 @dataclass(frozen=True)
 class ForwardOnly:
-    """No loss: a forward pass for what it computes, at the temperature of each token."""
+    """No loss: a forward pass for its outputs, at the temperature of each token."""
 
     outputs: tuple[Output, ...]
     needs: tuple[str, ...] = field(default=(), init=False)
@@ -78,7 +79,7 @@ class ForwardOnly:
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """The critic's loss per token, see `value_loss`."""
+    """Loss of the critic per token; see `value_loss`."""
 
     value_clip: float | None
     outputs: tuple[Output, ...] = field(default=("values",), init=False)
@@ -96,28 +97,31 @@ class ValueObjective:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The policy's loss per token: its policy loss, plus KL, minus entropy. Made by `policy_objective`."""
+    """Loss of the policy per token: policy loss plus KL minus entropy. Created by `policy_objective`."""
 
     specification: str
-    """Source that it was made from: the algorithm's options as JSON."""
+    """Source of the objective: the algorithm's options as JSON."""
     on_policy: bool
-    """One optimizer step per batch: `sampling_logprobs` are the learner's own, without gradient, entropy returned
-    too, so that no forward pass is needed before."""
+    """True for one optimizer step per batch.
+
+    `sampling_logprobs` are then the learner's own, without gradient, and the entropy is also returned, so no forward
+    pass is needed before.
+    """
     loss: Loss = field(compare=False)
     knobs: Mapping[str, float] = field(compare=False)
     """Settings of the loss."""
     kl_estimator: KLEstimator = field(default=k3, compare=False)
     kl_coef: float = field(default=0.0, compare=False)
-    """Factor of the KL from the reference; 0 is without."""
+    """Factor of the KL from the reference; 0 disables it."""
     entropy_coef: float = field(default=0.0, compare=False)
-    """Factor of the entropy, which is rewarded; 0 is without."""
+    """Factor of the entropy bonus; 0 disables it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return policy_objective, (json.loads(self.specification), self.on_policy)
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """`LossInputs` fields that must be there."""
+        """Required `LossInputs` fields."""
         loss = tuple(name for name in self.loss.needs if not (self.on_policy and name == "sampling_logprobs"))
         kl = ("reference_logprobs",) if self.kl_coef else ()
         entropy = ("entropy",) if self.entropy_coef else ()
@@ -137,13 +141,13 @@ class PolicyObjective:
         return () if self.kl_coef or self.entropy_coef else self.loss.multiple_of
 
     def __call__(self, x: LossInputs) -> Tokens:
-        """Loss of each token, `[batch, tokens]`, to be summed: all of `terms`."""
+        """Return the loss of each token, `[batch, tokens]`, to be summed: the sum of `terms`."""
         return reduce(operator.add, self.terms(x).values())
 
     def terms(self, x: LossInputs) -> dict[str, Tokens]:
-        """Terms of the loss of each token, "policy", "kl" and "entropy". `x.correction` multiplies the first alone.
+        """Return the terms of each token's loss: "policy", "kl" and "entropy". `x.correction` multiplies only "policy".
 
-        Raises ValueError if a field that it needs is not there.
+        Raises ValueError if a required field is missing.
         """
         for name in self.needs:
             if getattr(x, name) is None:
@@ -163,12 +167,12 @@ class PolicyObjective:
 
 
 def policy_objective(options: Mapping[str, Any], on_policy: bool = False) -> PolicyObjective:
-    """The objective that the algorithm's options ask for.
+    """Return the objective for the algorithm's options.
 
     Args:
-        options: `trainer.algorithm` as a mapping, its sections as mappings in it: `policy_loss_type` and its settings,
-            `use_kl_loss`, `kl_loss_coef`, `kl_estimator_type`, `use_entropy_loss`, `entropy_loss_coef`.
-        on_policy: As `PolicyObjective.on_policy`.
+        options: `trainer.algorithm` as a mapping with its sections as nested mappings: `policy_loss_type` and its
+            settings, `use_kl_loss`, `kl_loss_coef`, `kl_estimator_type`, `use_entropy_loss`, `entropy_loss_coef`.
+        on_policy: See `PolicyObjective.on_policy`.
 
     Raises KeyError for unknown names and ValueError for settings out of range, as `find_policy_loss`.
     """
@@ -185,13 +189,14 @@ def policy_objective(options: Mapping[str, Any], on_policy: bool = False) -> Pol
 
 
 def value_loss(x: LossInputs, *, value_clip: float | None) -> Tokens:
-    """Loss of a critic per token, times its weight, `[batch, tokens]`.
+    """Return the loss of a critic per token, times its weight, `[batch, tokens]`.
 
-    Half the squared distance of value and return, or that of the value clipped around the old one if it is larger.
+    The loss is half the squared distance between value and return. With clipping, it is the maximum of this and the
+    loss of the value clipped around the old value.
 
     Args:
         x: Token arrays with `values`, `old_values` and `returns`.
-        value_clip: How far the clipped value may be from the old one. None is without clipping.
+        value_clip: Maximum distance of the clipped value from the old value. None: no clipping.
 
     Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, equation 9; the clip is that of its reference code.
     """
@@ -207,7 +212,7 @@ def value_loss(x: LossInputs, *, value_clip: float | None) -> Tokens:
 
 
 def entropy(logits: Float[Any, "*batch vocab"]) -> Float[Any, "*batch"]:
-    """Entropy in nats of the distribution over the last axis. Differentiable; logits of minus infinity are impossible.
+    """Return the entropy in nats over the last axis. Differentiable; logits of minus infinity are impossible tokens.
 
     The logits are those that tokens are sampled from, already divided by the temperature.
     """

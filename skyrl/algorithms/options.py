@@ -1,8 +1,8 @@
-"""Settings of an algorithm: the keyword-only arguments of its function are names of algorithm options.
+"""Settings of an algorithm: keyword-only arguments of its function are names of algorithm options.
 
-An option is looked up by its name in the algorithm's configuration, then in the section named after the algorithm
-(`tau_pos` of `sapo`); where neither has it, the argument's default holds. A custom algorithm therefore gets settings of
-its own from a configuration class with fields of those names.
+An option is looked up by name in the algorithm's configuration, then in the section named after the algorithm
+(`tau_pos` of `sapo`). If neither contains it, the argument's default applies. A custom algorithm thus gets its own
+settings from a configuration class with fields of the same names.
 """
 
 import inspect
@@ -13,14 +13,14 @@ from typing import Any
 def pick_options(
     function: Callable[..., Any], options: Mapping[str, Any], section: str | None = None
 ) -> dict[str, Any]:
-    """The options that `function` takes as keyword-only arguments, by name.
+    """Return the options that `function` takes as keyword-only arguments, by name.
 
     Args:
-        function: An algorithm.
-        options: The algorithm's configuration as a mapping, its sections as mappings in it.
-        section: Name of the section that belongs to this algorithm.
+        function: Function of an algorithm.
+        options: The algorithm's configuration as a mapping with its sections as nested mappings.
+        section: Name of the section of this algorithm.
 
-    Raises ValueError if an argument without a default is not among the options.
+    Raises ValueError if an argument without a default is missing in the options.
     """
     own = options.get(section) if section is not None else None
     own = own if isinstance(own, Mapping) else {}

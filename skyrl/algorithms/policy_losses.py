@@ -1,12 +1,12 @@
 """Policy losses of the RL trainer, by the names and settings of its configuration.
 
-They are losses like those of `losses.py`: one number per token, `weights` multiply it, nothing is reduced. Here
-`sampling_logprobs` are the policy's own at the start of the step ("old"). Ratios are bounded by epsilons around 1 where
-the protocol's losses take the bounds themselves; the formulas are shared.
+They are losses like those of `losses.py`: one number per token, multiplied by `weights`, without a reduction. Here,
+`sampling_logprobs` are those of the policy at the start of the step ("old"). Ratios are bounded by epsilons around 1,
+while the losses of the protocol take the bounds themselves. The formulas are shared.
 
-Adding one means adding a function here, decorating one of your own with `PolicyLossRegistry.register("name")`, or
-naming one as "module:function". Its keyword-only arguments, which need numbers as defaults, are filled from the
-algorithm options of the same names.
+To add a loss, add a function here, decorate your own function with `PolicyLossRegistry.register("name")`, or name it as
+"module:function". Its keyword-only arguments, which need numbers as defaults, are filled from the algorithm options
+with the same names.
 """
 
 import math
@@ -32,7 +32,7 @@ for _name in ("cross_entropy", "importance_sampling", "ppo", "dro"):
 def policy_loss(
     name: str, needs: tuple[str, ...] = OFF_POLICY, optional: tuple[str, ...] = (), multiple_of: tuple[str, ...] = ()
 ) -> Callable[..., Loss]:
-    """Register the decorated function as the policy loss `name`. The tuples name fields, as for `losses.loss`."""
+    """Register the decorated function as the policy loss `name`. The tuples name fields, as in `losses.loss`."""
 
     def register(function: Callable[..., Tokens]) -> Loss:
         return PolicyLossRegistry.register(name)(make_loss(name, function, needs, optional, multiple_of))
@@ -58,7 +58,7 @@ def regular(x: LossInputs, *, eps_clip_low: Knob = 0.2, eps_clip_high: Knob = 0.
 def dual_clip(
     x: LossInputs, *, eps_clip_low: Knob = 0.2, eps_clip_high: Knob = 0.2, clip_ratio_c: Knob = 3.0
 ) -> Tokens:
-    """The clipped surrogate, and for negative advantages at most `clip_ratio_c` times the advantage.
+    """Clipped surrogate, with the objective of negative advantages bounded by `clip_ratio_c` times the advantage.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
@@ -76,12 +76,12 @@ def dual_clip(
 
 @policy_loss("gspo", needs=(*OFF_POLICY, "sequence_ratio_mask"), optional=CLIPS, multiple_of=ADVANTAGES)
 def gspo(x: LossInputs, *, eps_clip_low: Knob = 0.2, eps_clip_high: Knob = 0.2) -> Tokens:
-    """PPO with the ratio of the whole sequence at each of its tokens; see `losses.gspo`. Reads `segments`.
+    """PPO with the sequence ratio at each token; see `losses.gspo`. Reads `segments`.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
-        eps_clip_low: 1 minus the lower bound on the sequence ratio; the paper has 3e-4.
-        eps_clip_high: Upper bound on the sequence ratio minus 1; the paper has 4e-4.
+        eps_clip_low: 1 minus the lower bound on the sequence ratio; the paper uses 3e-4.
+        eps_clip_high: Upper bound on the sequence ratio minus 1; the paper uses 4e-4.
 
     Source: Zheng et al. 2025, https://arxiv.org/abs/2507.18071, equations 7 and 14.
     """
@@ -90,12 +90,12 @@ def gspo(x: LossInputs, *, eps_clip_low: Knob = 0.2, eps_clip_high: Knob = 0.2) 
 
 @policy_loss("sapo", multiple_of=ADVANTAGES)
 def sapo(x: LossInputs, *, tau_pos: Knob = 1.0, tau_neg: Knob = 1.05) -> Tokens:
-    """A soft gate in place of the clip: the ratio r enters as 4/tau sigmoid(tau (r - 1)), whose slope at r = 1 is 1.
+    """Soft gate instead of a clip: the ratio r is replaced by 4/tau sigmoid(tau (r - 1)), with slope 1 at r = 1.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
         tau_pos: Sharpness of the gate for positive advantages.
-        tau_neg: Sharpness of the gate for the others.
+        tau_neg: Sharpness of the gate for all other advantages.
 
     Source: Gao et al. 2025, https://arxiv.org/abs/2511.20347.
     """
@@ -103,18 +103,18 @@ def sapo(x: LossInputs, *, tau_pos: Knob = 1.0, tau_neg: Knob = 1.05) -> Tokens:
     xp = array_namespace(x.logprobs)
     zero = xp.zeros_like(x.logprobs)
     tau = xp.where(x.advantages > 0, tau_pos + zero, tau_neg + zero)
-    # sigmoid(z) = (1 + tanh(z / 2)) / 2, which no z overflows.
+    # sigmoid(z) = (1 + tanh(z / 2)) / 2, which does not overflow for any z.
     gate = 2 / tau * (1 + xp.tanh(0.5 * tau * (losses.probability_ratio(x) - 1)))
     return -gate * x.advantages
 
 
 @policy_loss("cispo", optional=CLIPS, multiple_of=ADVANTAGES)
 def cispo(x: LossInputs, *, cispo_eps_clip_low: Knob = 0.0, cispo_eps_clip_high: Knob = 5.0) -> Tokens:
-    """REINFORCE weighted by the clipped ratio, which is a constant; see `losses.cispo`.
+    """REINFORCE weighted by the clipped ratio, without gradient through the ratio; see `losses.cispo`.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
-        cispo_eps_clip_low: 1 minus the lower bound on the ratio; 1 is no bound, as in the paper.
+        cispo_eps_clip_low: 1 minus the lower bound on the ratio; 1 means no bound, as in the paper.
         cispo_eps_clip_high: Upper bound on the ratio minus 1.
 
     Source: MiniMax-M1 2025, https://arxiv.org/abs/2506.13585, equation 4.
@@ -125,7 +125,7 @@ def cispo(x: LossInputs, *, cispo_eps_clip_low: Knob = 0.0, cispo_eps_clip_high:
 
 @policy_loss("clip_cov", needs=(*OFF_POLICY, *SELECTED), optional=CLIPS, multiple_of=ADVANTAGES)
 def clip_cov(x: LossInputs, *, eps_clip_low: Knob = 0.2, eps_clip_high: Knob = 0.2) -> Tokens:
-    """The clipped surrogate, and 0 for selected tokens (`covariance.clip_cov_tokens`).
+    """Clipped surrogate, with 0 for selected tokens (`covariance.clip_cov_tokens`).
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
@@ -141,7 +141,7 @@ def clip_cov(x: LossInputs, *, eps_clip_low: Knob = 0.2, eps_clip_high: Knob = 0
 
 @policy_loss("kl_cov", needs=(*OFF_POLICY, *SELECTED))
 def kl_cov(x: LossInputs, *, ppo_kl_coef: Knob = 1.0) -> Tokens:
-    """Minus ratio times advantage, and for selected tokens (`covariance.kl_cov_tokens`) a penalty on the log-ratio.
+    """Minus ratio times advantage, plus a log-ratio penalty for selected tokens (`covariance.kl_cov_tokens`).
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
@@ -157,16 +157,16 @@ def kl_cov(x: LossInputs, *, ppo_kl_coef: Knob = 1.0) -> Tokens:
 
 
 LOWEST = {"eps_clip_low": 0, "eps_clip_high": 0, "cispo_eps_clip_low": 0, "cispo_eps_clip_high": 0, "ppo_kl_coef": 0}
-"""Settings that may not be below a number."""
+"""Minimum values of settings."""
 
 ABOVE = {"clip_ratio_c": 1, "tau_pos": 0, "tau_neg": 0}
-"""Settings that must be above a number."""
+"""Exclusive lower bounds of settings."""
 
 
 def find_policy_loss(name: str, options: Mapping[str, Any]) -> tuple[Loss, dict[str, float]]:
-    """The policy loss `name` (registered, or "module:function") and its settings among the algorithm's options.
+    """Return the policy loss `name` (registered, or "module:function"), and its settings from the algorithm's options.
 
-    Raises KeyError for an unknown name and ValueError for a setting that is not a number of its range.
+    Raises KeyError for an unknown name, and ValueError for a setting that is not a number or out of range.
     """
     found = PolicyLossRegistry.get(name)
     loss = found if isinstance(found, Loss) else make_loss(name, found, OFF_POLICY)

@@ -1,9 +1,9 @@
-"""Loss reductions as token weights, so that every objective is a plain weighted sum.
+"""Loss reductions as token weights, so every objective is a plain weighted sum.
 
-The weights of a mini-batch are computed once, over all of it, from its loss mask. They sum to 1 (those of
-`seq_mean_token_sum_norm` to less). The mini-batch may then be cut in any way, into micro-batches and over devices, and
-policy, KL, entropy and value terms keep the same scale. Masks that come later, such as off-policy ones, multiply the
-weights and make the gradient smaller; nothing is divided again.
+The weights of a mini-batch are computed once, from its whole loss mask. They sum to 1, or to less for
+`seq_mean_token_sum_norm`. The mini-batch may then be split in any way, into micro-batches and over devices, and policy,
+KL, entropy and value terms keep the same scale. Masks that are applied later, such as off-policy masks, multiply the
+weights and shrink the gradient; weights are never normalized again.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,21 +24,21 @@ def token_weights(
     uids: Sequence[Hashable] | None = None,
     max_seq_len: int | None = None,
 ) -> Tokens:
-    """Weight of each token of a whole mini-batch, `[batch, tokens]`, 0 outside the mask.
+    """Return the weight of each token of a whole mini-batch, `[batch, tokens]`, 0 outside the mask.
 
-    Rows without a token, be they padding or filtered out, are no sequences: means leave them out.
+    Rows without tokens in the mask (padding or filtered rows) do not count as sequences.
 
     Args:
-        reduction: `token_mean` (all tokens alike), `sequence_mean` (all sequences alike, then their tokens),
-            `prompt_mean` (all prompts alike, then the tokens of all their sequences) or `seq_mean_token_sum_norm` (the
-            mean over sequences of their sum over tokens, divided by a constant; Dr. GRPO,
-            https://arxiv.org/abs/2503.20783).
-        mask: The loss mask, non-zero where a token counts.
-        like: An array of the library, dtype and shape of the result, such as the log-probabilities.
+        reduction: `token_mean` (all tokens have equal weight), `sequence_mean` (all sequences have equal weight, then
+            their tokens), `prompt_mean` (all prompts have equal weight, then the tokens of all their sequences) or
+            `seq_mean_token_sum_norm` (the mean over sequences of their sum over tokens, divided by a constant; Dr.
+            GRPO, https://arxiv.org/abs/2503.20783).
+        mask: Loss mask, non-zero for tokens that count.
+        like: Array with the library, dtype and shape of the result, such as the log-probabilities.
         uids: Prompt of each row, for `prompt_mean`.
         max_seq_len: The constant of `seq_mean_token_sum_norm`, in tokens.
 
-    Raises ValueError for an unknown reduction and for one that lacks its argument.
+    Raises ValueError for an unknown reduction or a missing argument of the reduction.
     """
     xp = array_namespace(like)
     counts = count(mask, like)
@@ -65,11 +65,11 @@ def token_weights(
 
 
 def _live(counts: Rows) -> Rows:
-    """Number of rows that have a token, at least 1; at each row."""
+    """Return the number of rows with tokens, at least 1, at each row."""
     xp = array_namespace(counts)
     return _at_least_one(xp.sum(xp.astype(counts > 0, counts.dtype)) + xp.zeros_like(counts))
 
 
 def _at_least_one(counts: Rows) -> Rows:
-    """Divisors that make empty sums 0 rather than undefined."""
+    """Return divisors that turn empty sums into 0 instead of undefined values."""
     return array_namespace(counts).where(counts < 1, 1.0, counts)

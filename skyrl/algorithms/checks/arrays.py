@@ -1,6 +1,6 @@
-"""Checks of token ids and numbers: the arrays of all data are looked at at once, never token by token.
+"""Checks of token ids and numbers. The arrays of all data are checked together, not token by token.
 
-What is wrong is named as `datum <number>: <field>[<place>]=<value>`, with the rule that it breaks.
+Errors name the place as `datum <number>: <field>[<place>]=<value>`, with the violated rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ from skyrl.errors import RequestError
 
 
 def token_ids(field: str, arrays: Sequence[np.ndarray], vocab_size: int) -> list[np.ndarray]:
-    """The arrays, one of each datum, as int32. Raises `RequestError` unless all of it is token ids."""
+    """Return the arrays, one per datum, as int32. Raises `RequestError` unless all values are token ids."""
     flat = np.concatenate([values.reshape(-1) for values in arrays])
     check_token_ids(field, flat, vocab_size, arrays)
     return _cut(flat.astype(np.int32), arrays)
 
 
 def check_token_ids(field: str, ids: np.ndarray, vocab_size: int, arrays: Sequence[np.ndarray] | None = None) -> None:
-    """Raise `RequestError` unless all ids are in the vocabulary. `arrays` as in `refuse_where`."""
+    """Raise `RequestError` unless all ids are in the vocabulary. For `arrays`, see `refuse_where`."""
     refuse_where(
         field,
         ids,
@@ -30,7 +30,10 @@ def check_token_ids(field: str, ids: np.ndarray, vocab_size: int, arrays: Sequen
 
 
 def numbers(field: str, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The arrays, one of each datum, as float32. Raises `RequestError` unless all of it is finite and not huge."""
+    """Return the arrays, one per datum, as float32.
+
+    Raises `RequestError` for values that are not finite or too large.
+    """
     with np.errstate(over="ignore"):
         flat = np.concatenate([values.reshape(-1) for values in arrays], dtype=np.float32, casting="unsafe")
     refuse_where(
@@ -50,14 +53,14 @@ def refuse_where(
     bad: Callable[[np.ndarray], np.ndarray],
     rule: str,
 ) -> None:
-    """Raise `RequestError` naming the first value that is `bad`.
+    """Raise `RequestError` for the first value that is `bad`.
 
     Args:
-        field: What the values are called by who sent them.
-        flat: All values, one after the other.
-        arrays: Arrays of these shapes, one of each datum, have the values. None: they belong to no datum.
-        bad: Says of each of `flat` whether it is.
-        rule: Follows the value in the message.
+        field: Name of the values in the request.
+        flat: All values, concatenated.
+        arrays: One array per datum; their shapes give the position of a value. None: the values belong to no datum.
+        bad: Returns True for each invalid element of `flat`.
+        rule: Text after the value in the message.
     """
     wrong = bad(flat)
     if not wrong.any():
@@ -73,7 +76,7 @@ def refuse_where(
 
 
 def _cut(flat: np.ndarray, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Parts of `flat` in the shapes of the arrays, one after the other. Not copied."""
+    """Split `flat` into views with the shapes of the arrays."""
     parts, start = [], 0
     for values in arrays:
         end = start + values.size

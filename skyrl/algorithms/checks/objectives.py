@@ -1,4 +1,4 @@
-"""Rules for the data of a pass with an objective, as `checks` has them for the losses of the protocol."""
+"""Checks of the data of a pass with an objective, like those in `requests` for the losses of the protocol."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from skyrl.types import Datum
 
 TARGETS = "target_tokens"
 NOTHING = np.zeros(0, np.float32)
-"""In the place of an input that a datum leaves out."""
+"""Substitute for an input that a datum does not give."""
 
 
 def check_objective_data(
@@ -19,10 +19,10 @@ def check_objective_data(
 ) -> list[Datum]:
     """Check the data of a pass and return it in normal form: token ids int32, other inputs float32.
 
-    Every datum has `target_tokens` `[tokens]` and the objective's needs; it may have the objective's other inputs,
-    `weights` (ones if left out) and `temperature` (1 if left out), all `[tokens]`.
+    Each datum has `target_tokens` `[tokens]` and the required inputs of the objective. It may have other inputs of the
+    objective, `weights` (default: ones) and `temperature` (default: 1), all `[tokens]`.
 
-    Raises `RequestError` for the first thing that is wrong.
+    Raises `RequestError` for the first violation.
     """
     if not data:
         raise RequestError("data is empty; send at least one datum")
@@ -44,7 +44,7 @@ def check_objective_data(
 
 
 def _check_form(where: str, datum: Datum, objective: Objective, max_context_length: int) -> None:
-    """Lengths agree, every required input is there and every input is known."""
+    """Check that lengths agree, required inputs are present and all inputs are known."""
     length, given = len(datum.tokens), datum.loss_fn_inputs
     if not 0 < length <= max_context_length:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Rule of losses that train on what a sampler drew, and on nothing else."""
+"""Check for losses that train only on sampled tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,19 +9,18 @@ from skyrl.errors import RequestError
 from skyrl.types import Datum
 
 NEEDING = ("stable_reinforce",)
-"""Losses whose data say which targets were sampled."""
+"""Losses that require data with the provenance of targets."""
 
 
 def only_sampled(data: Sequence[Datum], sampled: Sequence[np.ndarray | None], loss_fn: str) -> list[Datum]:
-    """Checked data with weight 0 where a target was not sampled.
+    """Return checked data, with weight 0 where a target was not sampled.
 
     Args:
-        data: As `check_pass` returns them, with `advantages`.
-        sampled: bool `[tokens]` of each datum, as it was sent.
+        data: Data from `check_pass`, with `advantages`.
+        sampled: bool `[tokens]` of each datum: True for sampled targets. None if the datum has no provenance.
         loss_fn: Name of the loss, for errors.
 
-    Raises `RequestError` for a datum that does not say which targets were sampled, and for an advantage of one that
-    was not.
+    Raises `RequestError` for a datum without provenance, and for a nonzero advantage of a target that was not sampled.
     """
     restricted = []
     for i, (datum, drawn) in enumerate(zip(data, sampled, strict=True)):

@@ -1,8 +1,8 @@
-"""Rules for a training pass or a sample, checked once, before anything is queued.
+"""Checks of training passes and samples, done once, before a request is queued.
 
-Below this boundary lengths agree, tokens are in the vocabulary, numbers are finite and options exist, so that a bad
-request fails alone and with a message that names the datum, the field, its value and a way out. All checks look at
-whole arrays, never at single tokens.
+Code below this boundary relies on equal lengths, token ids in the vocabulary, finite numbers and valid options. An
+invalid request thus fails alone, with a message that names the datum, the field, its value and a fix. All checks work
+on whole arrays, never on single tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from skyrl.errors import RequestError
 from skyrl.types import Datum, SamplingParams
 
 MAX_TOPK_PROMPT_LOGPROBS = 64
-"""Most alternatives per prompt token that a sample may ask for."""
+"""Maximum number of alternatives per prompt token in a sample request."""
 
 MAX_NUM_SAMPLES = 4096
-"""Most continuations of one prompt in one request."""
+"""Maximum number of samples per request."""
 
 FIELD_NAMES = {field: name for name, field in INPUT_FIELDS.items()}
 
@@ -32,13 +32,13 @@ def check_pass(
     vocab_size: int,
     max_context_length: int,
 ) -> list[Datum]:
-    """Check a forward or forward_backward request and return its data in one normal form.
+    """Check a forward or forward_backward request and return its data in normal form.
 
-    Arrays come back contiguous: tokens and `target_tokens` int32, other inputs float32. `weights` that are left out
-    are ones, for every loss. `target_tokens` are `[tokens]`, or `[tokens, K]` for cross_entropy with `weights` of the
-    same shape (cells that a sparse request left out are token 0 with weight 0).
+    Returned arrays are contiguous: tokens and `target_tokens` int32, other inputs float32. Missing `weights` are ones,
+    for every loss. `target_tokens` are `[tokens]`, or `[tokens, K]` for cross_entropy with `weights` of the same shape
+    (cells missing in a sparse request are token 0 with weight 0).
 
-    Raises `RequestError` for the first thing that is wrong.
+    Raises `RequestError` for the first violation.
     """
     refuse_unserved(loss_fn)
     spec = LOSSES[loss_fn]
@@ -63,7 +63,7 @@ def check_pass(
 
 
 def check_config(spec: Loss, config: Mapping[str, object]) -> None:
-    """Raise `RequestError` unless `config` holds known knobs of the loss with usable numbers."""
+    """Raise `RequestError` unless `config` contains only known settings of the loss with valid numbers."""
     for key, value in config.items():
         where = f"loss_fn_config[{key!r}]={value!r}"
         if key not in spec.knobs:
@@ -94,7 +94,7 @@ def check_sample(
 ) -> int:
     """Check a sample request. Returns its token limit: `max_tokens`, or the rest of the context if that is None.
 
-    Raises `RequestError` for the first thing that is wrong.
+    Raises `RequestError` for the first violation.
     """
     length = len(prompt)
     if length == 0:
@@ -145,7 +145,7 @@ def _check_stops(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_names(spec: Loss, data: Sequence[Datum]) -> None:
-    """Every required input is there and every input is known, by name."""
+    """Check that required inputs are present and all inputs are known, by name."""
     needed = {"target_tokens", *(FIELD_NAMES[field] for field in spec.needs)}
     allowed = {*needed, "weights", *(FIELD_NAMES[field] for field in spec.optional)}
     for i, datum in enumerate(data):
@@ -206,7 +206,7 @@ def _targets(data: Sequence[Datum], loss_fn: str, vocab_size: int) -> list[np.nd
 
 
 def _float_inputs(name: str, data: Sequence[Datum], targets: list[np.ndarray]) -> list[np.ndarray]:
-    """A float input of every datum as float32; where it is left out, ones for weights, otherwise the empty value."""
+    """Return a float input of every datum as float32. Missing values are ones for weights, else those of `EMPTY`."""
     default = 1.0 if name == "weights" else getattr(EMPTY, INPUT_FIELDS[name])
     arrays: list[np.ndarray] = []
     given = set()
@@ -231,7 +231,7 @@ def _float_inputs(name: str, data: Sequence[Datum], targets: list[np.ndarray]) -
 
 
 def _check_clips(spec: Loss, columns: Mapping[str, list[np.ndarray]], config: Mapping[str, Any]) -> None:
-    """Lower bounds are not above upper ones, where either is given per token."""
+    """Check that lower bounds are not above upper bounds, if either is given per token."""
     names = ("clip_low_threshold", "clip_high_threshold")
     if not columns.keys() & set(names):
         return

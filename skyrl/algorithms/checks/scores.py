@@ -1,4 +1,4 @@
-"""Rules for the scores that a sample asks for: options beside its tokens, checked where the sample is."""
+"""Checks of the requested scores of a sample: options beside its tokens."""
 
 import numpy as np
 
@@ -7,16 +7,16 @@ from skyrl.errors import RequestError
 from skyrl.types import TokenMatrix
 
 MAX_TOPK_SAMPLE_LOGPROBS = MAX_TOPK_PROMPT_LOGPROBS
-"""Most alternatives per generated token that a sample may ask for."""
+"""Maximum number of alternatives per generated token in a sample request."""
 
 MAX_PROMPT_ALT_TOKENS = 64
-"""Most draws per prompt token."""
+"""Maximum number of draws per prompt token."""
 
 MAX_SAMPLE_CELLS = 2**24
-"""Most alternatives in all sequences of a request together."""
+"""Maximum total number of alternatives in all sequences of a request."""
 
 MAX_TARGET_CELLS = 2**22
-"""Most cells of `target_prompt_logprobs`."""
+"""Maximum number of cells of `target_prompt_logprobs`."""
 
 
 def check_scores(
@@ -31,9 +31,9 @@ def check_scores(
     prompt_alt_tokens_k: int = 0,
     vocab_size: int,
 ) -> None:
-    """Check the options of a sample that `check_sample` has passed. Raises `RequestError` for the first that is wrong.
+    """Check the options of a sample that passed `check_sample`. Raises `RequestError` for the first violation.
 
-    `max_tokens` is what `check_sample` returned.
+    `max_tokens` is the return value of `check_sample`.
     """
     _check_count("topk_sample_logprobs", topk_sample_logprobs, min(MAX_TOPK_SAMPLE_LOGPROBS, vocab_size))
     cells = topk_sample_logprobs * num_samples * max_tokens

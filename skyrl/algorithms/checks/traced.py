@@ -1,4 +1,4 @@
-"""Rules for the data of a pass with a traced loss."""
+"""Checks of the data of a pass with a traced loss."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ from skyrl.types import Datum
 
 TARGETS = "target_tokens"
 NAMED = "named."
-"""Before the name of a traced loss's input in a checked datum, where `weights` are those of the pass."""
+"""Prefix of the inputs of a traced loss in a checked datum, where `weights` are those of the pass."""
 ADDED = {"weights", "mask"}
-"""Inputs that programs put into every datum, whatever its loss reads."""
+"""Inputs that client programs add to every datum, even if the loss does not read them."""
 LARGEST_INTEGER = 2**24
-"""Integers up to here are exact as float32."""
+"""Largest integer up to which all integers are exact in float32."""
 
 
 def check_traced_data(
@@ -31,11 +31,12 @@ def check_traced_data(
 ) -> list[Datum]:
     """Check the data of a pass with a traced loss and return it in normal form.
 
-    Token ids come back int32; `weights` are ones; each input of the loss is under `NAMED` and its name, float32
-    `[tokens]` (a scalar at each token) or `[tokens, K]`, and `NAMED` with `COLUMNS` has K at each token. Of what it
-    does not read, `ADDED` is left out; the rest, too, unless `refuse_unread`, as servers did before they refused it.
+    Token ids are int32; `weights` are ones. Each input of the loss has the key `NAMED` plus its name, and is float32
+    `[tokens]` (a scalar is repeated at each token) or `[tokens, K]`. The key `NAMED` plus `COLUMNS` contains K at each
+    token. Inputs in `ADDED` that the loss does not read are dropped. Other unread inputs raise an error if
+    `refuse_unread`, else they are dropped too, as older servers did.
 
-    Raises `RequestError` for the first thing that is wrong.
+    Raises `RequestError` for the first violation.
     """
     if not data:
         raise RequestError("data is empty; send at least one datum")
@@ -72,7 +73,7 @@ def _check_names(data: Sequence[Datum], objective: TracedObjective) -> None:
 
 
 def _check_form(where: str, datum: Datum, objective: TracedObjective, max_context_length: int) -> tuple[int, int]:
-    """Number of tokens, and of targets per token, of a datum whose shapes are as the loss declared them."""
+    """Check a datum's shapes against the declared ones. Returns its number of tokens and its targets per token."""
     length, given = len(datum.tokens), datum.loss_fn_inputs
     if not objective.min_tokens <= length <= max_context_length:
         raise RequestError(
@@ -104,7 +105,7 @@ def _check_form(where: str, datum: Datum, objective: TracedObjective, max_contex
 
 
 def _shape(values: np.ndarray, rank: int) -> tuple[int, ...]:
-    """Shape of an input. Protobuf has one form for a scalar and for a list of one."""
+    """Return the shape of an input. Protobuf has the same form for a scalar and a list with one element."""
     return () if rank == 0 and values.shape == (1,) else values.shape
 
 

@@ -1,7 +1,7 @@
-"""The graph of a traced loss, read from the wire into one normal form: its text is what the loss is.
+"""Parser of the graph of a traced loss. It produces a normal form, whose text identifies the loss.
 
-Names of nodes become numbers and the rest is written as JSON with sorted keys, so that equal losses are equal texts,
-whatever session they come from. What is bounded here bounds the work of everything that reads a graph later.
+Node names are replaced by numbers, and the rest is written as JSON with sorted keys. Equal losses thus have equal texts
+in all sessions. The limits here bound the work of all later code that reads a graph.
 """
 
 import json
@@ -15,19 +15,19 @@ from typing import Any
 from skyrl.errors import RequestError
 
 MAX_INPUTS = 16
-"""Inputs of a loss, `logprobs` included."""
+"""Maximum number of inputs of a loss, including `logprobs`."""
 MAX_NODES = 256
-"""Nodes of a graph."""
+"""Maximum number of nodes of a graph."""
 MAX_ARGUMENTS = 64
-"""Values in the arguments of one node, inner ones included."""
+"""Maximum number of values in the arguments of one node, including nested ones."""
 MAX_ALL_ARGUMENTS = 4096
-"""Those of all nodes together."""
+"""Maximum number of values in the arguments of all nodes."""
 MAX_DEPTH = 6
-"""Levels of an argument: a tuple of slices has two."""
+"""Maximum nesting depth of an argument: a tuple of slices has two levels."""
 MAX_NAME = 200
-"""Characters of a name."""
+"""Maximum length of a name, in characters."""
 LARGEST_NUMBER = 1e30
-"""Largest magnitude of a constant."""
+"""Maximum magnitude of a constant."""
 LOGPROBS = "logprobs"
 INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
@@ -38,7 +38,7 @@ FLOATS = ("inf", "-inf", "nan")
 
 @dataclass(frozen=True)
 class Ref:
-    """The value of an earlier node."""
+    """Reference to the value of an earlier node."""
 
     node: int
 
@@ -63,19 +63,22 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced loss: what it reads, and its steps in order."""
+    """A traced loss: its inputs, and its steps in order."""
 
     inputs: tuple[tuple[str, int], ...]
-    """Name and rank of each input: 0 is a scalar, 1 `[tokens]`, 2 `[tokens, targets]`. `logprobs` is the first."""
+    """Name and rank of each input: 0 for a scalar, 1 for `[tokens]`, 2 for `[tokens, targets]`.
+
+    The first is `logprobs`.
+    """
     nodes: tuple[Node, ...]
-    """The last is the output: loss and metrics."""
+    """Nodes in order; the last one is the output (loss and metrics)."""
 
 
 def specification_of(inputs: Sequence[tuple[str, int]], nodes: Sequence[Mapping[str, Any]]) -> str:
-    """The normal form of a graph as clients send it: nodes with `op`, `name`, `target`, `args` and `kwargs`.
+    """Return the normal form of a graph from a client: nodes with `op`, `name`, `target`, `args` and `kwargs`.
 
-    Raises `RequestError` naming the node and the rule for what is no graph of this form. Whether its operations are
-    allowed is not looked at.
+    Raises `RequestError`, which names the node and the rule, for an invalid graph. It does not check whether operations
+    are allowed.
     """
     if not 1 <= len(inputs) <= MAX_INPUTS:
         raise RequestError(f"inputs: {len(inputs)} of them; a loss takes 1 to {MAX_INPUTS}, logprobs included")
@@ -119,7 +122,7 @@ def specification_of(inputs: Sequence[tuple[str, int]], nodes: Sequence[Mapping[
 
 @lru_cache(maxsize=64)
 def read_graph(specification: str) -> Graph:
-    """The graph of a text that `specification_of` made."""
+    """Parse the text of a graph from `specification_of`."""
     spec = json.loads(specification)
     nodes = tuple(
         Node(
@@ -134,7 +137,7 @@ def read_graph(specification: str) -> Graph:
 
 
 class _Reader:
-    """Reads the arguments of one node, so many at most."""
+    """Reads the arguments of one node, up to a maximum number of values."""
 
     def __init__(self, where: str, numbers: Mapping[str, int], most: int):
         self._where = where
@@ -143,7 +146,7 @@ class _Reader:
         self.taken = 0
 
     def normal(self, arg: Any, depth: int = 0) -> Any:
-        """An argument with names of nodes replaced by numbers."""
+        """Return an argument with node names replaced by numbers."""
         self.taken += 1
         if self.taken > self._most:
             raise RequestError(
@@ -187,14 +190,14 @@ class _Reader:
         raise RequestError(f"{self._where}: an argument of the form {str(kind)[:MAX_NAME]!r} is not known")
 
     def text(self, text: str) -> str:
-        """A text of bounded length."""
+        """Return a text, checked for its length."""
         if len(text) > MAX_NAME:
             raise RequestError(f"{self._where}: a text of {len(text)} characters; use at most {MAX_NAME}")
         return text
 
 
 def _value(arg: Any) -> Any:
-    """An argument in normal form as Python has it, with `Ref` and `Constant` in it."""
+    """Convert an argument from normal form to Python values, with `Ref` and `Constant`."""
     if isinstance(arg, list):
         return [_value(inner) for inner in arg]
     if not isinstance(arg, dict):

@@ -1,8 +1,8 @@
-"""A traced loss as a backend takes it: an objective whose value is its graph's text.
+"""Traced losses as objectives of backends. The text of the graph identifies the objective.
 
-The graph maps one datum's log-probabilities to one number. Its gradient with respect to them is taken here, within the
-step, and passed on as the constant factor of each log-probability: what `forward_backward_custom` of the SDK does with
-two passes and the client between them, in one.
+The graph maps the log-probabilities of one datum to one number. The gradient with respect to them is computed here, in
+the training step, and used as the constant factor of each log-probability. The result is that of the SDK's
+`forward_backward_custom`, in one pass instead of two passes with the client in between.
 """
 
 from collections.abc import Mapping
@@ -24,25 +24,25 @@ from skyrl.errors import RequestError
 from skyrl.types import ForwardBackwardOutput
 
 MAX_COST = 512
-"""Sum of what a graph's operations cost, in arrays of a tile."""
+"""Maximum total cost of a graph's operations, in arrays of a tile."""
 MAX_METRICS = 32
 CALLS = ("call_function", "call_method")
 
 Metrics = dict[str, Float[Any, "batch segments"]]
-"""By name, a number of each datum."""
+"""One number per datum, by name."""
 
 
 @dataclass(frozen=True)
 class TracedObjective:
-    """A traced loss. Equal texts are equal objectives. Made by `traced_objective`."""
+    """A traced loss. Objectives with equal texts are equal. Created by `traced_objective`."""
 
     specification: str
     """See `specification_of`."""
     graph: Graph = field(compare=False, repr=False)
     min_tokens: int = field(default=1, compare=False)
-    """Fewest tokens of a datum for which it is defined: it may look at the second, or the last but one."""
+    """Minimum number of tokens per datum for which the loss is defined: it may use the second or the last but one."""
     min_columns: int = field(default=1, compare=False)
-    """Fewest targets per token, likewise."""
+    """Minimum number of targets per token for which the loss is defined."""
     needs: tuple[str, ...] = field(default=(), init=False)
     inputs: tuple[str, ...] = field(default=(), init=False)
     outputs: tuple[Output, ...] = field(default=(LOGPROBS,), init=False)
@@ -52,13 +52,16 @@ class TracedObjective:
         return traced_objective, (self.specification,)
 
     def __call__(self, x: LossInputs) -> Tokens:
-        """Loss of each token `[batch, tokens]`: a datum's whole loss at its first."""
+        """Return the loss of each token `[batch, tokens]`.
+
+        The first token of a datum has the whole loss of the datum.
+        """
         return self.measured(x)[0]
 
     def measured(self, x: LossInputs) -> tuple[Tokens, Metrics]:
-        """Loss of each token, and the loss's metrics of each datum.
+        """Return the loss of each token, and the metrics of each datum.
 
-        A loss that is not a finite number, or whose gradient is not or is above LARGEST, is NaN and has no gradient.
+        A loss is NaN and has no gradient if it is not finite, or if its gradient is not finite or above LARGEST.
         """
         assert x.named is not None and x.segments is not None, "a traced loss reads `named` inputs by datum"
         logprobs = x.named[LOGPROBS]
@@ -88,10 +91,11 @@ class TracedObjective:
 
 @lru_cache(maxsize=64)
 def traced_objective(specification: str) -> TracedObjective:
-    """The objective of a graph in normal form.
+    """Return the objective of a graph in normal form.
 
-    Raises `RequestError`, which names the node and the rule, for a graph that calls what is not on the list, or has
-    shapes that cannot be computed for all datums together. One that is stored is not measured by today's `MAX_COST`.
+    Raises `RequestError`, which names the node and the rule, for operations that are not allowed and for shapes that
+    cannot be computed for all datums together. `MAX_COST` is not checked, because a stored graph may be older than the
+    limit.
     """
     graph = read_graph(specification)
     layout = _example_layout(graph)
@@ -102,12 +106,12 @@ def traced_objective(specification: str) -> TracedObjective:
 
 
 def measured(objective: Objective, x: LossInputs) -> tuple[Tokens, Metrics]:
-    """Loss of each token and metrics of each datum, of any objective."""
+    """Return the loss of each token and the metrics of each datum, for any objective."""
     return objective.measured(x) if isinstance(objective, TracedObjective) else (objective(x), {})
 
 
 def refuse_not_finite(output: ForwardBackwardOutput) -> None:
-    """Raise `RequestError` for the result of a pass in which a traced loss was no number, or had no usable gradient."""
+    """Raise `RequestError` if a traced loss in the result of a pass was not finite or had no usable gradient."""
     for i, arrays in enumerate(output.loss_fn_outputs):
         if not np.isfinite(arrays["elementwise_loss"]).all():
             raise RequestError(
@@ -117,14 +121,14 @@ def refuse_not_finite(output: ForwardBackwardOutput) -> None:
 
 
 def evaluate(graph: Graph, layout: Layout, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Loss and metrics of each datum, `[batch, slots]`.
+    """Evaluate loss and metrics of each datum, `[batch, slots]`.
 
     Args:
         graph: The loss.
-        layout: Places of the datums.
-        named: Inputs as they lie in the rows, `[batch, tokens]`, or `[batch, tokens, targets]` of rank 2.
+        layout: Positions of the datums.
+        named: Packed inputs, `[batch, tokens]`, or `[batch, tokens, targets]` for rank 2.
 
-    Raises `RequestError` for what is not on the list.
+    Raises `RequestError` for operations that are not allowed.
     """
     ranks, values = dict(graph.inputs), []
     for place, node in enumerate(graph.nodes):
@@ -182,7 +186,7 @@ def _depends_on_logprobs(graph: Graph) -> bool:
 
 
 def check_new(specification: str) -> None:
-    """Check a graph that is not in use yet. Raises `RequestError` as `traced_objective`, and for too large a one."""
+    """Check a new graph. Raises `RequestError` as `traced_objective`, and for a graph that exceeds `MAX_COST`."""
     operations = [ALLOWED.get(_key(node)) for node in read_graph(specification).nodes if node.op in CALLS]
     total = sum(operation.cost for operation in operations if operation is not None)
     if total > MAX_COST:
@@ -208,7 +212,7 @@ def _key(node: Node) -> str:
 
 
 def _resolved(arg: Any, values: list[Any]) -> Any:
-    """An argument with values in the places of what names them."""
+    """Return an argument with references replaced by values."""
     match arg:
         case Ref(node):
             return values[node]
@@ -226,6 +230,6 @@ def _resolved(arg: Any, values: list[Any]) -> Any:
 
 
 def _example_layout(graph: Graph) -> Layout:
-    """A row of two small datums, in which the shapes of a graph are tried."""
+    """Return the layout of one row with two small datums, for checking the shapes of a graph."""
     segments = np.asarray([[0, 0, 0, 1, 1, -1]], np.int32)
     return Layout(segments, 2, np.zeros((1, 6), np.float32), np.full((1, 6), 2, np.float32))

@@ -1,10 +1,10 @@
-"""Operations that a traced loss may call: the list, and the functions of it that work element by element.
+"""Allowed operations of traced losses: the registry, and the elementwise functions.
 
-An entry is found by the name that the wire has for it: `torch.exp`, `operator.add`, or `.exp` for a method of tensors.
-A function gets the layout of the data and the arguments, positional and by keyword as torch names them. It computes
-what torch does, gradient included, on float32; integers of the data are float32 too. To allow more, add a function
-with `@allowed`: what it returns may not be larger than a tile, and its `cost` is the number of arrays of that size that
-it makes.
+An operation is found by its name in the wire format: `torch.exp`, `operator.add`, or `.exp` for a tensor method. A
+function gets the layout of the data, and positional and keyword arguments with torch's names. It computes the same as
+torch, gradient included, in float32; integers of the data are also float32. To allow another operation, add a function
+with `@allowed`. Its result must not be larger than a tile. Its `cost` is the number of arrays of that size that it
+creates.
 """
 
 import inspect
@@ -21,14 +21,14 @@ from skyrl.errors import RequestError
 
 @dataclass(frozen=True)
 class Operation:
-    """An entry of the list."""
+    """An allowed operation."""
 
     function: Callable[..., Any]
     signature: inspect.Signature
     cost: int
 
     def __call__(self, layout: Layout, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Its value. Raises `RequestError` for arguments that it does not take."""
+        """Compute the value. Raises `RequestError` for invalid arguments."""
         named = {"dim" if key == "axis" else key: value for key, value in kwargs.items() if key not in IGNORED}
         try:
             self.signature.bind(layout, *args, **named)
@@ -39,12 +39,12 @@ class Operation:
 
 ALLOWED: dict[str, Operation] = {}
 IGNORED = {"_stacklevel", "inplace", "size_average", "reduce"}
-"""Arguments of torch's own that change no value."""
+"""Arguments of torch that do not affect values."""
 DTYPES = ("float32", "float", "bool", "int64", "long", "int32", "int")
 
 
 def allowed(*names: str, cost: int = 1) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Put the decorated function on the list under these names of the wire."""
+    """Register the decorated function under these names of the wire format."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         entry = Operation(function, inspect.signature(function), cost)
@@ -55,19 +55,19 @@ def allowed(*names: str, cost: int = 1) -> Callable[[Callable[..., Any]], Callab
 
 
 def _names(*names: str) -> tuple[str, ...]:
-    """A function of torch and the method of the same name."""
+    """Return the names of torch functions and of the methods with the same names."""
     return tuple(text for name in names for text in (f"torch.{name}", f".{name}"))
 
 
 def operand(value: Any) -> Operand:
-    """An argument to compute with. Raises `RequestError` for what is neither a tensor nor a number."""
+    """Return an operand. Raises `RequestError` unless it is a tensor or a number."""
     if isinstance(value, Ragged | int | float):
         return value
     raise RequestError(f"argument {value!r:.100}: must be a tensor or a number")
 
 
 def elementwise(layout: Layout, function: Callable[..., Any], *values: Any) -> Any:
-    """`function` of arrays, float32, of all operands; of numbers alone a number."""
+    """Apply `function` to float32 arrays of all operands. Plain numbers are converted to values."""
     operands = [operand(value) for value in values]
     if not any(isinstance(value, Ragged) for value in operands):
         operands = [layout.number(value) for value in operands]
@@ -162,7 +162,7 @@ def softplus(layout: Layout, x: Any, /, beta: Any = 1.0, threshold: Any = 20.0) 
 
 @allowed(*_names("clamp", "clip"))
 def clamp(layout: Layout, x: Any, /, min: Any = None, max: Any = None) -> Any:
-    """Bounded values; on a bound the gradient passes, as in torch."""
+    """Clamp values; a value on a bound keeps its gradient, as in torch."""
     xp = layout.xp
     if min is not None:
         x = elementwise(layout, lambda a, low: xp.where(a < low, low, a), x, min)
@@ -182,7 +182,7 @@ def clamp_max(layout: Layout, x: Any, /, max: Any) -> Any:
 
 
 def truth(layout: Layout, value: Any) -> Ragged:
-    """A value of truth. Raises `RequestError` for other tensors, as torch does where it needs one."""
+    """Return a boolean value. Raises `RequestError` for other tensors, as torch does where it requires booleans."""
     if not layout.is_bool(value):
         raise RequestError("a mask must be a comparison, or a tensor after .bool()")
     return value
@@ -261,7 +261,7 @@ def to_integer(layout: Layout, x: Any, /) -> Any:
 
 @allowed(".to", ".type")
 def to(layout: Layout, x: Any, *others: Any, dtype: Any = None, device: Any = None, **same_values: Any) -> Any:
-    """The value as another dtype. Devices mean nothing here."""
+    """Convert the value to another dtype. Devices are ignored."""
     result = tensor(x)
     for other in (*others, dtype, device):
         if isinstance(other, Constant) and other.kind == "dtype":
@@ -314,7 +314,7 @@ def attribute(layout: Layout, x: Any, name: Any, /) -> Any:
 
 
 def _of_a_size(function: str, compute: Callable[[Any, Any], Any]) -> None:
-    """Functions of `math`, which turn what they get into a Python number: nothing passes a gradient."""
+    """Register a function of `math`. It converts its argument to a Python number, so its result has no gradient."""
 
     @allowed(f"math.{function}")
     def ofnumber(layout: Layout, x: Any, /) -> Any:
@@ -333,14 +333,14 @@ _of_a_size("exp", lambda xp, a: xp.exp(a))
 
 
 def tensor(value: Any) -> Ragged:
-    """An argument that has to be a tensor. Raises `RequestError`."""
+    """Return a tensor argument. Raises `RequestError` for other values."""
     if isinstance(value, Ragged):
         return value
     raise RequestError(f"argument {value!r:.100}: must be a tensor")
 
 
 def number(name: str, value: Any) -> float:
-    """An argument that has to be a plain number. Raises `RequestError`."""
+    """Return a number argument. Raises `RequestError` for other values."""
     if isinstance(value, bool | int | float):
         return float(value)
     raise RequestError(f"{name}={value!r:.100}: must be a number")
@@ -356,5 +356,5 @@ def _as_dtype(layout: Layout, x: Ragged, dtype: Any) -> Ragged:
 
 
 def check_dtype(layout: Layout, x: Ragged, dtype: Any) -> Ragged:
-    """A value as the `dtype` argument of an operation asks; None leaves it."""
+    """Apply the `dtype` argument of an operation; None keeps the type."""
     return x if dtype is None else _as_dtype(layout, x, dtype)

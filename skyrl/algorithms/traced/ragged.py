@@ -1,13 +1,13 @@
-"""Values of a traced loss: written for one datum, computed for all datums that lie packed in a row.
+"""Values of a traced loss: the loss is written for one datum and computed for all datums packed in a row.
 
-A value has the shape that it has for one datum, as a tuple of `Dim`: that datum's tokens, its targets per token, or 1.
-It is one array for all: `[batch, tokens]` or `[batch, tokens, targets]` where the first dimension is the datum's
-tokens, else `[batch, slots]` with one number of each datum. So no value is larger than the tile, whatever the graph:
-shapes that would be (tokens x tokens, one value per target and datum) are refused.
+The shape of a value is its shape for one datum, as a tuple of `Dim`: the datum's tokens, its targets per token, or 1.
+One array contains the value of all datums: `[batch, tokens]` or `[batch, tokens, targets]` if the first dimension is
+the datum's tokens, else `[batch, slots]` with one number per datum. No value is thus larger than the tile, for any
+graph. Larger shapes (tokens x tokens, one value per target and datum) are rejected.
 
-Padding is a datum of its own, the last slot: what is computed there, NaN included, stays there. Cells that slicing cut
-off repeat their datum's first cell, and unused targets the first target, so that they hold nothing that the datum does
-not hold anyway.
+Padding is a separate datum in the last slot, so results for padding, NaN included, stay there. Cells that a slice
+removed repeat their datum's first cell, and unused targets repeat the first target. They thus contain only values that
+the datum contains anyway.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from array_api_compat import array_namespace
 from skyrl.errors import RequestError
 
 COLUMNS = "K"
-"""Name, which no input can have, of the number of targets per token of each token's datum."""
+"""Name of the number of targets per token, repeated at each token. No input can have this name."""
 MAX_RANK = 3
 
 
 class Dim(NamedTuple):
-    """A dimension of a value as one datum has it."""
+    """A dimension of a value, for one datum."""
 
     kind: Literal["tokens", "columns", "one"]
     dropped: int = 0
-    """Tokens that it has less than the datum."""
+    """Number of tokens by which it is shorter than the datum."""
 
 
 TOKENS, TARGETS, ONE = Dim("tokens"), Dim("columns"), Dim("one")
@@ -37,7 +37,7 @@ TOKENS, TARGETS, ONE = Dim("tokens"), Dim("columns"), Dim("one")
 
 @dataclass(frozen=True)
 class Ragged:
-    """A float32 or boolean value of every datum."""
+    """A float32 or boolean value of each datum."""
 
     array: Any
     dims: tuple[Dim, ...]
@@ -63,13 +63,13 @@ class Needs:
 
 
 class Layout:
-    """Places of datums in rows.
+    """Positions of datums in rows.
 
     Args:
-        segments: int32 `[batch, tokens]`: which of its row's datums a token belongs to, -1 in padding.
-        num_segments: Upper bound on the datums of a row.
-        like: A float32 array `[batch, tokens]`.
-        columns: float32 `[batch, tokens]`: targets per token of each token's datum; None: nothing has several.
+        segments: int32 `[batch, tokens]`: number of each token's datum in its row, -1 in padding.
+        num_segments: Upper bound on the number of datums per row.
+        like: float32 array `[batch, tokens]`.
+        columns: float32 `[batch, tokens]`: targets per token of each token's datum. None: no value has several targets.
     """
 
     def __init__(self, segments: Any, num_segments: int, like: Any, columns: Any = None):
@@ -89,42 +89,42 @@ class Layout:
         self._columns = columns
 
     def _counting(self, to: int) -> Any:
-        """float32 `[1, to]`: 1, 2, ..."""
+        """Return float32 `[1, to]`: 1, 2, ..."""
         return self.xp.cumulative_sum(self.xp.broadcast_to(self._nothing + 1, (1, to)), axis=1)
 
     # -- between datums and their tokens ------------------------------------------------------------------------------
 
     def spread(self, values: Any) -> Any:
-        """A number of each datum `[batch, slots]` at each of its tokens `[batch, tokens]`."""
+        """Repeat a number per datum `[batch, slots]` at each of its tokens `[batch, tokens]`."""
         return self.xp.sum(self.xp.where(self._member, values[:, None, :], self._zero), axis=2)
 
     def total(self, values: Any) -> Any:
-        """Sum over each datum's tokens, `[batch, slots]`."""
+        """Return the sum over each datum's tokens, `[batch, slots]`."""
         return self.xp.sum(self.xp.where(self._member, values[:, :, None], self._zero), axis=1)
 
     def largest(self, values: Any) -> Any:
-        """Maximum over each datum's tokens, `[batch, slots]`; minus infinity of none."""
+        """Return the maximum over each datum's tokens, `[batch, slots]`; minus infinity if there are none."""
         return self.xp.max(self.xp.where(self._member, values[:, :, None], self._zero - self.xp.inf), axis=1)
 
     def live(self, dim: Dim) -> Any:
-        """bool `[batch, tokens]`: the cells of such a dimension."""
+        """Return the cells of a dimension, as bool `[batch, tokens]`."""
         return self.position < self._length - dim.dropped
 
     @cached_property
     def column_count(self) -> Any:
-        """Targets per token of each datum, `[batch, slots]`."""
+        """Number of targets per token of each datum, `[batch, slots]`."""
         assert self._columns is not None, "only where a value has several targets per token"
         return self.total(self.xp.where(self.position == 0, self._columns, self.xp.zeros_like(self._columns)))
 
     def used(self, width: int) -> Any:
-        """bool `[batch, tokens, width]`: the targets that a token has."""
+        """Return the targets that each token has, as bool `[batch, tokens, width]`."""
         assert self._columns is not None, "only where a value has several targets per token"
         return self._counting(width)[:, None, :] <= self._columns[:, :, None]
 
     # -- values -------------------------------------------------------------------------------------------------------
 
     def input(self, array: Any, rank: int) -> Ragged:
-        """An input as it lies in the row: `[batch, tokens]`, or of rank 2 `[batch, tokens, targets]`."""
+        """Return the value of a packed input: `[batch, tokens]`, or `[batch, tokens, targets]` for rank 2."""
         if rank == 0:
             return Ragged(self.first(array), ())
         if rank == 1:
@@ -133,27 +133,27 @@ class Layout:
         return Ragged(self.xp.where(self.used(array.shape[2]), array, array[:, :, :1]), (TOKENS, TARGETS))
 
     def first(self, array: Any) -> Any:
-        """Value at each datum's first token, `[batch, slots]`."""
+        """Return the value at each datum's first token, `[batch, slots]`."""
         return self.total(self.xp.where(self.position == 0, array, self.xp.zeros_like(array)))
 
     def size(self, dim: Dim) -> "Ragged | int":
-        """Length of a dimension."""
+        """Return the length of a dimension."""
         if dim.kind == "one":
             return 1
         return Ragged(self.count - dim.dropped if dim.kind == "tokens" else self.column_count, ())
 
     def full(self, number: float, ndim: int) -> Any:
-        """A float32 array of one number that fits to all others with so many axes."""
+        """Return a constant float32 array that broadcasts to arrays with `ndim` axes."""
         return (self._nothing if ndim == 2 else self._nothing[:, :, None]) + number
 
     def number(self, operand: Operand) -> Ragged:
-        """An operand as a value of each datum, if it is a plain number."""
+        """Convert an operand to a value per datum if it is a plain number."""
         if isinstance(operand, Ragged):
             return operand
         return Ragged(self.xp.zeros_like(self.count) + float(operand), ())
 
     def at_cells(self, array: Any, cells: Any) -> Any:
-        """The array `[batch, tokens]` or `[batch, tokens, targets]` with each cell taken from another of its row."""
+        """Gather each cell of an array `[batch, tokens]` or `[batch, tokens, targets]` from another cell of its row."""
         xp = self.xp
         inside = xp.where(
             cells < 0, xp.zeros_like(cells), xp.where(cells > self._last, xp.full_like(cells, self._last), cells)
@@ -162,7 +162,7 @@ class Layout:
         return xp.stack([xp.take(array[row], numbers[row], axis=0) for row in range(array.shape[0])], axis=0)
 
     def moved(self, value: Ragged, by: int, dropped: int) -> Ragged:
-        """The value without its first `by` tokens, and as many less at its end that `dropped` are missing in all."""
+        """Return the value without its first `by` tokens, cut at the end so that `dropped` tokens are missing."""
         dim = Dim("tokens", dropped)
         inside = self.position < self._length - dropped
         cells = self._start + by + self.xp.where(inside, self.position, self.xp.zeros_like(self.position))
@@ -170,13 +170,13 @@ class Layout:
         return Ragged(self.at_cells(value.array, cells), (dim, *value.dims[1:]))
 
     def reversed(self, value: Ragged) -> Ragged:
-        """The value with its tokens in the opposite order."""
+        """Return the value with its tokens in reverse order."""
         last = self._length - value.dims[0].dropped - 1
         cells = self._start + self.xp.where(self.position > last, last, last - self.position)
         return Ragged(self.at_cells(value.array, cells), value.dims)
 
     def token(self, value: Ragged, place: int) -> Any:
-        """Number of each datum `[batch, slots]` at a place among its tokens; negative ones count from the end."""
+        """Return one token's number per datum, `[batch, slots]`; negative places count from the end."""
         length = self._length - value.dims[0].dropped
         at = place if place >= 0 else length + place
         self.needs.tokens = max(self.needs.tokens, value.dims[0].dropped + (place + 1 if place >= 0 else -place))
@@ -185,9 +185,9 @@ class Layout:
     # -- operands -----------------------------------------------------------------------------------------------------
 
     def aligned(self, *operands: Operand) -> tuple[list[Any], tuple[Dim, ...]]:
-        """Arrays that can be computed with element by element, and the shape of what comes of it, as torch broadcasts.
+        """Return arrays that can be combined elementwise, and the shape of the result, with torch's broadcasting.
 
-        Raises `RequestError` for shapes that do not go together, and for those that would be larger than a tile.
+        Raises `RequestError` for shapes that do not broadcast, and for results that would be larger than a tile.
         """
         values = [operand for operand in operands if isinstance(operand, Ragged)]
         rank = max((len(value.dims) for value in values), default=0)
@@ -206,13 +206,13 @@ class Layout:
         return arrays, dims
 
     def spread_of(self, value: Ragged) -> Any:
-        """A value per datum at each of its tokens, of its own type."""
+        """Repeat a value per datum at each of its tokens, with the same dtype."""
         if self.xp.isdtype(value.array.dtype, "bool"):
             return self.spread(self.floats(value).array) != 0
         return self.spread(value.array)
 
     def floats(self, operand: Ragged) -> Ragged:
-        """The value as float32; truth is 1."""
+        """Convert the value to float32; True becomes 1."""
         if not self.xp.isdtype(operand.array.dtype, "bool"):
             return operand
         zero = self.full(0.0, operand.array.ndim)
@@ -223,7 +223,7 @@ class Layout:
 
 
 def axis_of(value: Ragged, dim: Any) -> int:
-    """A dimension of a value, from 0. Raises `RequestError` where it has no such."""
+    """Return a dimension of a value, from 0. Raises `RequestError` if it is out of range."""
     rank = max(1, len(value.dims))
     if isinstance(dim, bool) or not isinstance(dim, int) or not -rank <= dim < rank:
         raise RequestError(f"dim={dim!r}: the value has {len(value.dims)} dimensions, {described(value.dims)}")
@@ -231,7 +231,7 @@ def axis_of(value: Ragged, dim: Any) -> int:
 
 
 def described(dims: Sequence[Dim]) -> str:
-    """A shape for a message."""
+    """Format a shape for a message."""
     names = {"tokens": "T", "columns": "K", "one": "1"}
     texts = [f"{names[dim.kind]}-{dim.dropped}" if dim.dropped else names[dim.kind] for dim in dims]
     return f"[{', '.join(texts)}]"

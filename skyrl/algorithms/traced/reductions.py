@@ -1,4 +1,4 @@
-"""Operations of traced losses that know about dimensions: sums over them, shapes, slices. See `operations`."""
+"""Operations of traced losses that depend on dimensions: reductions, shapes, slices. See `operations`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +17,11 @@ from skyrl.algorithms.traced.ragged import MAX_RANK, ONE, Dim, Layout, Ragged, a
 from skyrl.errors import RequestError
 
 MAX_COLUMNS = 64
-"""Targets per token of a traced loss at most: those of one tile."""
+"""Maximum number of targets per token of a traced loss, that of one tile."""
 
 
 def _axes(value: Ragged, dim: Any) -> list[int]:
-    """Dimensions to reduce, from 0; all for None."""
+    """Return the dimensions to reduce, from 0; all of them for None."""
     if dim is None or dim in ((), []):
         return list(range(len(value.dims)))
     listed = list(dim) if isinstance(dim, tuple | list) else [dim]
@@ -39,7 +39,7 @@ def _kept(value: Ragged, axes: list[int], keepdim: Any) -> tuple[Dim, ...]:
 def _reduce(
     layout: Layout, value: Ragged, dim: Any, keepdim: Any, neutral: float, wide: Callable[..., Any], narrow: Any
 ) -> Ragged:
-    """A reduction over columns by `wide`, then over tokens by `narrow`; cells that are none hold `neutral`."""
+    """Reduce over columns with `wide`, then over tokens with `narrow`. Unused cells contain `neutral`."""
     xp, axes = layout.xp, _axes(value, dim)
     array, reduced = value.array, {value.dims[axis].kind: value.dims[axis] for axis in axes}
     if "tokens" in reduced and value.wide and "columns" not in reduced:
@@ -68,7 +68,7 @@ def _amax(layout: Layout, value: Ragged, dim: Any, keepdim: Any = False) -> Ragg
 
 
 def _size(layout: Layout, value: Ragged, dim: Any) -> Any:
-    """Number of cells that a reduction takes together."""
+    """Return the number of cells that are reduced to one."""
     size: Any = 1.0
     for axis in _axes(value, dim):
         size = elementwise(layout, lambda a, b: a * b, size, layout.size(value.dims[axis]))
@@ -195,7 +195,7 @@ def dot(layout: Layout, x: Any, other: Any, /) -> Any:
 
 
 def _elementwise_loss(name: str, compute: Callable[[Any, Any, float], Any], setting: str = "") -> None:
-    """A loss of the difference of two tensors; `setting` is its one number, 1 where it is left out."""
+    """Register a loss of the difference of two tensors. `setting` names its only number, with default 1."""
 
     @allowed(f"torch.nn.functional.{name}", cost=6)
     def loss(
@@ -237,8 +237,7 @@ _elementwise_loss("smooth_l1_loss", _smooth_l1, "beta")
 
 @allowed("torch.cumsum", ".cumsum", cost=48)
 def cumsum(layout: Layout, x: Any, /, dim: Any, *, dtype: Any = None) -> Any:
-    """Running sums over a datum's tokens, in as many steps as their number has bits: nothing of another datum is added
-    and taken away again."""
+    """Compute running sums over a datum's tokens in log2(tokens) steps, without terms of other datums that cancel."""
     x = check_dtype(layout, layout.floats(tensor(x)), dtype)
     if not x.per_token or axis_of(x, dim) != 0:
         raise RequestError(
@@ -300,7 +299,7 @@ def unsqueeze(layout: Layout, x: Any, /, dim: Any) -> Any:
 
 @allowed("torch.squeeze", ".squeeze")
 def squeeze(layout: Layout, x: Any, /, dim: Any = None) -> Any:
-    """Without dimensions of 1. A dimension of tokens or targets stays, also where a datum has one of them only."""
+    """Remove dimensions of 1. Dimensions of tokens or targets stay, even if a datum has only one."""
     x = tensor(x)
     axes = _axes(x, dim)
     return _shaped(x, tuple(one for place, one in enumerate(x.dims) if place not in axes or one.kind != "one"))
@@ -308,7 +307,10 @@ def squeeze(layout: Layout, x: Any, /, dim: Any = None) -> Any:
 
 @allowed("operator.getitem")
 def getitem(layout: Layout, x: Any, key: Any, /) -> Any:
-    """An element of a shape, or a slice of a tensor: places and slices of tokens, places of targets, None."""
+    """Return an element of a shape, or a slice of a tensor.
+
+    Keys are indices and slices of tokens, indices of targets, None.
+    """
     if isinstance(x, tuple | list):
         if isinstance(key, bool) or not isinstance(key, int) or not -len(x) <= key < len(x):
             raise RequestError(f"index {key!r:.100} of a shape with {len(x)} dimensions")
@@ -336,7 +338,7 @@ def getitem(layout: Layout, x: Any, key: Any, /) -> Any:
 
 
 def _taken(layout: Layout, value: Ragged, dim: Dim, key: Any) -> tuple[Ragged, Dim | None]:
-    """A value with a place or a slice taken of one dimension, and what is left of that dimension."""
+    """Index or slice one dimension of a value. Returns the value and the remaining dimension, if any."""
     if isinstance(key, slice):
         bounds = key.start or 0, key.stop, 1 if key.step is None else key.step
         if bounds == (0, None, 1):
