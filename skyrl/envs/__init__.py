@@ -1,5 +1,7 @@
-"""Environments: what a rollout acts in. `env` has the protocol, `making` finds and makes one, `reward_function` makes
-one of a plain function; each environment is a file in `tasks`; `services` has what some of them ask.
+"""Environments of rollouts.
+
+`env` defines the interface, `making` creates environments by name, and `reward_function` creates one from a plain
+function. Each environment is a file in `tasks`. `services` contains the servers and databases that some of them use.
 """
 
 from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult

@@ -6,10 +6,10 @@
 
     MultiplyEnv = adapted(Multiply)     # environment.env_class=my_package.my_module:MultiplyEnv
 
-The class need not inherit from `BaseTextEnv`: whatever has these methods will do, such as a class written against
-skyrl-gym itself. Its calls run in at most `environment.skyrl_gym.max_env_workers` threads, one at a time per episode.
-A thread cannot be stopped: a step that never returns keeps its thread until the process ends, though no longer its
-place among them once it is given up. What may hang belongs into an async `Env`.
+The class need not inherit from `BaseTextEnv`; any class with these methods works, such as one written for skyrl-gym.
+Calls run in up to `environment.skyrl_gym.max_env_workers` threads, one call at a time per episode. A thread cannot be
+stopped: a step that never returns occupies its thread until the process ends, but it no longer counts towards the limit
+once its caller has given up. Code that may hang belongs in an async `Env`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ RESULT_KEYS = {"observations", "reward", "done", "metadata"}
 
 
 class TextEnv(Protocol):
-    """Interface that `adapted` asks of an environment."""
+    """Interface of environments for `adapted`."""
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], Mapping[str, Any]]: ...
     def step(self, action: str) -> Mapping[str, Any]: ...
@@ -37,7 +37,7 @@ class TextEnv(Protocol):
 
 
 class BaseTextEnv:
-    """A base for synchronous environments: `step` is left to write, the rest has defaults."""
+    """Base class of synchronous environments. Subclasses define `step`; other methods have defaults."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -45,7 +45,7 @@ class BaseTextEnv:
         self.tool_groups: list[ToolGroup] = []
 
     def init_tool_groups(self, tool_groups: list[ToolGroup]) -> None:
-        """The groups whose tools `_execute_tool` finds."""
+        """Set the tool groups for `_execute_tool`."""
         self.tool_groups = tool_groups
 
     def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: list[Any] | tuple[Any, ...]) -> Any:
@@ -56,23 +56,23 @@ class BaseTextEnv:
         raise ValueError(f"no tool group named {tool_group_name!r}; known: {known}")
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], Mapping[str, Any]]:
-        """The conversation to begin with, and facts about it, which are not used."""
+        """Return the initial conversation, and metadata, which is ignored."""
         return prompt, {}
 
     def step(self, action: str) -> Mapping[str, Any]:
-        """`{"observations": [messages], "reward": number, "done": bool, "metadata": {...}}`."""
+        """Return `{"observations": [messages], "reward": number, "done": bool, "metadata": {...}}`."""
         raise NotImplementedError(f"{type(self).__name__} has no step; write one")
 
     def close(self) -> None:
-        """Release what the environment holds."""
+        """Release all resources."""
 
     def get_metrics(self) -> Mapping[str, Any]:
-        """Numbers of the whole episode."""
+        """Return metrics of the whole episode."""
         return {}
 
 
 class ThreadedEnv(Env[BaseConfig]):
-    """An episode of the synchronous environment `wrapped`, which is made as `wrapped(env_config=..., extras=...)`."""
+    """An episode of the synchronous environment `wrapped`, created as `wrapped(env_config=..., extras=...)`."""
 
     wrapped: Any
 
@@ -90,7 +90,10 @@ class ThreadedEnv(Env[BaseConfig]):
         return _step_result(type(self._env).__name__, result)
 
     async def close(self) -> None:
-        """Closes the environment. One whose step was given up and still runs is closed when that step ends."""
+        """Close the environment.
+
+        If an abandoned step is still running, the environment is closed when the step ends.
+        """
         if self._call is None or self._call.done():
             await self._run(self._env.close)
         else:
@@ -105,17 +108,17 @@ class ThreadedEnv(Env[BaseConfig]):
 
 
 def adapted(cls: type, config: type[BaseConfig] = NoSettings) -> type[Env[Any]]:
-    """An `Env` class that runs episodes of the synchronous environment `cls` in threads.
+    """Return an `Env` class that runs episodes of the synchronous environment `cls` in threads.
 
     Args:
-        cls: Class with the methods of `TextEnv`, made as `cls(env_config=..., extras=...)`.
+        cls: Class with the methods of `TextEnv`, created as `cls(env_config=..., extras=...)`.
         config: Class of its settings.
     """
     return type(cls.__name__, (ThreadedEnv,), {"wrapped": cls, "Config": config, "__doc__": cls.__doc__})
 
 
 def _step_result(name: str, result: Any) -> StepResult:
-    """Numbers of the metadata become metrics; the rest of it is for people and left out."""
+    """Convert the result of a step. Numbers in the metadata become metrics; other metadata is ignored."""
     if not isinstance(result, Mapping) or not {"observations", "reward", "done"} <= set(result):
         raise ConfigError(f"{name}.step returned {result!r}; return a dict with observations, reward and done")
     unknown = sorted(key for key in set(result) - RESULT_KEYS if result[key] is not None)

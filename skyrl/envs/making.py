@@ -1,4 +1,4 @@
-"""Construction of environments: their classes by ids or imports, and their settings."""
+"""Creation of environments by id or import path, with their settings."""
 
 import os
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ def make_env(
     extras: Mapping[str, Any],
     workers: EnvWorkers | None = None,
 ) -> Env[Any]:
-    """An episode of the environment `env_id`.
+    """Create an episode of the environment `env_id`.
 
     Args:
         env_id: A registered id, or "module:Class" or "module:function" (a reward function), which is imported.
-        settings: The environment's settings, or those that differ from its defaults.
+        settings: The environment's settings, or only those that differ from the defaults.
         extras: The row's columns besides the prompt, and `max_turns`.
-        workers: Threads and processes that it shares with others; those that all environments share by default.
+        workers: Threads and processes, shared with other environments. None: the shared default.
 
-    Raises ConfigError for an unknown id, unknown or wrong settings, and a column that the row lacks.
+    Raises ConfigError for an unknown id, unknown or invalid settings, and a missing column of the row.
     """
     cls = env_class(env_id)
     try:
@@ -41,14 +41,17 @@ def make_env(
 
 
 def settings_of(options: SkyRLGymConfig, env_id: str) -> BaseConfig | Mapping[str, Any] | None:
-    """Settings in `environment.skyrl_gym` of an environment; "module:Class" has its settings under `Class`."""
+    """Return the settings of an environment in `environment.skyrl_gym`.
+
+    Those of "module:Class" have the key `Class`.
+    """
     key = env_id.rpartition(":")[2]
     own = getattr(options, key, None) if key in {field.name for field in fields(options)} else options.others.get(key)
     return own if isinstance(own, BaseConfig | Mapping) else None
 
 
 def check_settings(options: SkyRLGymConfig, imported: tuple[str, ...] = ()) -> None:
-    """Raises ConfigError for environments that are not there, and for settings of one that is not used, or wrong ones.
+    """Raise ConfigError for unknown environments, and for settings that are invalid or of an unused environment.
 
     Args:
         options: `environment.skyrl_gym` of a configuration.
@@ -67,9 +70,10 @@ def check_settings(options: SkyRLGymConfig, imported: tuple[str, ...] = ()) -> N
 
 
 def env_class(env_id: str) -> type[Env[Any]]:
-    """The class of an id, or of "module:name", which is imported: a class, a reward function, or a sum of such.
+    """Return the class of an id.
 
-    Raises ConfigError where there is none.
+    Imports "module:name": a class or a reward function. A sum of functions is also allowed. Raises ConfigError for
+    unknown ids.
     """
     if any(mark in env_id for mark in "+*="):
         return summing(tuple((term, _reward_function(term.function)) for term in reward_terms(env_id)))

@@ -1,12 +1,12 @@
-"""Reward functions: an environment of one turn, of functions of the prompt, the response and the row's columns.
+"""Reward functions: single-turn environments from functions of the prompt, the response and the row's columns.
 
     def reward(prompt, response, ground_truth, **columns):
         return float(response.strip() == ground_truth)
 
-A function is named `environment.reward=module:function`, or by a row in the place of an environment; several are named
-as a weighted sum, `right=module:function + 0.2*module:other`. Each is called by keyword with those parameters that it
-has: `prompt` (messages), `response` (text), `token_ids` (of the response), and the columns of the row. It returns one
-number, or one for each token.
+Set a function as `environment.reward=module:function`, or name it in a row instead of an environment. Several functions
+form a weighted sum, `right=module:function + 0.2*module:other`. A function is called with keyword arguments for its
+parameters: `prompt` (messages), `response` (text), `token_ids` (of the response), and the columns of the row. It
+returns one number, or one number per token.
 """
 
 import inspect
@@ -20,9 +20,9 @@ from skyrl.errors import ConfigError
 from skyrl.train.config.environment import RewardTerm
 
 GIVEN = ("prompt", "response", "token_ids")
-"""Arguments of a function besides the columns of the row."""
+"""Arguments of a function, besides the columns of the row."""
 SCORES = ("score", "reward")
-"""Keys of a result's reward; that of verl's functions is the first."""
+"""Keys of the reward in a result; verl's functions use the first."""
 
 
 class Vector(list[float]):
@@ -30,17 +30,17 @@ class Vector(list[float]):
 
 
 class RewardFunctionEnv(Env[NoSettings]):
-    """An episode of one turn, whose reward is that of a function. `rewarding` makes a class of each function."""
+    """Single-turn episode with the reward of a function. `rewarding` creates a class for each function."""
 
     name: ClassVar[str]
     function: ClassVar[Callable[..., Any]]
     parameters: ClassVar[tuple[str, ...] | None]
-    """Names that the function takes. None: any."""
+    """Names of the function's parameters. None: it accepts any keyword."""
     required: ClassVar[tuple[str, ...]]
 
     def __init__(self, config: NoSettings, extras: Mapping[str, Any]):
         super().__init__(config, extras)
-        self._columns = {name: value for name, value in extras.items() if name != "max_turns"}  # of the configuration
+        self._columns = {name: value for name, value in extras.items() if name != "max_turns"}  # not a column
         for name in self.required:
             if name not in self._columns:
                 raise ConfigError(
@@ -59,10 +59,10 @@ class RewardFunctionEnv(Env[NoSettings]):
             given = {name: value for name, value in given.items() if name in self.parameters}
         call = partial(type(self).function, **given)
         result = await call() if inspect.iscoroutinefunction(call) else await self.workers.run(call)
-        if inspect.isawaitable(result):  # an object with a coroutine as __call__, or a decorated one
+        if inspect.isawaitable(result):  # an object with an async __call__, or a decorated coroutine function
             result = await result
         score, metrics = self._read(result)
-        if isinstance(score, Vector) and len(score) == 1 != len(self.token_ids):  # a number of an array library
+        if isinstance(score, Vector) and len(score) == 1 != len(self.token_ids):  # a single number of an array library
             (score,) = score
         if not all(map(math.isfinite, score if isinstance(score, list) else [score])):
             raise EnvError(f"reward function {self.name} returned {_short(score)} for the response {_short(action)}")
@@ -78,7 +78,7 @@ class RewardFunctionEnv(Env[NoSettings]):
         return StepResult([], reward, done=True, metrics=metrics, token_rewards=token_rewards)
 
     def _read(self, result: Any) -> tuple[float | list[float], dict[str, float]]:
-        """The reward, or one for each token, and further numbers of what the function returned."""
+        """Return the reward (one number, or one per token) and further metrics from the function's result."""
         if isinstance(result, Mapping):
             key = next((name for name in SCORES if name in result), None)
             if key is not None and (score := _score(result[key])) is not None:
@@ -93,7 +93,7 @@ class RewardFunctionEnv(Env[NoSettings]):
 
 
 class RewardSumEnv(Env[NoSettings]):
-    """An episode of one turn, whose reward is a weighted sum. `summing` makes a class of each sum."""
+    """Single-turn episode with a weighted sum of rewards. `summing` creates a class for each sum."""
 
     terms: ClassVar[tuple[tuple[RewardTerm, type[RewardFunctionEnv]], ...]]
 
@@ -107,7 +107,7 @@ class RewardSumEnv(Env[NoSettings]):
         return prompt
 
     async def step(self, action: str) -> StepResult:
-        """Reward of the sum. What functions say beside their rewards are metrics `NAME/...`."""
+        """Return the weighted sum. Metrics of a function get the prefix `NAME/`."""
         metrics, reward, token_rewards = {}, 0.0, None
         for term, part in self._parts:
             part.workers, part.token_ids = self.workers, self.token_ids
@@ -120,15 +120,15 @@ class RewardSumEnv(Env[NoSettings]):
                 added = zip(token_rewards, result.token_rewards, strict=True)
                 token_rewards = [total + term.weight * value for total, value in added]
         if token_rewards:
-            token_rewards[-1] += reward - math.fsum(token_rewards)  # what is the whole response's is its last token's
+            token_rewards[-1] += reward - math.fsum(token_rewards)  # of the whole response
         return StepResult([], reward, done=True, metrics=metrics, token_rewards=token_rewards or None)
 
 
 @cache
 def rewarding(name: str, function: Callable[..., Any]) -> type[RewardFunctionEnv]:
-    """An environment class of a reward function that errors call `name`.
+    """Return the environment class of a reward function; `name` is its name in errors.
 
-    Raises ConfigError for a function that cannot be called with a response by keyword.
+    Raises ConfigError for a function that has no keyword argument `response`.
     """
     kinds = inspect.signature(function).parameters
     keywords = {
@@ -154,12 +154,12 @@ def rewarding(name: str, function: Callable[..., Any]) -> type[RewardFunctionEnv
 
 @cache
 def summing(terms: tuple[tuple[RewardTerm, type[RewardFunctionEnv]], ...]) -> type[RewardSumEnv]:
-    """An environment class of a weighted sum of reward functions."""
+    """Return the environment class of a weighted sum of reward functions."""
     return type("RewardSum", (RewardSumEnv,), {"terms": terms})
 
 
 def _score(value: Any) -> float | list[float] | None:
-    """A reward, or one for each token where the value has one dimension; None where it is neither."""
+    """Convert a value to a reward (one number, or one per token for one dimension); None if it is neither."""
     if (is_array := getattr(value, "ndim", 0) == 1) or isinstance(value, list | tuple):
         numbers = [number_of(one) for one in value]
         return None if None in numbers else (Vector if is_array else list)(one for one in numbers if one is not None)

@@ -1,8 +1,8 @@
-"""Threads and processes of environments, for what would hold up the event loop: blocking calls, model-written code.
+"""Threads and processes of environments, for blocking calls and model-written code.
 
-Both are bounded, so that a thousand trajectories do not start a thousand threads or processes at once. A call that
-never returns costs its thread and nothing else: whoever gives up waiting for it gives its place to the next call, and
-the process ends without waiting for it, as it would not with a `ThreadPoolExecutor`.
+Both are limited, so a thousand trajectories do not start a thousand threads or processes at once. A call that never
+returns occupies only its thread. If its caller gives up, another call may start in addition, and the process can exit
+without waiting for the thread, unlike with a `ThreadPoolExecutor`.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class EnvWorkers:
-    """At most `limit` threads for blocking calls, and at most one process per CPU core for code."""
+    """Up to `limit` threads for blocking calls, and up to one process per CPU core for code."""
 
     def __init__(self, limit: int = 32):
-        """Run up to `limit` calls at a time (`environment.skyrl_gym.max_env_workers`). 0: on the event loop itself."""
+        """Run up to `limit` calls at a time (`environment.skyrl_gym.max_env_workers`). 0: run on the event loop."""
         self.limit = limit
         self._free = limit
         self._waiting: deque[_Call[Any]] = deque()
@@ -32,9 +32,9 @@ class EnvWorkers:
         self._processes: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Start `call` in a thread, once one is free; with a limit of 0 it has run when this returns.
+        """Start `call` in a thread when one is free. With a limit of 0, run it now.
 
-        Cancelling one that runs does not stop it, but it no longer counts towards the limit.
+        Cancelling a running call does not stop it, but it no longer counts towards the limit.
         """
         if self.limit:
             waiting = _Call(partial(call, *args, **kwargs), self._give_back)
@@ -50,13 +50,16 @@ class EnvWorkers:
         return done
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `call`. A caller that is cancelled leaves the thread running: nothing can stop it."""
+        """Return the result of `call`.
+
+        If the caller is cancelled, the call continues, because threads cannot be stopped.
+        """
         return await asyncio.wrap_future(self.submit(partial(call, *args, **kwargs)))
 
     @asynccontextmanager
     async def process(self) -> AsyncIterator[None]:
-        """Waits until one more process may run code."""
-        # A semaphore belongs to one event loop; programs and tests may run several, one after another.
+        """Context that waits until another process may run code."""
+        # A semaphore belongs to one event loop; programs and tests may run several loops in sequence.
         loop = asyncio.get_running_loop()
         slots = self._processes.setdefault(loop, asyncio.Semaphore(max(1, min(self.limit, os.cpu_count() or 1))))
         async with slots:
@@ -68,24 +71,24 @@ class EnvWorkers:
             self._start_waiting()
 
     def _start_waiting(self) -> None:
-        """Start what waits, the first first, as far as there are places. The caller holds the lock."""
+        """Start waiting calls in order while threads are free. The caller holds the lock."""
         while self._free and self._waiting:
             call = self._waiting.popleft()
             if call.set_running_or_notify_cancel():
                 self._free -= 1
-                # A daemon: the interpreter joins all others before it ends.
+                # A daemon thread, because the interpreter joins all others at exit.
                 threading.Thread(target=call.run, name="env", daemon=True).start()
 
 
 class _Call(Future[T]):
-    """A call that holds a place from its start to its end, or until it is cancelled."""
+    """A call that counts towards the limit until it ends or is cancelled."""
 
     def __init__(self, call: Callable[[], T], give_back: Callable[[], None]):
         super().__init__()
         self._call = call
         self._give_back = give_back
         self._left = threading.Lock()
-        """Held, for good, once the place is given back."""
+        """Acquired once, when the call stops counting towards the limit."""
 
     def run(self) -> None:
         try:
@@ -97,7 +100,10 @@ class _Call(Future[T]):
         self._leave()
 
     def cancel(self) -> bool:
-        """Cancel, as any future: False if it runs already. Its place is another's then."""
+        """Cancel as any future does: returns False if the call is running.
+
+        It stops counting towards the limit in any case.
+        """
         cancelled = super().cancel()
         if self.running():
             self._leave()
@@ -109,4 +115,4 @@ class _Call(Future[T]):
 
 
 SHARED = EnvWorkers()
-"""Workers of environments that are made without workers of their own."""
+"""Default workers, shared by environments without their own."""

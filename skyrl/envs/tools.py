@@ -1,4 +1,4 @@
-"""Tools that a model may call: methods of a group, found by their names.
+"""Tools that a model may call: methods of a group, by name.
 
 class Clock(ToolGroup):
     @tool
@@ -15,13 +15,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def tool(method: F) -> F:
-    """Marks a method of a `ToolGroup`, a plain one or a coroutine, as a tool of its name."""
+    """Mark a method of a `ToolGroup`, synchronous or a coroutine, as a tool with the method's name."""
     method.__dict__["is_tool"] = True
     return method
 
 
 class ToolGroup:
-    """Tools that share a state, such as the address of a server."""
+    """Tools that share state, such as the address of a server."""
 
     def __init__(self, name: str):
         self.name = name
@@ -31,22 +31,22 @@ class ToolGroup:
         }
 
     def get_tool_names(self) -> list[str]:
-        """Names of the group's tools, sorted."""
+        """Return the names of the group's tools, sorted."""
         return sorted(self._tools)
 
     def get_tool_to_group_mapping(self) -> dict[str, str]:
-        """This group's name by the name of each tool."""
+        """Return this group's name for each of its tools."""
         return dict.fromkeys(self.get_tool_names(), self.name)
 
     def execute_tool(self, name: str, *args: Any) -> Any:
-        """Return value of the tool; a coroutine for one written as such. Raises ValueError for an unknown name."""
+        """Call a tool and return its result, or its coroutine. Raises ValueError for an unknown name."""
         if name not in self._tools:
             raise ValueError(f"no tool named {name!r} in the group {self.name!r}; known: {', '.join(self._tools)}")
         return self._tools[name](*args)
 
 
 class Tools:
-    """The tools of several groups. Raises ValueError if two groups have a tool of the same name."""
+    """Tools of several groups. Raises ValueError if two groups have a tool with the same name."""
 
     def __init__(self, groups: Iterable[ToolGroup]):
         self._group_of: dict[str, ToolGroup] = {}
@@ -63,7 +63,7 @@ class Tools:
         return name in self._group_of
 
     async def call(self, name: str, *args: Any) -> Any:
-        """Return value of the tool, awaited if it is a coroutine. Raises ValueError for an unknown name."""
+        """Call a tool and return its result, awaited if it is a coroutine. Raises ValueError for an unknown name."""
         if name not in self._group_of:
             raise ValueError(f"no tool named {name!r}; known: {', '.join(self)}")
         result = self._group_of[name].execute_tool(name, *args)

@@ -1,1 +1,1 @@
-"""Services that environments use: `http` asks servers, `retrieval` is one to search in, `sqlite` runs queries."""
+"""Services for environments: `http` sends requests to servers, `retrieval` is a search server, `sqlite` a database."""

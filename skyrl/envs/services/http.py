@@ -1,4 +1,4 @@
-"""Requests to servers that environments need. A server that fails is an `EnvError`, never a reward."""
+"""HTTP requests to servers that environments use. A server failure is an `EnvError`, never a reward."""
 
 import asyncio
 import functools
@@ -13,13 +13,13 @@ from skyrl.utils.backoff import pause_s
 
 ATTEMPTS = 3
 FIRST_DELAY_S = 0.5
-"""Pause after the first failure; each further one is twice as long."""
+"""Pause after the first failure, in seconds. It doubles after each further failure."""
 TEMPORARY = {408, 425, 429, 500, 502, 503, 504}
-"""Statuses with which the same request may succeed a little later."""
+"""HTTP statuses for which a retry may succeed."""
 
 
 class StatusError(EnvError):
-    """A server answered that it does not do what it was asked."""
+    """Response of a server with an error status."""
 
     def __init__(self, message: str, status: int, text: str):
         super().__init__(message)
@@ -29,22 +29,22 @@ class StatusError(EnvError):
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    # Reading them takes longer than most requests, and every episode has a client.
+    # Cached: loading them takes longer than most requests, and every episode has its own client.
     return httpx.create_ssl_context()
 
 
 def http_client(timeout_s: float) -> httpx.AsyncClient:
-    """A client for one episode, to be closed with it."""
+    """Create a client for one episode. The episode closes it."""
     return httpx.AsyncClient(timeout=timeout_s, verify=_certificates())
 
 
 async def post_json(
     client: httpx.AsyncClient, url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> Any:
-    """The JSON that `url` answers to the JSON `body`. Tries temporary failures again.
+    """POST the JSON `body` to `url` and return the JSON response. Retries temporary failures.
 
-    Raises EnvError, which names the address, for a server that cannot be reached or answers something else, and its
-    subclass StatusError for a status that is no success.
+    Raises EnvError with the URL if the server is unreachable or the response is not JSON, and its subclass StatusError
+    for an error status.
     """
     problem, response = "", None
     for attempt in range(ATTEMPTS):

@@ -25,7 +25,7 @@ from skyrl.errors import ConfigError
 
 
 class Document(BaseModel):
-    """A line of the corpus; its other keys come back with it."""
+    """A line of the corpus. Additional keys are returned with it."""
 
     model_config = ConfigDict(extra="allow")
     id: str | int
@@ -33,7 +33,7 @@ class Document(BaseModel):
 
 
 class Retrieve(BaseModel):
-    """The body of a request."""
+    """Body of a request."""
 
     model_config = ConfigDict(extra="forbid")
     query: str | None = None
@@ -43,10 +43,10 @@ class Retrieve(BaseModel):
 
 
 class Index:
-    """Documents that can be searched, in memory.
+    """In-memory index of documents.
 
-    Score: BM25 in the form of Lucene (Kamphuis et al. 2020, https://doi.org/10.1007/978-3-030-45442-5_4), k1 = 1.5,
-    b = 0.75, over lower-case words of two letters or more without English stop words.
+    Score: BM25 in the form of Lucene (Kamphuis et al. 2020, https://doi.org/10.1007/978-3-030-45442-5_4), k1 = 1.5, b =
+    0.75, over lower-case words of two letters or more without English stop words.
     """
 
     def __init__(self, documents: Sequence[Document]):
@@ -59,7 +59,7 @@ class Index:
         )
 
     def search(self, query: str, topk: int) -> list[tuple[Document, float]]:
-        """The `topk` best documents with their scores; of equal ones, the earlier comes first."""
+        """Return the `topk` best documents with their scores. Documents with equal scores keep their order."""
         words = [word for word in _words(query) if word in self._bm25.vocab_dict]
         if not words:
             return []
@@ -69,7 +69,7 @@ class Index:
 
 
 def read_corpus(path: Path) -> list[Document]:
-    """The documents of a file. Raises ConfigError if it cannot be read, or a line, which it names, is no document."""
+    """Read the documents of a file. Raises ConfigError for an unreadable file or an invalid line, which it names."""
     try:
         return list(_documents(path))
     except OSError as error:
@@ -77,7 +77,7 @@ def read_corpus(path: Path) -> list[Document]:
 
 
 def create_app(index: Index) -> FastAPI:
-    """The server."""
+    """Create the server."""
     app = FastAPI(title="Retrieval")
 
     @app.post("/retrieve")

@@ -1,7 +1,7 @@
-"""Queries that a model wrote, run on a database that stays as it is, and their results compared.
+"""Execution of model-written queries on a read-only database, and comparison of their results.
 
-A query may read and nothing else: the file is opened read-only, and SQLite's authorizer refuses every statement but
-SELECT and the pragmas that describe tables. Time, rows and the size of a value are bounded.
+A query can only read: the file is opened read-only, and SQLite's authorizer rejects all statements except SELECT and
+the pragmas that describe tables. Time, rows and value sizes are limited.
 """
 
 import re
@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_ROWS = 100_000
-"""Rows that a result may have."""
+"""Maximum number of rows of a result."""
 MAX_CELL_BYTES = 2**18
-"""Length that a text, a blob, a row or a statement may have. The clock is not looked at within a function of SQLite,
-and some take as long as the square of it: half a second at this length."""
+"""Maximum length of a text, a blob, a row or a statement.
+
+The time limit is not checked within an SQLite function, and some functions take quadratic time: half a second at this
+length.
+"""
 MAX_RESULT_BYTES = 64_000_000
-"""Text and blobs that a result may hold, in all."""
+"""Maximum total size of text and blobs in a result."""
 STEPS_BETWEEN_CHECKS = 10_000
-"""Instructions of SQLite's machine between two looks at the clock: some tenths of a millisecond."""
+"""Number of SQLite virtual machine instructions between two checks of the time limit: a few tenths of a millisecond."""
 
 _READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
@@ -30,7 +33,7 @@ _TOKEN = re.compile(
 
 
 class QueryFailed(Exception):
-    """A query did not run to its end. The message is fit for the model: it names no file."""
+    """A query failed. The message may be shown to the model: it contains no file names."""
 
 
 class Result(NamedTuple):
@@ -39,15 +42,15 @@ class Result(NamedTuple):
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
     reads_tables: bool = True
-    """True if the query has anything to do with the database."""
+    """True if the query reads from tables."""
 
 
 def run_query(database: Path, sql: str, timeout_s: float) -> Result:
-    """Run one SELECT on the SQLite file `database`, which is not changed.
+    """Run one SELECT on the SQLite file `database`, without changing it.
 
-    Raises QueryFailed for a statement that is wrong, does more than read, takes longer or returns too much.
+    Raises QueryFailed for a statement that is invalid, does more than read, exceeds the time limit or returns too much.
     """
-    # Nobody writes to it, so it needs no locks; one with a write-ahead log is read together with that.
+    # No process writes to it, so no locks are needed. A file with a write-ahead log is read together with the log.
     immutable = "" if database.with_name(database.name + "-wal").exists() else "&immutable=1"
     deadline = time.monotonic() + timeout_s
     authorizer = _Authorizer()
@@ -64,7 +67,7 @@ def run_query(database: Path, sql: str, timeout_s: float) -> Result:
         connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS_BETWEEN_CHECKS)
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
         return _fetch(connection.execute(sql), deadline)._replace(reads_tables=authorizer.reads_tables)
-    # sqlite3.Warning, which is no Error, stands for several statements at once; ValueError for a null character.
+    # sqlite3.Warning, not a subclass of Error, means several statements; ValueError means a null character.
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
         late = time.monotonic() > deadline
         raise QueryFailed(f"it took longer than {timeout_s:g} s" if late else str(error)) from error
@@ -73,7 +76,7 @@ def run_query(database: Path, sql: str, timeout_s: float) -> Result:
 
 
 def has_top_level_order(sql: str) -> bool:
-    """Return True if `sql` asks for an order of its rows: ORDER BY outside of parentheses, names and texts."""
+    """Return True if `sql` orders its rows: ORDER BY outside of parentheses, identifiers and strings."""
     depth, before = 0, ""
     for token in _TOKEN.findall(sql):
         if token.startswith(("--", "/*")):
@@ -87,9 +90,10 @@ def has_top_level_order(sql: str) -> bool:
 
 
 def same_result(gold_sql: str, gold: Result, other: Result) -> bool:
-    """Return True if two results are equal: in order if the gold query asks for one, else as multisets of rows.
+    """Return True if two results are equal: in order if the gold query has an ORDER BY, else as multisets of rows.
 
-    Names of columns may differ, their number and order may not. Constants do not equal what is read from tables.
+    Column names may differ; the number and order of columns must not. If the gold query reads tables, a query that only
+    returns constants is not equal.
     """
     if len(gold.columns) != len(other.columns) or (gold.reads_tables and not other.reads_tables):
         return False
@@ -99,7 +103,7 @@ def same_result(gold_sql: str, gold: Result, other: Result) -> bool:
 
 
 class _Authorizer:
-    """Callback that SQLite asks before each thing that a statement would do."""
+    """SQLite authorizer callback, called before each action of a statement."""
 
     def __init__(self):
         self.reads_tables = False

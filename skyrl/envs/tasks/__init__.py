@@ -1,1 +1,1 @@
-"""Environments by name, one to a file; `answers` compares those of mathematics, `arithmetic_data` writes rows."""
+"""Built-in environments, one per file. `answers` compares mathematical answers, `arithmetic_data` writes rows."""

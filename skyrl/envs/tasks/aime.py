@@ -1,8 +1,8 @@
-"""Competition mathematics: a final line `Answer: ...` or a box, compared after a normalisation of how it is written.
+"""Competition mathematics: a final line `Answer: ...` or a box, compared after normalization.
 
-Differences from skyrl-gym 0.4.0: the gold answer may be a number, and may be in `reward_spec` as everywhere else;
-`\\boxed{42}` alone is an answer; marks of emphasis and a final point are no part of one; numbers are compared as such
-(`025` is 25, `4,2` is not 42); of `41=42` nothing is taken; an empty gold answer is never matched.
+Differences from skyrl-gym 0.4.0: the gold answer may be a number, and may be in `reward_spec` as for other
+environments; `\\boxed{42}` alone is an answer; emphasis marks and a final period are not part of an answer; numbers are
+compared by value (`025` is 25, `4,2` is not 42); `41=42` is not an answer; an empty gold answer never matches.
 """
 
 import re
@@ -15,7 +15,7 @@ from skyrl.envs.tasks.answers import last_boxed, same_answer
 from skyrl.train.config.machinery.base import BaseConfig
 
 SEARCHED = 300
-"""Characters at the end of a solution in which the answer is looked for."""
+"""Number of characters at the end of a solution in which the answer is searched."""
 _ANSWER = re.compile(r"answer[\s*_]*:(?:[\s*_`]|(?:\$\$|\\\[)\s*(?=\n))*([^\n<]+)", re.IGNORECASE)
 
 _AFTER = re.compile(r"[*_`.]+(?=\s*\Z)")
@@ -27,11 +27,11 @@ class AIMEConfig(BaseConfig):
     """Settings of `aime`."""
 
     wrong_reward: float = -1.0
-    """Reward of a wrong answer. 0 makes the average reward the accuracy, which is a metric in any case."""
+    """Reward of a wrong answer. With 0, the mean reward equals the accuracy, which is also a metric."""
 
 
 def extract_answer(solution: str) -> str | None:
-    """Text after the last `Answer:` near the end of the solution, or in the last box there if that comes later."""
+    """Return the text after the last `Answer:` near the end of the solution, or in the last box if that comes later."""
     end = solution[-SEARCHED:]
     lines, box = list(_ANSWER.finditer(end)), last_boxed(end)
     if box and (not lines or box[0] > lines[-1].start()):
@@ -40,14 +40,14 @@ def extract_answer(solution: str) -> str | None:
 
 
 def is_correct(solution: str, ground_truth: object) -> bool:
-    """Return True if the answer of the solution is the gold one."""
+    """Return True if the answer of the solution equals the gold answer."""
     answer = extract_answer(solution)
     return answer is not None and same_answer(ground_truth, answer)
 
 
 @ENVS.register("aime")
 class AIMEEnv(Env[AIMEConfig]):
-    """One turn; 1 for the right answer, else `wrong_reward`, with the accuracy as the metric `acc`.
+    """One turn; reward 1 for the correct answer, else `wrong_reward`. The metric `acc` is the accuracy.
 
     Needs `reward_spec.ground_truth` or `reward_model.ground_truth`.
     """

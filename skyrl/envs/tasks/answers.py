@@ -1,20 +1,20 @@
-"""Mathematical answers as people and models write them: where one ends, and when two say the same.
+"""Extraction and comparison of mathematical answers as people and models write them.
 
-Numbers are compared as exact fractions and everything else as text, after LaTeX that means the same is written the
-same way. Nothing is computed, so no answer makes its comparison slow: `2^{10}` is not 1024 here.
+Numbers are compared as exact fractions. Other answers are compared as text, after equivalent LaTeX is rewritten to one
+spelling. Nothing is evaluated, so comparisons are always fast: `2^{10}` does not equal 1024 here.
 """
 
 import re
 from fractions import Fraction
 
 LONGEST = 1000
-"""Characters of an answer. The time of a normalisation grows with their square."""
+"""Maximum length of an answer, in characters. Normalization takes quadratic time."""
 _REPLACED = (
     *((r"\(", "$"), (r"\)", "$"), (r"\[", "$"), (r"\]", "$"), ("$$", "$"), ("dfrac", "frac"), ("tfrac", "frac")),
     *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", "")),
     *(("mbox", "text"), (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
 )
-"""Spellings, in this order, and what stands for them."""
+"""Replacements of spellings, applied in this order."""
 _UNITS = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
     "pounds meters meals edges students childrentickets multiples"
@@ -40,12 +40,12 @@ _REWRITTEN = (
 _SIGN = "[-−+]"
 _AMOUNT = r"(?:[0-9]{1,3}(?:[,\u00a0\u2009\u202f][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 _BEFORE = r"""(?:[ \t*_`"'(\[{$€£¥]|\\[(\[$]|\\(?:boxed|text|textbf|mathbf|mathrm)\{)*+"""
-"""Marks that may stand around a number without being part of it: of emphasis, of LaTeX and of currencies."""
+"""Marks of emphasis, LaTeX and currencies that may surround a number."""
 _AFTER = (
     r"""(?:[*_`"')\]}$€£¥¢°.,;:!?%。]|\\[)\]$%])*+(?=\s|\Z|[<#]|\\(?:text|mathrm|mbox|quad|[,;! ]))"""
     r"(?![ \t]*(?:[-−+*/^×÷][ \t]*[0-9(]|\\(?:times|cdot|div|frac)))"
 )
-"""End of a number: no letter or digit follows, and no further sum."""
+"""End of a number: no letter, digit or arithmetic operation follows."""
 _BEGINS = re.compile(rf"{_BEFORE}{_SIGN}?{_BEFORE}\.?[0-9]")
 _WRITTEN = re.compile(rf"{_BEFORE}(?P<sign>{_SIGN}?){_BEFORE}(?P<amount>{_AMOUNT}){_AFTER}")
 _IN_TEXT = re.compile(
@@ -60,24 +60,24 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def begins_number(text: str, position: int) -> bool:
-    """Return True if a number begins at `position`, or what only looks like one."""
+    """Return True if a number, or text that looks like one, begins at `position`."""
     return _BEGINS.match(text, position) is not None
 
 
 def number_at(text: str, position: int) -> Fraction | None:
-    """The number at `position`, whatever marks are around it; None if it goes on as something else (`42abc`)."""
+    """Return the number at `position`, without marks around it; None if it continues as something else (`42abc`)."""
     found = _WRITTEN.match(text, position)
     return found and _value(found["sign"], found["amount"])
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text; None if it has none."""
+    """Return the last number of a text; None if there is none."""
     found = [*_IN_TEXT.finditer(text)]
     return _value(found[-1]["sign"], found[-1]["amount"]) if found else None
 
 
 def last_boxed(text: str) -> tuple[int, str] | None:
-    """Place where the last `\\boxed{` begins, and what is in its braces; None if there is none, or it does not end."""
+    """Return the position of the last `\\boxed{` and the text in its braces; None if it is missing or not closed."""
     boxes = [*_BOX.finditer(text)]
     depth = 1
     for brace in _BRACE.finditer(text, boxes[-1].end()) if boxes else ():
@@ -88,9 +88,9 @@ def last_boxed(text: str) -> tuple[int, str] | None:
 
 
 def normalize(answer: str) -> str:
-    """The answer without units, articles and spaces, with one spelling for LaTeX.
+    """Normalize an answer: remove units, articles and spaces, and use one spelling for LaTeX.
 
-    Of an equation its right side, unless its sides are different numbers. Source: Lewkowycz et al. 2022,
+    For an equation, return its right side, unless its sides are different numbers. Source: Lewkowycz et al. 2022,
     https://arxiv.org/abs/2206.14858, appendix G (listing 1).
     """
     sides = [_spelled(side) for side in answer.split("=")]
@@ -99,7 +99,7 @@ def normalize(answer: str) -> str:
 
 
 def exact_number(text: str) -> Fraction | None:
-    """The number that a normalised answer is: whole, decimal or a fraction; None if it is none."""
+    """Convert a normalized answer to a number (integer, decimal or fraction); None if it is not a number."""
     found = _EXACT.fullmatch(text)
     if found is None:
         return None
@@ -109,7 +109,7 @@ def exact_number(text: str) -> Fraction | None:
 
 
 def same_answer(gold: object, said: str) -> bool:
-    """Return True if two answers are equal as numbers, or else as texts, both normalised. An empty one equals none."""
+    """Return True if two answers are equal as numbers or as texts, after normalization. An empty answer equals none."""
     if len(said) > LONGEST:
         return False
     wanted, got = normalize(str(gold)), normalize(said)
@@ -132,6 +132,6 @@ def _spelled(answer: str) -> str:
 def _value(sign: str | None, amount: str) -> Fraction | None:
     try:
         value = Fraction(re.sub(r"[^0-9.]", "", amount))
-    except ValueError:  # of thousands of digits
+    except ValueError:  # thousands of digits
         return None
     return -value if sign and sign in "-−" else value

@@ -1,7 +1,7 @@
-"""Sums and differences of two whole numbers: the smallest environment that a model can learn something in.
+"""Sums and differences of two integers: the smallest environment in which a model can learn.
 
-The prompt is "17+25=" and the answer "42", nothing else, so a tokenizer of digits and signs is enough. The rows come
-from `arithmetic_data.py`.
+The prompt is "17+25=" and the answer is exactly "42", so a tokenizer of digits and signs is sufficient.
+`arithmetic_data.py` writes the rows.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from skyrl.envs.env import ENVS, Env, NoSettings, StepResult
 
 @ENVS.register("arithmetic")
 class ArithmeticEnv(Env[NoSettings]):
-    """One turn; 1 if it is the gold answer and nothing else, else 0. Needs `reward_spec.ground_truth`, not empty."""
+    """One turn; reward 1 if it is exactly the gold answer, else 0. Needs a nonempty `reward_spec.ground_truth`."""
 
     def __init__(self, config: NoSettings, extras: Mapping[str, Any]):
         super().__init__(config, extras)

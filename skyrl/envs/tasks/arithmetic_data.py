@@ -13,12 +13,12 @@ from typing import Any
 
 
 def arithmetic_rows(count: int, *, seed: int, largest: int = 99) -> Iterator[dict[str, Any]]:
-    """`count` rows of a data set in random order, no problem twice.
+    """Yield `count` rows of a data set in random order, without duplicate problems.
 
     Args:
-        count: Rows.
-        seed: Decides which problems, and their order.
-        largest: Operands are from 0 to this.
+        count: Number of rows.
+        seed: Seed for the selection and the order of problems.
+        largest: Largest operand; operands start at 0.
 
     Raises ValueError if there are fewer problems than `count`.
     """

@@ -1,7 +1,7 @@
-"""Grade-school arithmetic in words: one answer, scored by the number after `####`.
+"""Grade-school math word problems: one answer, scored by the number after `####`.
 
-Differences from skyrl-gym 0.4.0: numbers are compared as such, whatever marks are around them, so `#### $42.00.` is 42
-and `#### 42abc` is not; the gold answer may be a number; one that is no number is never matched.
+Differences from skyrl-gym 0.4.0: numbers are compared by value, ignoring marks around them, so `#### $42.00.` is 42 and
+`#### 42abc` is not; the gold answer may be a number; a gold answer that is not a number never matches.
 """
 
 import re
@@ -22,13 +22,13 @@ class GSM8kConfig(BaseConfig):
     """Settings of `gsm8k`."""
 
     method: Literal["strict", "flexible"] = "strict"
-    """Number that is the answer: the one after the first `####`, or the last one of the text."""
+    """Number that counts as the answer: the one after the first `####` ("strict"), or the last one of the text."""
 
 
 def extract_answer(text: str) -> Fraction | None:
-    """The number after the *first* `#### ` that one follows; None if there is none.
+    """Return the number after the *first* `#### ` that is followed by a number; None if there is none.
 
-    That the first one counts keeps a model from trying several.
+    The first one counts, so a model cannot try several answers.
     """
     for mark in _MARK.finditer(text):
         if begins_number(text, mark.end()):
@@ -37,14 +37,14 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def is_correct(text: str, ground_truth: object, method: Literal["strict", "flexible"] = "strict") -> bool:
-    """Return True if the answer in `text` is the gold number."""
+    """Return True if the answer in `text` equals the gold number."""
     answer = extract_answer(text) if method == "strict" else last_number(text)
     return answer is not None and answer == number_at(str(ground_truth), 0)
 
 
 @ENVS.register("gsm8k")
 class GSM8kEnv(Env[GSM8kConfig]):
-    """One turn; 1 for the right number after `####`, else 0. Needs `reward_spec.ground_truth`."""
+    """One turn; reward 1 for the correct number after `####`, else 0. Needs `reward_spec.ground_truth`."""
 
     Config = GSM8kConfig
 

@@ -1,4 +1,4 @@
-"""Grade-school arithmetic in words over several turns, with a little reward for a wrong answer in the right form."""
+"""Grade-school math word problems over several turns, with a small reward for wrong answers in the right format."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from skyrl.envs.env import ENVS, Env, NoSettings, StepResult
 from skyrl.envs.tasks.gsm8k import extract_answer, is_correct
 
 FORMAT_REWARD = 0.2
-"""Reward that an episode can gain by form alone, in equal parts over its turns."""
+"""Maximum reward of an episode for the format alone, in equal parts over its turns."""
 
 ONCE_MORE = "Reason step by step, and end with a tentative numeric answer in the exact form '#### ANSWER'."
 LAST_TURN = "Give nothing but your final numeric answer now, in the exact form '#### ANSWER'."
@@ -15,7 +15,7 @@ LAST_TURN = "Give nothing but your final numeric answer now, in the exact form '
 
 @ENVS.register("gsm8k_multi_turn")
 class GSM8kMultiTurnEnv(Env[NoSettings]):
-    """Up to `max_turns` turns (5), until the answer is right. Needs `reward_spec.ground_truth`."""
+    """Up to `max_turns` turns (default 5), until the answer is correct. Needs `reward_spec.ground_truth`."""
 
     def __init__(self, config: NoSettings, extras: Mapping[str, Any]):
         super().__init__(config, extras)

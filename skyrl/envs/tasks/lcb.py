@@ -1,11 +1,11 @@
-"""Programming problems (LiveCodeBench): the solution passes all tests or earns nothing.
+"""Programming problems (LiveCodeBench): reward 1 if the solution passes all tests, else 0.
 
-The last block of code in the answer is run once per test, in a process that knows the test's input and nothing else:
-outputs are compared here. Tests either call a function with JSON arguments, or give a program its standard input.
+The last code block of the answer is run once per test, in a process that receives only the test's input; outputs are
+compared here. A test either calls a function with JSON arguments or gives a program its standard input.
 
-Differences from skyrl-gym 0.4.0: a program's process has no network, no other process and bounded memory; NumPy and
-pandas are not imported beforehand; tuples count as lists at any depth; a result is judged by its JSON, so an object
-that claims to be equal to everything is not; `true` is not 1, and `1_0` is not 10.
+Differences from skyrl-gym 0.4.0: a program's process has no network, no access to other processes, and limited memory;
+NumPy and pandas are not pre-imported; tuples count as lists at any depth; results are compared as JSON, so an object
+that claims to equal everything does not pass; `true` is not 1, and `1_0` is not 10.
 """
 
 import functools
@@ -31,24 +31,27 @@ class LCBConfig(BaseConfig):
     """Settings of `lcb`."""
 
     timeout: PositiveFloat = 6.0
-    """Seconds of CPU time for a test. One that waits is stopped after three times as long and 5 s."""
+    """CPU time limit per test, in seconds. A test that waits is stopped after three times this limit plus 5 s."""
 
     memory_mb: PositiveInt = 2048
-    """MiB of address space for a test."""
+    """Address space limit per test, in MiB."""
 
     isolation: Isolation = "full"
-    """Isolation of the process: "full" with namespaces of its own; "limited" where the system refuses them (many
-    containers), with no folder to write to, and with all files open to reading where the kernel has no Landlock."""
+    """Isolation of the process: "full" or "limited".
+
+    "full" uses separate namespaces. "limited" is for systems that do not allow namespaces (many containers): there is
+    no writable folder, and all files are readable if the kernel has no Landlock.
+    """
 
 
 def extract_code(text: str) -> str | None:
-    """The last block between three backticks; None if there is none."""
+    """Return the last code block between triple backticks; None if there is none."""
     blocks = re.findall(r"```(?:\w+)?\n(.*?)```", text, re.DOTALL)
     return blocks[-1].strip() if blocks else None
 
 
 def is_same_output(printed: str, expected: str) -> bool:
-    """Return True if two texts have the same lines, without spaces around them; numbers may be written differently."""
+    """Return True if two texts have equal lines, without surrounding spaces. Numbers may be written differently."""
     lines, wanted = printed.strip().split("\n"), expected.strip().split("\n")
     return len(lines) == len(wanted) and all(
         line.strip() == other.strip() or _numbers(line) == _numbers(other) is not None
@@ -57,7 +60,7 @@ def is_same_output(printed: str, expected: str) -> bool:
 
 
 def is_same_value(value: str | None, expected: object) -> bool:
-    """Return True if the JSON that a function returned says the same as the expected value."""
+    """Return True if the JSON that a function returned equals the expected value."""
     try:
         return value is not None and _same(json.loads(value), expected)
     except (ValueError, RecursionError):
@@ -65,17 +68,17 @@ def is_same_value(value: str | None, expected: object) -> bool:
 
 
 class Tests(NamedTuple):
-    """Tests of a solution. Samples of a prompt share them."""
+    """Tests of a solution, shared by all samples of a prompt."""
 
     function: str | None
-    """The function to call; None for a program."""
+    """Name of the function to call; None for a program."""
 
     cases: list[dict[str, Any]]
     expected: list[Any]
 
 
 def read_tests(given: Any) -> Tests:
-    """Tests as the sandbox wants them. Raises all kinds of errors for what is no list of tests."""
+    """Convert tests for the sandbox. Raises various errors for invalid tests."""
     function = given[0]["metadata"]["func_name"] if given[0].get("testtype") == "functional" else None
     cases = [_case(test["input"], function is not None) for test in given]
     return Tests(function, cases, [json.loads(test["output"]) if function else str(test["output"]) for test in given])
@@ -83,16 +86,16 @@ def read_tests(given: Any) -> Tests:
 
 @functools.lru_cache(maxsize=16)
 def _read_once(text: str) -> Tests:
-    # They may be megabytes, and each of a prompt's samples has an environment of its own.
+    # Cached: tests may be megabytes, and each sample of a prompt has its own environment.
     return read_tests(json.loads(text))
 
 
 @ENVS.register("lcb")
 class LCBEnv(Env[LCBConfig]):
-    """One turn; 1 if the last block of code passes all tests, else 0.
+    """One turn; reward 1 if the last code block passes all tests, else 0.
 
-    Needs `reward_spec.ground_truth`, a list (or its JSON) of `{input, output, testtype, metadata.func_name}`, where
-    `testtype` is "functional" or "stdin".
+    Needs `reward_spec.ground_truth`, a list (or its JSON text) of `{input, output, testtype, metadata.func_name}`,
+    where `testtype` is "functional" or "stdin".
     """
 
     Config = LCBConfig
@@ -136,18 +139,18 @@ class LCBEnv(Env[LCBConfig]):
 
 
 def _case(given: Any, functional: bool) -> dict[str, Any]:
-    """Arguments are lines of JSON."""
+    """Convert the input of a test. Function arguments are given as lines of JSON."""
     return {"arguments": [json.loads(line) for line in given.split("\n")]} if functional else {"stdin": str(given)}
 
 
 def _numbers(line: str) -> list[Decimal] | None:
-    """The numbers of a line; None if something in it is none."""
+    """Return the numbers of a line; None if any word is not a number."""
     words = line.split()
     return [Decimal(word) for word in words] if all(map(_NUMBER.fullmatch, words)) else None
 
 
 def _same(value: Any, expected: Any) -> bool:
-    """Equality of JSON, which unlike Python's tells truth values from numbers."""
+    """Compare JSON values. Unlike in Python, booleans do not equal numbers."""
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, list) and isinstance(expected, list):

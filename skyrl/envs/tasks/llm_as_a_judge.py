@@ -1,8 +1,8 @@
-"""Answers that a language model judges, at any address that speaks OpenAI's chat protocol.
+"""Answers scored by a language model as judge, at any URL with OpenAI's chat API.
 
-A judge that cannot be reached, or does not say what it was asked for, is a failure (`EnvError`), which a rollout may
-try again; it is never a reward of 0. What is judged stands between marks that it cannot write itself. A judge that
-refuses a temperature, as reasoning models do, is asked without one.
+If the judge is unreachable or does not give a score, that is an `EnvError`, which a rollout may retry, never a reward
+of 0. The answer is enclosed in random marks that the model cannot know. A judge that rejects a temperature, as
+reasoning models do, is called without one.
 """
 
 import asyncio
@@ -31,22 +31,22 @@ or
 ### Final Score: 1"""
 _SCORE = re.compile(r"### Final Score:\s*([01])(?:\.0)?\b")
 _PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = WeakKeyDictionary()
-"""Places for calls of all episodes together, by address and how many it may have."""
+"""Concurrency limits of judge calls, shared by all episodes, by URL and limit."""
 _WITHOUT_TEMPERATURE: set[tuple[str, str]] = set()
-"""Addresses and models that refused one."""
+"""URLs and models that rejected a temperature."""
 
 
 def judge_messages(instructions: str, question: str, reference: str, answer: str, mark: str) -> list[Message]:
-    """Messages to the judge. `mark` is a line that `answer` does not hold."""
+    """Return the messages to the judge. `mark` is a line that does not occur in `answer`."""
     material = f"Question:\n{question}\n\nReference answer:\n{reference}\n\nStudent's answer:\n{mark}\n{answer}\n{mark}"
     return [{"role": "system", "content": instructions.replace("{mark}", mark)}, {"role": "user", "content": material}]
 
 
 @ENVS.register("llm_as_a_judge")
 class LLMJudgeEnv(Env[GSM8kLLMJudgeEnvConfig]):
-    """One turn; the 0 or 1 that the judge gives. Needs `reward_spec.ground_truth`.
+    """One turn; the reward is the 0 or 1 from the judge. Needs `reward_spec.ground_truth`.
 
-    The key is taken from `OPENAI_API_KEY`, and the address from `OPENAI_BASE_URL` where the settings have none.
+    The key is `OPENAI_API_KEY`. The URL is `OPENAI_BASE_URL` unless the settings have one.
     """
 
     Config = GSM8kLLMJudgeEnvConfig
@@ -97,6 +97,6 @@ class LLMJudgeEnv(Env[GSM8kLLMJudgeEnvConfig]):
 
 
 def _place(url: str, most: int) -> asyncio.Semaphore:
-    # A semaphore belongs to one event loop; programs and tests may run several, one after another.
+    # A semaphore belongs to one event loop; programs and tests may run several loops in sequence.
     places = _PLACES.setdefault(asyncio.get_running_loop(), {})
     return places.setdefault((url, most), asyncio.Semaphore(most))

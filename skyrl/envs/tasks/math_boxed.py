@@ -1,8 +1,8 @@
 """Mathematics with the answer in a box: the last `\\boxed{...}`, compared with the gold answer.
 
-Two answers are the same if they are written the same, or are the same number (`answers.py`). `comparison=math-verify`
-asks that library about the others, so that `2^{10}` is 1024. Its algebra takes a second, or for ever (`9^{9^{9^9}}`):
-it is done in a process with limits of its own, as model-written code is.
+Two answers are equal if they are equal as normalized texts or as numbers (`answers.py`). With `comparison=math-verify`,
+that library compares all other answers, so `2^{10}` equals 1024. Its algebra may take seconds or forever
+(`9^{9^{9^9}}`), so it runs in a process with limits, like model-written code.
 """
 
 from collections.abc import Mapping
@@ -32,13 +32,13 @@ class MathConfig(BaseConfig):
     """Settings of `math`."""
 
     comparison: Literal["text", "math-verify"] = "text"
-    """Comparison that says whether two answers are the same. "math-verify" needs `pip install 'skyrl[math]'`."""
+    """Comparison of two answers. "math-verify" needs `pip install 'skyrl[math]'`."""
 
     timeout: PositiveFloat = 5.0
-    """Seconds of CPU time that math-verify may take. An answer that it does not finish is wrong."""
+    """CPU time limit of math-verify, in seconds. An answer that exceeds it is wrong."""
 
     memory_mb: PositiveInt = 2048
-    """MiB of address space for math-verify."""
+    """Address space limit of math-verify, in MiB."""
 
     isolation: Isolation = "full"
     """Isolation of math-verify; see `skyrl/utils/sandbox/run.py` before setting "limited"."""
@@ -46,9 +46,9 @@ class MathConfig(BaseConfig):
 
 @ENVS.register("math")
 class MathEnv(Env[MathConfig]):
-    """One turn; 1 for the right answer in the last box, else 0. The metric `boxed` says whether there is a box.
+    """One turn; reward 1 for the correct answer in the last box, else 0. The metric `boxed` is 1 if there is a box.
 
-    Needs `reward_spec.ground_truth` or `reward_model.ground_truth`. EnvError if math-verify cannot be run.
+    Needs `reward_spec.ground_truth` or `reward_model.ground_truth`. Raises EnvError if math-verify cannot be run.
     """
 
     Config = MathConfig

@@ -1,8 +1,7 @@
-"""Questions answered with a search engine.
+"""Question answering with a search engine.
 
-A turn is `<search>query</search>`, to which the documents found come back as `<information>`, or
-`<answer>...</answer>`, which ends the episode. `retrieval.py` is a server to search in. Only the model's last turn
-counts for the reward.
+A turn is `<search>query</search>`, whose documents are returned as `<information>`, or `<answer>...</answer>`, which
+ends the episode. `services/retrieval.py` is a search server. Only the model's last turn counts for the reward.
 
 Differences from skyrl-gym 0.4.0: see `DIFFERENCES` in `tests/envs/test_against_skyrl_gym.py`.
 """
@@ -26,7 +25,9 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize(text: str) -> str:
-    """Lower case, without punctuation, articles and needless spaces. Articles stay if there is nothing else.
+    """Normalize a text: lower case, without punctuation, articles and extra spaces.
+
+    Articles stay if nothing else is left.
 
     Source: Rajpurkar et al. 2016 (SQuAD), https://arxiv.org/abs/1606.05250, section 6.1.
     """
@@ -36,19 +37,19 @@ def normalize(text: str) -> str:
 
 
 def extract_answer(text: str) -> str | None:
-    """Text between the *last* `<answer>` tags; None if there are none."""
+    """Return the text between the *last* `<answer>` tags; None if there are none."""
     answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return answers[-1].strip() if answers else None
 
 
 def is_correct(answer: str, targets: str | list[str]) -> bool:
-    """Return True if the answer equals one of the targets, all normalised. An empty one equals none."""
+    """Return True if the answer equals one of the targets after normalization. An empty answer equals none."""
     said = normalize(answer)
     return bool(said) and said in [normalize(target) for target in ([targets] if isinstance(targets, str) else targets)]
 
 
 class SearchTools(ToolGroup):
-    """The tool `search`, on a server that answers `{query, topk, return_scores}`. To be closed."""
+    """The tool `search`, on a server that accepts `{query, topk, return_scores}`. Must be closed."""
 
     def __init__(self, config: SearchEnvConfig):
         super().__init__("search")
@@ -57,7 +58,7 @@ class SearchTools(ToolGroup):
 
     @tool
     async def search(self, query: str) -> str:
-        """The documents found, numbered from 1. Raises EnvError if the server fails."""
+        """Return the documents found, numbered from 1. Raises EnvError if the server fails."""
         url = self.config.search_url
         answer = await post_json(
             self._client, url, {"query": query.strip(), "topk": self.config.topk, "return_scores": True}
@@ -73,15 +74,15 @@ class SearchTools(ToolGroup):
         return "".join(f"Doc {number}: {text}\n" for number, text in enumerate(documents, 1)) or NOTHING_FOUND
 
     async def close(self) -> None:
-        """Close connections."""
+        """Close the connections."""
         await self._client.aclose()
 
 
 @ENVS.register("search")
 class SearchEnv(Env[SearchEnvConfig]):
-    """Up to `max_turns` turns (2); at the end 1 for an answer that equals one of the targets, else 0.
+    """Up to `max_turns` turns (default 2); final reward 1 for an answer that equals one of the targets, else 0.
 
-    Needs `reward_spec.ground_truth.target`, a text or a list of texts. EnvError if the search engine fails.
+    Needs `reward_spec.ground_truth.target`, a text or a list of texts. Raises EnvError if the search engine fails.
     """
 
     Config = SearchEnvConfig

@@ -1,10 +1,11 @@
-"""Questions answered with two tools, a search engine and Python.
+"""Question answering with two tools, a search engine and Python.
 
-A turn is `<tool><search>query</search></tool>` or `<tool><python>code</python></tool>`, whose output comes back, or
-`<solution>... #### answer</solution>`, which ends the episode. Only the model's last turn counts for the reward.
+A turn is `<tool><search>query</search></tool>` or `<tool><python>code</python></tool>`, whose output is returned to the
+model, or `<solution>... #### answer</solution>`, which ends the episode. Only the model's last turn counts for the
+reward.
 
-Differences from skyrl-gym 0.4.0: the settings are used; the answer is looked for in the last turn, not in all the
-conversation, what tools printed included.
+Differences from skyrl-gym 0.4.0: the settings are used; the answer is searched in the last turn, not in the whole
+conversation with the output of tools.
 """
 
 import re
@@ -23,26 +24,29 @@ from skyrl.train.config.environment import SearchEnvConfig
 from skyrl.utils.sandbox.run import Isolation, Limits, run_code
 
 SHOWN_CHARACTERS = 9000
-"""Characters shown of a program's output, at most."""
+"""Maximum number of characters of a program's output that the model sees."""
 
 
 @dataclass
 class SearchCodeConfig(SearchEnvConfig):
-    """Settings of `searchcode`: those of `search`, and of the Python tool."""
+    """Settings of `searchcode`: those of `search` and of the Python tool."""
 
     code_timeout: PositiveFloat = 10.0
-    """Seconds of CPU time for a program. One that waits is stopped after three times as long and 5 s."""
+    """CPU time limit per program, in seconds. A program that waits is stopped after three times this limit plus 5 s."""
 
     memory_mb: PositiveInt = 1024
-    """MiB of address space for a program."""
+    """Address space limit per program, in MiB."""
 
     isolation: Isolation = "full"
-    """Isolation of the process: "full" with namespaces of its own; "limited" where the system refuses them (many
-    containers), with no folder to write to, and with all files open to reading where the kernel has no Landlock."""
+    """Isolation of the process: "full" or "limited".
+
+    "full" uses separate namespaces. "limited" is for systems that do not allow namespaces (many containers): there is
+    no writable folder, and all files are readable if the kernel has no Landlock.
+    """
 
 
 class PythonTools(ToolGroup):
-    """The tool `python`: each call is a program of its own."""
+    """The tool `python`: each call runs a separate program."""
 
     def __init__(self, config: SearchCodeConfig):
         super().__init__("python")
@@ -50,7 +54,7 @@ class PythonTools(ToolGroup):
 
     @tool
     async def python(self, code: str) -> str:
-        """Output of the program, or what went wrong."""
+        """Run a program. Returns its output, or its error."""
         limits = Limits(cpu_s=self.config.code_timeout, memory_mb=self.config.memory_mb)
         (outcome,) = await run_code(code, [{"stdin": ""}], limits=limits, isolation=self.config.isolation)
         problem = {
@@ -59,16 +63,16 @@ class PythonTools(ToolGroup):
             "timeout": f"The program was stopped after {limits.cpu_s:g} s.",
             "killed": "The program crashed.",
         }[outcome.status]
-        # The end of an error says what it is, the beginning of an output what it is about.
+        # Keep the end of an error and the beginning of an output.
         said = (outcome.stdout.strip()[:SHOWN_CHARACTERS], outcome.stderr.strip()[-SHOWN_CHARACTERS:], problem)
         return "\n".join(text for text in said if text) or "The program printed nothing."
 
 
 @ENVS.register("searchcode")
 class SearchCodeEnv(Env[SearchCodeConfig]):
-    """Up to `max_turns` turns (2); at the end 1 for the right number after `####` in the last turn, else 0.
+    """Up to `max_turns` turns (default 2); final reward 1 for the correct number after `####` in the last turn, else 0.
 
-    Needs `reward_spec.ground_truth`. EnvError if the search engine fails.
+    Needs `reward_spec.ground_truth`. Raises EnvError if the search engine fails.
     """
 
     Config = SearchCodeConfig

@@ -1,6 +1,6 @@
-"""Questions about a database, answered by a query that the model tries out first.
+"""Questions about a database. The model may try out queries before it answers with one.
 
-A turn is `<think>...</think>` and then `<sql>...</sql>`, which is run and whose result comes back, or
+A turn is `<think>...</think>` followed by `<sql>...</sql>`, which is run and whose result is returned, or by
 `<solution>...</solution>`, which ends the episode. Only the model's own turns count for the reward.
 
 Differences from skyrl-gym 0.4.0: see `DIFFERENCES` in `tests/envs/test_against_skyrl_gym.py`.
@@ -21,13 +21,16 @@ FOLDERS = {
     "spider": "spider/database",
     "bird": "bird/train/train_databases",
 }
-"""Folder of the databases below `db_path`, by the row's `data`."""
+"""Folders of databases below `db_path`, by the row's `data`."""
 TRY_S = 5.0
-"""Seconds that a query of the model may take when it tries one out."""
+"""Time limit of a trial query, in seconds."""
 JUDGE_S = 30.0
-"""Seconds that the solution, and the gold query, may take."""
+"""Time limit of the solution and of the gold query, in seconds."""
 SHOWN_CHARACTERS = 9000
-"""Length of a result that is shown whole; of a longer one the first rows are."""
+"""Maximum length of a result that is shown completely, in characters.
+
+For longer results, only the first rows are shown.
+"""
 SHOWN_ROWS = 50
 
 BAD_FORMAT = -1.0
@@ -35,10 +38,10 @@ HINT = "There was no query to run. Think between <think> and </think>, then writ
 
 
 def extract_solution(turns: Sequence[str]) -> str | None:
-    """The query in the last turn's `<solution>`; None if what the model wrote has not the form that is asked for.
+    """Return the query in the last turn's `<solution>`; None if the format is violated.
 
-    There is one solution, without tags in it; some turn thinks; each turn that follows a result begins with thinking,
-    and no turn writes a result itself.
+    Format: there is exactly one solution, without tags in it; some turn contains thinking; each turn after a result
+    begins with thinking; and no turn contains a result written by the model.
     """
     written = "\n".join(turns)
     _, opened, tail = turns[-1].partition("<solution>")
@@ -57,10 +60,10 @@ def extract_solution(turns: Sequence[str]) -> str | None:
 
 @ENVS.register("text2sql")
 class Text2SQLEnv(Env[Text2SQLEnvConfig]):
-    """Up to `max_turns` turns (5); at the end 1 for the gold query's result, 0 for another, -1 for a wrong form.
+    """Up to `max_turns` turns (default 5); final reward 1 for the gold query's result, 0 for others, -1 for bad format.
 
-    Needs `db_id`, `data` (synsql, spider or bird) and `reward_spec.ground_truth`, the gold query. EnvError if the gold
-    query does not run, or returns no rows: every query without rows would be right.
+    Needs `db_id`, `data` (synsql, spider or bird) and `reward_spec.ground_truth`, the gold query. Raises EnvError if
+    the gold query fails or returns no rows, because then every query without rows would be correct.
     """
 
     Config = Text2SQLEnvConfig
@@ -118,7 +121,7 @@ class Text2SQLEnv(Env[Text2SQLEnvConfig]):
 
 
 def shown(result: Result) -> str:
-    """The result as a table of text, in its own order, cut if it is long."""
+    """Format a result as a text table, in its own order. Long results are cut."""
     text = _table(result)
     if len(text) <= SHOWN_CHARACTERS:
         return text
