@@ -1,9 +1,9 @@
-"""Commands of who operates a server, which look at it from outside.
+"""Commands for operators of a server.
 
-backup      a copy of the state of a server that runs
-doctor      what is wrong with an installation or a running server, and what to do about it
-status      what a running server is doing; its screen is `screen`
-lists       its models and requests
-operator    how these ask the server, and with which key
-words       numbers as people read them
+backup      copy the state of a running server
+doctor      find problems of an installation or a running server, with fixes
+status      show the activity of a running server, on the screen of `screen`
+lists       list and control its models and requests
+operator    HTTP client and key of these commands
+words       formatting of numbers
 """

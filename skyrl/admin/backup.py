@@ -1,8 +1,8 @@
-"""`skyrl backup`: a copy of a server's state while it runs, in which folder and database belong together.
+"""`skyrl backup`: copy a running server's state, with a consistent folder and database.
 
-What is saved is never changed, only added and removed, so a hard link keeps it. Folders are linked before the database
-is copied, and after: all that the copy of the database names was there at one time or the other, or it came and went
-within the moments in between, and then all is done again. None but the user may read the backup.
+Saved folders are never modified, only added and removed, so hard links preserve them. Folders are linked both before
+and after the database is copied. If the database copy names a folder that was added and removed in between, the copy is
+repeated. Only the user can read the backup.
 """
 
 import os
@@ -29,14 +29,14 @@ from skyrl.tinker.database.read_only import ReadOnlyDatabase
 from skyrl.utils.files.object_store import is_url
 
 CHECKPOINTS, DATABASE, DUMP = "checkpoints", "tinker.db", "tinker.dump"
-"""Names below the backup's folder: of SQLite its file, of PostgreSQL what pg_restore reads."""
+"""Names in the backup's folder. The database is an SQLite file, or a dump for pg_restore."""
 ATTEMPTS = 10
 
 Say = Callable[[str], None]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Back up the state that these options name. Returns the exit status."""
+    """Back up the state that the options name. Returns the exit status."""
     parser = options_parser(
         prog="skyrl backup",
         description="Copy the state of a server, which may run meanwhile: its folder of checkpoints, as hard links "
@@ -52,11 +52,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def back_up(config: EngineConfig, target: Path, say: Say) -> None:
-    """Copy a server's state into a folder, which may then be copied elsewhere at leisure.
+    """Copy a server's state into a folder, which may then be copied elsewhere.
 
     Raises:
-        RequestError: There is no such state, it is not one that is copied so, the folder is in use, or its disk refuses
-            a write.
+        RequestError: The state does not exist or cannot be copied consistently, the folder is in use, or a write to its
+            disk fails.
     """
     base, file = config.checkpoints_folder, sqlite_file(config.database_url)
     if not base.is_dir():
@@ -78,7 +78,7 @@ def back_up(config: EngineConfig, target: Path, say: Say) -> None:
 
 @contextmanager
 def _private() -> Iterator[None]:
-    """Umask of 077 in the block: files made there are the user's alone."""
+    """Context with umask 077: only the user can access files created in it."""
     before = os.umask(0o077)
     try:
         yield
@@ -87,10 +87,10 @@ def _private() -> Iterator[None]:
 
 
 def _copy(config: EngineConfig, file: Path | None, target: Path) -> int:
-    """Returns the number of saved folders that were copied."""
+    """Copy the state. Returns the number of saved folders that were copied."""
     base, copy = config.checkpoints_folder, target / CHECKPOINTS
     copy.mkdir(parents=True, exist_ok=True)
-    with suppress(PermissionError):  # it was there, and is somebody else's; what is in it is not
+    with suppress(PermissionError):  # the folder existed and has another owner; its new contents belong to this user
         target.chmod(0o700)
     lost = _on_disk(config, _named(config.database_url)) - saved_folders(base)
     for _ in range(ATTEMPTS):
@@ -109,7 +109,7 @@ def _copy(config: EngineConfig, file: Path | None, target: Path) -> int:
 
 
 def _add_saved(base: Path, copy: Path) -> None:
-    """Bring what is saved and not in the copy yet there. Raises `RequestError` for what cannot be copied."""
+    """Copy saved folders that are not in the copy yet. Raises `RequestError` if a folder cannot be copied."""
     for folder in sorted(saved_folders(base) - saved_folders(copy)):
         whole, part = copy / folder, (copy / folder).with_name(f".{Path(folder).name}.partial")
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def _add_saved(base: Path, copy: Path) -> None:
             shutil.copytree(base / folder, part, copy_function=_link)
         except OSError as error:
             shutil.rmtree(part, ignore_errors=True)
-            if (base / folder).exists():  # else it has gone meanwhile
+            if (base / folder).exists():  # otherwise it was removed meanwhile
                 why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
                 raise RequestError(
                     f"{base / folder}: copy to {whole} failed: {why}; fix the cause and run the backup again"
@@ -131,12 +131,15 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except FileNotFoundError:
         raise
-    except OSError:  # another disk, or one that has no links
+    except OSError:  # another disk, or one without hard links
         shutil.copy2(source, target)
 
 
 def _copy_file(file: Path, target: Path) -> set[str]:
-    """SQLite's online backup, in one step: https://www.sqlite.org/backup.html. Returns the folders that it names."""
+    """Copy a database in one step with SQLite's online backup, https://www.sqlite.org/backup.html.
+
+    Returns the folders that it names.
+    """
     target.unlink(missing_ok=True)
     try:
         with (
@@ -153,16 +156,16 @@ def _copy_file(file: Path, target: Path) -> set[str]:
 
 
 def _dump(url: str, target: Path) -> set[str]:
-    """A dump of a PostgreSQL database. Returns the folders that it names, which are of the same moment.
+    """Dump a PostgreSQL database. Returns the folders that the same snapshot names.
 
-    Raises `RequestError`: There is no pg_dump, or it fails.
+    Raises `RequestError` if pg_dump is not installed or fails.
     """
     with closing(ReadOnlyDatabase(url)) as database:
         return database.read_now(partial(_dump_as_seen, url=url, file=target / DUMP))
 
 
 def _dump_as_seen(session: Session, url: str, file: Path) -> set[str]:
-    """Dump what this transaction sees: https://www.postgresql.org/docs/15/functions-admin.html (snapshots)."""
+    """Dump the snapshot of this transaction: https://www.postgresql.org/docs/15/functions-admin.html (snapshots)."""
     connection = session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
     snapshot = connection.scalar(sqlalchemy.text("SELECT pg_export_snapshot()"))
     named = written_folders(session)
@@ -177,7 +180,7 @@ def _dump_as_seen(session: Session, url: str, file: Path) -> set[str]:
 
 
 def dump_command(url: str, file: Path, snapshot: str) -> tuple[list[str], dict[str, str]]:
-    """(the command that dumps a snapshot, variables of its environment): the password where no other user sees it."""
+    """Return (command that dumps a snapshot, its environment variables). The password is hidden from other users."""
     given = make_url(url)
     query = {name: value for name, value in given.query.items() if name != "password"}
     password = given.password or given.query.get("password")
@@ -188,11 +191,11 @@ def dump_command(url: str, file: Path, snapshot: str) -> tuple[list[str], dict[s
 
 
 def _on_disk(config: EngineConfig, folders: set[str]) -> set[str]:
-    """Those of these folders that are not in a bucket."""
+    """Return the folders that are not in a bucket."""
     return {folder for folder in folders if not is_url(config.path_of(folder))}
 
 
 def _named(url: str) -> set[str]:
-    """Folders that a database names and that have been there."""
+    """Return the folders that a database names and that have been written."""
     with closing(ReadOnlyDatabase(url)) as database:
         return database.read_now(written_folders)

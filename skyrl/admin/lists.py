@@ -1,4 +1,4 @@
-"""`skyrl models` and `skyrl requests`: what there is, and orders about it."""
+"""`skyrl models` and `skyrl requests`: list, unload and cancel."""
 
 import shutil
 import textwrap
@@ -121,7 +121,7 @@ def _cancel_request(argv: Sequence[str]) -> int:
 
 
 def _print(entries: Sequence[Entry], describe: Callable[[Entry], Iterator[str]], total: int, noun: str) -> None:
-    """A few lines for each, and how many there are."""
+    """Print a few lines per entry, and the total number."""
     for entry in entries:
         print("\n".join(describe(entry)))
     rest = "" if len(entries) == total else f"; {number(total - len(entries))} of them are not shown (--limit)"
@@ -156,7 +156,7 @@ def _indented(text: str) -> list[str]:
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    """Lines that fit the terminal, but for ids, which are to be copied as a whole."""
+    """Wrap text to the terminal width without splitting ids, so that they can be copied."""
     width = shutil.get_terminal_size().columns
     wrap = textwrap.TextWrapper(
         width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False

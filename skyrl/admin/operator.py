@@ -1,4 +1,4 @@
-"""A server as its operator asks it: where it is, with which key, and what its refusals mean."""
+"""HTTP client of operator commands: address, key and error messages."""
 
 import argparse
 import json
@@ -14,21 +14,21 @@ from skyrl.tinker.config import ENVIRONMENT_PREFIXES, options_parser, read_confi
 from skyrl.utils.arguments import ArgumentParser
 
 PATIENCE_S = 30.0
-"""Seconds that an answer may take."""
+"""Timeout of a request, in seconds."""
 READ = ("host", "port", "operator_keys", "operator_keys_file")
-"""Options of a server that say where it is and who may ask it."""
+"""Server options with its address and operator keys."""
 
 
 class Unreachable(RequestError):
-    """Nothing answers, or no server of ours."""
+    """The server is unreachable, or is not a SkyRL server."""
 
 
 class Operator:
-    """Asks a server.
+    """Client of a server.
 
     Args:
         url: Its base URL.
-        key: An operator's key; None on a server without keys.
+        key: Operator key; None for a server without keys.
     """
 
     def __init__(self, url: str, key: str | None):
@@ -37,11 +37,11 @@ class Operator:
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S)
 
     def get(self, path: str, **asked: Any) -> dict[str, Any]:
-        """JSON of a route. Raises `Unreachable`, and `RequestError` for a refusal."""
+        """Return the JSON response of a GET. Raises `Unreachable`, and `RequestError` if the server rejects it."""
         return self._ask("GET", path, {name: value for name, value in asked.items() if value is not None})
 
     def post(self, path: str) -> dict[str, Any]:
-        """JSON that an order is answered with. Raises as `get`."""
+        """Return the JSON response of a POST. Raises the errors of `get`."""
         return self._ask("POST", path, {})
 
     def _ask(self, method: str, path: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Operator:
 
 
 def _detail(answer: httpx.Response) -> str | None:
-    """Detail of a refusal, in the server's words."""
+    """Return the server's explanation of an error."""
     try:
         return answer.json()["detail"] if answer.status_code != 404 or "known" in answer.text else None
     except (ValueError, KeyError, TypeError):
@@ -71,7 +71,7 @@ def _detail(answer: httpx.Response) -> str | None:
 
 
 def operator_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser of what all commands of operators take, for `connect`; each adds options of its own."""
+    """Create a parser with the common options of operator commands, for `connect`. Commands add their own options."""
     parser = ArgumentParser(
         prog=prog,
         description=description,
@@ -88,10 +88,10 @@ def operator_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def connect(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Operator:
-    """The server that the options of `operator_parser` name, and the environment."""
+    """Return a client of the server given by the options of `operator_parser` and the environment."""
     names = [prefix + name.upper() for prefix in ENVIRONMENT_PREFIXES for name in READ]
     environ = {name: os.environ[name] for name in names if name in os.environ}
-    argv = ["--insecure"]  # which a host that others reach takes, where no keys of clients are read
+    argv = ["--insecure"]  # accepts a public host, although client keys are not read
     if given.operator_keys_file is not None:
         argv += ["--operator-keys-file", given.operator_keys_file]
     config, _ = read_config(options_parser(parser.prog, ""), argv, environ)
@@ -102,18 +102,18 @@ def connect(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Opera
 
 
 def told(prog: str, run: Callable[[], None]) -> int:
-    """Run what a command does. A refusal is told in a line. Returns the exit status."""
+    """Run a command. Prints a RequestError as one line. Returns the exit status."""
     try:
         run()
         sys.stdout.flush()
     except RequestError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # who reads has read enough, as `head` does
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def print_json(value: Any) -> None:
-    """For programs."""
+    """Print a value as JSON, for programs."""
     print(json.dumps(value, indent=1))

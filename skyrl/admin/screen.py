@@ -1,4 +1,4 @@
-"""The screen of `skyrl status`: lines of a terminal, of two looks at a server."""
+"""Screen of `skyrl status`: terminal lines computed from two snapshots of a server."""
 
 import time
 from collections.abc import Iterator
@@ -7,19 +7,19 @@ from typing import Any
 from skyrl.admin.words import GIB, cut, duration, number, plural, size
 
 KINDS = ("trained", "scored", "prompt", "sampled")
-"""Kinds of tokens: of passes with gradients, of passes without, of prompts, and drawn ones."""
+"""Kinds of tokens: training passes, scoring passes, prompts, and sampled tokens."""
 NARROWEST = 40
 TENANTS = 8
-"""Tenants that are shown, those with most requests first."""
+"""Maximum number of tenants shown, those with the most requests first."""
 
 Look = dict[str, Any]
-"""The answer of `GET /status`."""
+"""Snapshot of a server: the response of `GET /status`."""
 
 
 def rates(now: Look, before: Look | None) -> Look | None:
-    """Requests, tokens by kind, and those of each tenant, for each second between two looks.
+    """Return rates per second between two snapshots: requests, tokens by kind, and tokens by tenant.
 
-    None where there is only one, or the server was started between them.
+    None if there is only one snapshot, or if the server was restarted between them.
     """
     if before is None or now["uptime_s"] < before["uptime_s"] or now["time"] <= before["time"]:
         return None
@@ -40,7 +40,7 @@ def rates(now: Look, before: Look | None) -> Look | None:
 
 
 def screen(now: Look, before: Look | None, url: str, width: int, height: int | None = None) -> list[str]:
-    """Lines of at most `width` columns; as many as fit into `height`, if that is given."""
+    """Return lines of at most `width` columns, and at most `height` lines if that is given."""
     width = max(width, NARROWEST)
     rate = rates(now, before)
     lines = [*_head(now, rate, url, width), "", *_tenants(now, rate), "", *_models(now, width)]
@@ -101,7 +101,7 @@ def _models(now: Look, width: int) -> Iterator[str]:
 
 
 def short(model_id: str) -> str:
-    """A model's id without most of its session's."""
+    """Return a model's id with a shortened session id."""
     session, _, rest = model_id.partition(":")
     return f"{session[:8]}:{rest}" if model_id else "(base model)"
 

@@ -1,4 +1,4 @@
-"""`skyrl status`: what a server is doing, drawn again every few seconds."""
+"""`skyrl status`: show the activity of a server, updated every few seconds."""
 
 import shutil
 import sys
@@ -10,14 +10,14 @@ from skyrl.admin.operator import Operator, Unreachable, connect, operator_parser
 from skyrl.admin.screen import Look, rates, screen
 
 BETWEEN_S = 1.0
-"""Seconds between the two looks that the rates of a single report are of."""
+"""Seconds between the two snapshots of a single report."""
 OTHER_SCREEN, BACK = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-"""Orders of terminals: leave what is there, and the cursor, aside; bring both back."""
+"""Terminal sequences: switch to the alternate screen and hide the cursor; switch back."""
 HOME, TO_THE_END_OF_LINE, AND_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw the status of a server. Returns the exit status."""
+    """Show the status of a server. Returns the exit status."""
     parser = operator_parser(
         "skyrl status",
         "Show what a server is doing: who trains and samples what, what waits and why, rates, memory, disk. Drawn "
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _two_looks(server: Operator) -> tuple[Look, Look]:
-    """(second, first)."""
+    """Return two snapshots: (second, first)."""
     before = server.get("/status")
     time.sleep(BETWEEN_S)
     return server.get("/status"), before
@@ -71,7 +71,7 @@ def _live(server: Operator, every_s: float) -> None:
 
 
 def _draw(lines: Sequence[str]) -> None:
-    """Over what was there, so that it does not flicker."""
+    """Overwrite the previous lines, which avoids flicker."""
     sys.stdout.write(HOME + f"{TO_THE_END_OF_LINE}\n".join(lines) + TO_THE_END_OF_LINE + AND_BELOW)
     sys.stdout.flush()
 

@@ -1,11 +1,11 @@
-"""Numbers as people read them, in few columns."""
+"""Compact formatting of numbers for people."""
 
 MIB, GIB = 2**20, 2**30
 UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 def duration(seconds: float) -> str:
-    """In one unit, with two digits at least below ten of it."""
+    """Format a duration in one unit. Values below ten have two digits."""
     for size, unit in UNITS:
         if seconds >= 2 * size:
             return f"{_short(seconds / size)} {unit}"
@@ -13,26 +13,26 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int | None) -> str:
-    """Bytes, in MiB or GiB."""
+    """Format a number of bytes in MiB or GiB."""
     if count is None:
         return "?"
     return f"{_short(count / GIB)} GiB" if count >= GIB else f"{_short(count / MIB) if count else 0} MiB"
 
 
 def number(count: float) -> str:
-    """A count, or a rate."""
+    """Format a count or a rate."""
     if count >= 1e6:
         return f"{count / 1e6:.2f}M"
     return f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.1f}"
 
 
 def cut(text: str, width: int) -> str:
-    """A text that fits."""
+    """Cut a text to a width."""
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
 def plural(count: int, noun: str) -> str:
-    """A count of things."""
+    """Format a count with its noun."""
     return f"{number(count)} {noun}{'' if count == 1 else 's'}"
 
 

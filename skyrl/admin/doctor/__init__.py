@@ -1,12 +1,9 @@
-"""`skyrl doctor`: checks of an installation, of a server's state and of a server that runs. Nothing is changed by it.
+"""`skyrl doctor`: read-only checks of an installation, of a server's state and of a running server.
 
-finding         what a check says
-machine         Python, packages, devices, limits, the clock
-model           the files of the base model
-state           folder and database, the port
-server          a server that runs, asked over HTTP
-command         which checks are made, and how they are told
+finding         result of a check machine         Python, packages, devices, limits, the clock model           files of
+the base model state           folders, database and port server          a running server, over HTTP command selection
+of checks, and output
 
-A check is a function of its subject that returns a `Finding`; its name is the function's. To add one, write it and
-name it in the `CHECKS` of its file.
+A check is a function of its subject that returns a `Finding`. It has the name of the function. To add one, write the
+function and add it to `CHECKS` of its file.
 """

@@ -1,4 +1,4 @@
-"""`skyrl doctor`: which checks are made, and how they are told."""
+"""`skyrl doctor`: selection of checks, and output of findings."""
 
 import json
 import textwrap
@@ -16,7 +16,7 @@ NAMES = [name_of(check) for room in (machine, model, state, server) for check in
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the checks and tell what they found. Returns the exit status: 1 if there is a problem."""
+    """Run the checks and print the findings. Returns the exit status: 1 if there is a problem."""
     parser = options_parser(
         prog="skyrl doctor",
         description="Check an installation and the state of a server with these options, and that server if it runs; "
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_installation(config: EngineConfig, skipped: Sequence[str] = ()) -> list[Named]:
-    """Checks of this machine, of the model and the state that these options name, and of the server if one runs."""
+    """Check this machine, the model and state that the options name, and the server if it is running."""
     subject = state.State(config)
     found = examine(machine.CHECKS, config, skipped) + examine(model.CHECKS, config, skipped)
     found += examine(state.CHECKS, subject, skipped)
@@ -51,13 +51,13 @@ def check_installation(config: EngineConfig, skipped: Sequence[str] = ()) -> lis
 
 
 def check_server(url: str, skipped: Sequence[str] = ()) -> list[Named]:
-    """Checks of a server that runs."""
+    """Check a running server."""
     with httpx.Client(base_url=url) as http:
         return examine(server.CHECKS, server.Server(url.rstrip("/"), http), skipped)
 
 
 def report(found: Sequence[Named]) -> Iterator[str]:
-    """Lines for a terminal."""
+    """Yield the lines of a report for a terminal."""
     column = max(len(one.check) for one in found) + 2
     for one in found:
         finding = one.finding

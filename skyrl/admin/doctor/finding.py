@@ -1,4 +1,4 @@
-"""Findings: outcomes of the checks of `skyrl doctor`."""
+"""Findings: results of the checks of `skyrl doctor`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,47 +9,47 @@ Subject = TypeVar("Subject")
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check.
+    """Result of one check.
 
-    Use `ok`, `warning` and `problem` to make one.
+    Create it with `ok`, `warning` or `problem`.
     """
 
     level: Literal["ok", "warning", "problem"]
-    """A problem keeps a server from working as it should; a warning may become one."""
+    """A problem prevents normal operation; a warning may become a problem."""
     seen: str
     remedy: str = ""
-    """Action that mends it; empty if all is well."""
+    """Advice for a fix; empty if the check passed."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """A finding, and the check that made it."""
+    """A finding with the name of its check."""
 
     check: str
     finding: Finding
 
 
 def ok(seen: str) -> Finding:
-    """All is well."""
+    """Return the finding of a passed check."""
     return Finding("ok", seen)
 
 
 def warning(seen: str, remedy: str) -> Finding:
-    """It works, and may not for long or not for all."""
+    """Return a finding about something that works now but may fail later or in some cases."""
     return Finding("warning", seen, remedy)
 
 
 def problem(seen: str, remedy: str) -> Finding:
-    """It does not work."""
+    """Return a finding about something that does not work."""
     return Finding("problem", seen, remedy)
 
 
 def examine(
     checks: Sequence[Callable[[Subject], Finding | None]], subject: Subject, skipped: Sequence[str] = ()
 ) -> list[Named]:
-    """Findings of all checks but those `skipped`, by name; a check that has nothing to look at says None.
+    """Return the findings of all checks except those `skipped`. A check without a subject returns None.
 
-    One that fails itself is told as a problem, and the others go on.
+    If a check raises, that is reported as a problem, and the other checks run.
     """
     found: list[Named] = []
     for check in checks:
@@ -58,7 +58,7 @@ def examine(
             continue
         try:
             finding = check(subject)
-        except Exception as error:  # whatever it is, the other checks may say why
+        except Exception as error:  # whatever it is, other checks may show the cause
             finding = problem(f"the check itself failed: {type(error).__name__}: {error}", "see what else is wrong")
         if finding is not None:
             found.append(Named(name, finding))
@@ -66,5 +66,5 @@ def examine(
 
 
 def name_of(check: Callable[..., object]) -> str:
-    """Name of a check, as users know it."""
+    """Return the name of a check for users."""
     return check.__name__.replace("_", "-")

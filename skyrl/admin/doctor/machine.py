@@ -1,4 +1,4 @@
-"""Checks of Python, packages, devices, limits of processes and the clock."""
+"""Checks of Python, packages, devices, process limits and the clock."""
 
 import resource
 import subprocess
@@ -16,27 +16,27 @@ from skyrl.tinker.config import EngineConfig
 from skyrl.utils.accelerators import gpu_files
 
 DEVICES_S = 120.0
-"""Seconds that finding the devices may take."""
+"""Timeout of the detection of devices, in seconds."""
 JAX_DEVICES = "import jax; found = jax.devices(); print(len(found), found[0].platform, found[0].device_kind)"
 TORCH_DEVICES = (
     "import torch; n = torch.cuda.device_count(); print(n or 1, *(('cuda', torch.cuda.get_device_name(0)) if n else "
     "('cpu', 'cpu')))"
 )
 FEW_FILES, MANY_FILES = 1024, 8192
-"""Open files below which a server has few connections, and from which on it has many."""
+"""Limits of open files: below the first, a server can have few connections; from the second on, many."""
 FEW_PROCESSES = 512
-"""Processes and threads below which a server may not start: the libraries that compute have many threads."""
+"""Minimum limit of processes and threads for starting a server. Numerical libraries start many threads."""
 BUILT = 1_767_225_600
-"""A moment before which no version of this was made: the first second of 2026, UTC."""
+"""Time before any release of this version: the first second of 2026, UTC."""
 
 
 def backend_of(config: EngineConfig) -> str:
-    """Name of the backend that a server with these options has."""
+    """Return the name of the backend for these options."""
     return config.backend or default_backend()
 
 
 def python(config: EngineConfig) -> Finding:
-    """The version of Python."""
+    """Check the version of Python."""
     version, needed = ".".join(map(str, sys.version_info[:3])), metadata.metadata("skyrl")["Requires-Python"]
     if version not in SpecifierSet(needed or ""):
         return problem(
@@ -46,7 +46,7 @@ def python(config: EngineConfig) -> Finding:
 
 
 def packages(config: EngineConfig) -> Finding:
-    """Versions of packages against the lower bounds of `pyproject.toml`."""
+    """Check versions of packages against the lower bounds in `pyproject.toml`."""
     extras = {"train"} if backend_of(config) in ("skyrl_train", "fsdp2", "fsdp") else set[str]()
     extras |= {"postgres"} if config.database_url.startswith("postgresql") else set()
     wrong, count = [], 0
@@ -68,10 +68,10 @@ def packages(config: EngineConfig) -> Finding:
 
 
 def devices(config: EngineConfig) -> Finding | None:
-    """Devices that the backend finds, in a process of its own, as a driver may hang or end it."""
+    """Check the devices that the backend finds, in a separate process, because a driver may hang or crash it."""
     backend = backend_of(config)
     code = JAX_DEVICES if backend == "jax" else TORCH_DEVICES
-    if ":" in backend:  # somebody's own
+    if ":" in backend:  # a custom backend
         return None
     library = "JAX" if backend == "jax" else "torch"
     try:
@@ -96,7 +96,10 @@ def devices(config: EngineConfig) -> Finding | None:
 
 
 def open_files(config: EngineConfig) -> Finding:
-    """Limit of open files, so of connections, of a process. A server raises its own up to the hard one."""
+    """Check the hard limit of open files, which limits connections.
+
+    A server raises its soft limit to the hard limit.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy = "raise it: ulimit -Hn 65536, LimitNOFILE= of a systemd unit, --ulimit nofile of a container"
     if hard == resource.RLIM_INFINITY or hard >= MANY_FILES:
@@ -106,7 +109,7 @@ def open_files(config: EngineConfig) -> Finding:
 
 
 def processes(config: EngineConfig) -> Finding:
-    """Limit of processes and threads of this user."""
+    """Check the limit of processes and threads of this user."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if limit == resource.RLIM_INFINITY or limit >= FEW_PROCESSES:
         return ok("no limit" if limit == resource.RLIM_INFINITY else f"{limit} at most")
@@ -117,7 +120,7 @@ def processes(config: EngineConfig) -> Finding:
 
 
 def clock(config: EngineConfig) -> Finding:
-    """The clock, against what was written before. Tokens, links and times to live go by it."""
+    """Check the clock against times of existing files. Tokens, links and expiration depend on it."""
     now, base = time.time(), config.checkpoints_folder
     written = [path.stat().st_mtime for path in _files(base)]
     ahead = max([now, *written]) - now

@@ -19,11 +19,11 @@ GIB = 2**30
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 AGAIN = "fetch the file again (hf download), or copy it again and compare sizes"
 BESIDE_GIB = 1.0
-"""GiB that a server takes beside the base weights at least."""
+"""Minimum memory of a server besides the base weights, in GiB."""
 
 
 def base_model(config: EngineConfig) -> Finding:
-    """Place of the base model."""
+    """Check the location of the base model."""
     if config.base_model is None:
         return ok("the built-in one (--base-model names another)")
     if (folder := _folder(config)) is not None:
@@ -37,7 +37,7 @@ def base_model(config: EngineConfig) -> Finding:
 
 
 def architecture(config: EngineConfig) -> Finding | None:
-    """Architecture that config.json names, which the backend needs to have."""
+    """Check that the backend supports the architecture in config.json."""
     if (folder := _folder(config)) is None:
         return None
     try:
@@ -54,7 +54,7 @@ def architecture(config: EngineConfig) -> Finding | None:
 
 
 def weights(config: EngineConfig) -> Finding | None:
-    """Safetensors files: all there, whole, and with the tensors that the index and config.json name."""
+    """Check safetensors files: all exist, are complete, and contain the tensors that index and config.json name."""
     if (folder := _folder(config)) is None:
         return None
     try:
@@ -79,7 +79,7 @@ def weights(config: EngineConfig) -> Finding | None:
 
 
 def tokenizer(config: EngineConfig) -> Finding | None:
-    """Tokenizer beside the weights, which needs to be readable."""
+    """Check that the tokenizer beside the weights is readable."""
     if (folder := _folder(config)) is None:
         return None
     from skyrl.utils.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ def tokenizer(config: EngineConfig) -> Finding | None:
 
 
 def memory(config: EngineConfig) -> Finding:
-    """Memory that is left, against the base weights as they are stored."""
+    """Check the available memory against the size of the stored base weights."""
     total, left, folder = host_memory() / GIB, available_memory() / GIB, _folder(config)
     needed = BESIDE_GIB + (_bytes(folder) / GIB if folder else 0.0)
     seen = f"{left:.1f} of {total:.1f} GiB are free, and a server needs {needed:.1f} at least"
@@ -106,7 +106,7 @@ def memory(config: EngineConfig) -> Finding:
 
 
 def _folder(config: EngineConfig) -> Path | None:
-    """Folder of a model that is on this machine, and is not the built-in one."""
+    """Return the folder of a model on this machine; None for the built-in model and missing models."""
     if config.base_model is None:
         return None
     folder = Path(config.base_model).expanduser()
@@ -122,7 +122,7 @@ def _folder(config: EngineConfig) -> Path | None:
 
 
 def _places(folder: Path) -> dict[str, str]:
-    """Files by tensor; of a model in one file, that file by its own name; nothing where there are no weights."""
+    """Return files by tensor. A model in one file has one entry, named after the file; no weights give no entries."""
     if (folder / INDEX).exists():
         return dict(json.loads((folder / INDEX).read_text())["weight_map"])
     return {SINGLE: SINGLE} if (folder / SINGLE).exists() else {}
@@ -133,13 +133,13 @@ def _bytes(folder: Path) -> int:
 
 
 def _layers(folder: Path) -> int:
-    """Layers of config.json, of a multimodal model those of its text part."""
+    """Return the number of layers in config.json; for a multimodal model, of its text part."""
     read = config_of(str(folder))
     return int((read.get("text_config") or read).get("num_hidden_layers") or 0)
 
 
 def _check_transformers(config: Mapping[str, Any]) -> None:
-    """Raise ValueError where transformers has no model of this type."""
+    """Raise ValueError if transformers has no model of this type."""
     from transformers import CONFIG_MAPPING
 
     if (model_type := config.get("model_type")) not in CONFIG_MAPPING:

@@ -1,4 +1,4 @@
-"""Checks of a server that runs, over HTTP."""
+"""Checks of a running server, over HTTP."""
 
 import secrets
 import time
@@ -12,17 +12,17 @@ from skyrl.admin.doctor.finding import Finding, ok, problem, warning
 from skyrl.tinker.config import is_loopback
 
 PATIENCE_S = 10.0
-"""Seconds that each answer may take."""
+"""Timeout of a request, in seconds."""
 SKEW_S = 60.0
-"""Seconds that two clocks may differ."""
+"""Maximum difference of two clocks, in seconds."""
 
 
 class Server:
-    """A server, as far as it answers.
+    """A server that may be running.
 
     Args:
         url: Its base URL.
-        http: A client of it.
+        http: HTTP client of the server.
     """
 
     def __init__(self, url: str, http: httpx.Client):
@@ -31,7 +31,7 @@ class Server:
 
     @cached_property
     def alive(self) -> httpx.Response | str:
-        """The answer of `livez`, or why there is none."""
+        """Response of `livez`, or the reason why there is none."""
         try:
             return self.http.get("/livez", timeout=PATIENCE_S)
         except httpx.HTTPError as error:
@@ -39,18 +39,18 @@ class Server:
 
     @property
     def answers(self) -> bool:
-        """True if it is there, so that other checks can ask it."""
+        """True if the server is running, so other checks can query it."""
         return isinstance(self.alive, httpx.Response) and self.alive.status_code == 200
 
     @cached_property
     def takes_any_key(self) -> bool:
-        """True if it lets in who sends a key that is none."""
+        """True if the server accepts an invalid key."""
         headers = {"X-API-Key": f"doctor-{secrets.token_hex(16)}"}
         return self.http.post("/api/v1/client/config", json={}, headers=headers, timeout=PATIENCE_S).status_code == 200
 
 
 def alive(server: Server) -> Finding:
-    """Liveness, as `livez` says."""
+    """Check liveness with `livez`."""
     answer = server.alive
     if isinstance(answer, str):
         return problem(
@@ -63,7 +63,7 @@ def alive(server: Server) -> Finding:
 
 
 def ready(server: Server) -> Finding | None:
-    """Readiness, as `readyz` says: the engine is there and heard of, the database answers."""
+    """Check readiness with `readyz`: the engine sends heartbeats and the database responds."""
     if not server.answers:
         return None
     answer = server.http.get("/readyz", timeout=PATIENCE_S)
@@ -77,7 +77,7 @@ def ready(server: Server) -> Finding | None:
 
 
 def keys(server: Server) -> Finding | None:
-    """Need of a key, where others reach the server."""
+    """Check that a server that others can reach requires a key."""
     if not server.answers:
         return None
     if not server.takes_any_key:
@@ -92,7 +92,7 @@ def keys(server: Server) -> Finding | None:
 
 
 def clocks(server: Server) -> Finding | None:
-    """Difference of its clock and this machine's."""
+    """Check the difference between the server's clock and this machine's."""
     if not server.answers or isinstance(server.alive, str) or "date" not in server.alive.headers:
         return None
     skew = abs(parsedate_to_datetime(server.alive.headers["date"]).timestamp() - time.time())
@@ -102,7 +102,7 @@ def clocks(server: Server) -> Finding | None:
 
 
 def versions(server: Server) -> Finding | None:
-    """Version of the server, against this installation's."""
+    """Compare the version of the server with this installation."""
     if not server.answers:
         return None
     answer = server.http.get("/version", timeout=PATIENCE_S)

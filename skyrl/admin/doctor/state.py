@@ -1,4 +1,4 @@
-"""Checks of a server's folder of checkpoints, its database and its port."""
+"""Checks of a server's checkpoint folder, database and port."""
 
 import math
 import os
@@ -24,21 +24,21 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 NEARLY_FULL = 0.9
 SCARCE = 10
-"""Times `min_free_disk_mib` under which the disk is nearly full."""
+"""Multiple of `min_free_disk_mib` below which the disk is nearly full."""
 
 
 class State:
-    """State on disk of a server of these options. The database is opened once, to be read."""
+    """State on disk of a server with these options. The database is opened read-only."""
 
     def __init__(self, config: EngineConfig):
         self.config = config
         self.base = config.checkpoints_folder
         self.file = sqlite_file(config.database_url)
-        """Path of the database; None for one of PostgreSQL."""
+        """Path of the database; None for PostgreSQL."""
 
     @cached_property
     def holder(self) -> str | None:
-        """The server that runs on it, as "process N"."""
+        """Server process that uses the state, as "process N"; None if there is none."""
         return holder(self.base / LOCK)
 
     @property
@@ -47,13 +47,13 @@ class State:
 
     @contextmanager
     def database(self) -> Iterator[ReadOnlyDatabase]:
-        """Raises `RequestError` where it cannot be opened."""
+        """Context with the open database. Raises `RequestError` if it cannot be opened."""
         with closing(ReadOnlyDatabase(self.config.database_url)) as database:
             yield database
 
     @property
     def is_ours(self) -> bool:
-        """True if there is a database whose tables this version knows and need no migration."""
+        """True if there is a database of this version, which needs no migration."""
         if not self.has_database:
             return False
         try:
@@ -64,7 +64,7 @@ class State:
 
 
 def folders(state: State) -> Finding:
-    """Folders of checkpoints and of the database, which need to be writable, or possible to make."""
+    """Check that the folders of checkpoints and database are writable or can be created."""
     for option, folder in _folders(state):
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
@@ -75,7 +75,7 @@ def folders(state: State) -> Finding:
 
 
 def permissions(state: State) -> Finding:
-    """Permissions of what a server writes: its user's alone."""
+    """Check that only the server's user has access to its files."""
     wrong = []
     for _, folder in _folders(state):
         if folder.is_dir() and (mode := _mode(folder)) & OTHERS_WRITE and not mode & stat.S_ISVTX:
@@ -96,7 +96,7 @@ def permissions(state: State) -> Finding:
 
 
 def port(state: State) -> Finding:
-    """Address to listen on, which needs to be free."""
+    """Check that the address to listen on is free."""
     config = state.config
     where = f"{config.host}:{config.port}"
     if state.holder is not None:
@@ -112,7 +112,7 @@ def port(state: State) -> Finding:
 
 
 def disk_space(state: State) -> Finding:
-    """Space left on the disk, against what a server leaves free."""
+    """Check the free disk space against the limit that a server keeps free."""
     limit, least = state.config.min_free_disk_mib, math.inf
     for option, folder in _folders(state):
         there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -127,7 +127,7 @@ def disk_space(state: State) -> Finding:
 
 
 def database(state: State) -> Finding:
-    """Revision of the database, which this version needs to know."""
+    """Check that this version knows the revision of the database."""
     if not state.has_database:
         return ok("none yet; the first start makes it")
     with state.database() as opened:
@@ -147,7 +147,7 @@ def database(state: State) -> Finding:
 
 
 def state_belongs_together(state: State) -> Finding | None:
-    """Ids of folder and database, which need to be the same."""
+    """Check that folder and database have the same id."""
     if not state.is_ours or not state.base.is_dir():
         return None
     with state.database() as opened:
@@ -164,7 +164,7 @@ def state_belongs_together(state: State) -> Finding | None:
 
 
 def orphaned_files(state: State) -> Finding | None:
-    """Folders that the database does not name."""
+    """Check for folders that the database does not name."""
     if not state.is_ours or not state.base.is_dir():
         return None
     with state.database() as opened:
@@ -178,7 +178,7 @@ def orphaned_files(state: State) -> Finding | None:
 
 
 def disk_limit(state: State) -> Finding | None:
-    """Bytes of checkpoints, against `max_disk_gib`."""
+    """Check the size of checkpoints against `max_disk_gib`."""
     limit = state.config.max_disk_gib
     if not state.is_ours or limit == 0:
         return None
