@@ -1,1 +1,4 @@
-"""Tools that need nothing else here: files, locks, logging, fairness, the sandbox. Loads neither jax nor torch."""
+"""Utilities without dependencies on the rest of the project: files, locks, logging, fairness, the sandbox.
+
+Importing them loads neither jax nor torch.
+"""

@@ -1,19 +1,22 @@
-"""GPUs that torch can use, found without loading torch where the machine has none."""
+"""Detection of GPUs that torch can use. Does not load torch on machines without a GPU."""
 
 import importlib.util
 from pathlib import Path
 
 DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
-"""Device files of NVIDIA's driver, AMD's, and both under WSL."""
+"""Device files of the drivers of NVIDIA and AMD, and of either under WSL."""
 
 
 def gpu_files(devices: Path = Path("/dev")) -> bool:
-    """Return True if there is a GPU's device file."""
+    """Return True if a GPU's device file exists."""
     return any(any(devices.glob(name)) for name in DEVICES)
 
 
 def torch_sees_gpu(devices: Path = Path("/dev")) -> bool:
-    """Return True if torch is there and has a CUDA or ROCm device. Loads torch only if `devices` has a GPU's file."""
+    """Return True if torch is installed and has a CUDA or ROCm device.
+
+    Loads torch only if `devices` has a GPU's file.
+    """
     if importlib.util.find_spec("torch") is None or not gpu_files(devices):
         return False
     import torch

@@ -1,4 +1,4 @@
-"""A parser of command lines that names the nearest option, command or choice where one is not known."""
+"""Command line parser that suggests the nearest option, command or choice for an unknown one."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ class ArgumentParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` with suggestions."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The arguments. Ends the program for unknown ones."""
+        """Parse the arguments. Exits the program for unknown ones."""
         given, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self.suggestion(unknown)}")
         return given
 
     def suggestion(self, unknown: Sequence[str]) -> str:
-        """The end of a message about arguments that are not known: the options that are most like them."""
+        """Return the end of an error message about unknown arguments: the most similar options."""
         options = [option for option in self._option_string_actions if option.startswith("--")]
         names = (argument.partition("=")[0] for argument in unknown if argument.startswith("--"))
         return "".join(did_you_mean(name, options) for name in names)

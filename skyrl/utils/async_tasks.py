@@ -1,4 +1,4 @@
-"""Background work on the event loop whose failures do not go unseen."""
+"""Background tasks on the event loop, with logging of their failures."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """Coroutines that run by themselves. An exception of one is logged."""
+    """Set of background tasks. Logs an exception of a task."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -24,14 +24,14 @@ class Tasks:
         return task
 
     async def unbroken(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which goes on to its end even if the caller is cancelled."""
+        """Return the result of `work`, which runs to its end even if the caller is cancelled."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
     async def drain(self) -> None:
-        """Wait until all that is running now has ended."""
+        """Wait until all running tasks have ended."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
@@ -41,24 +41,27 @@ class Tasks:
 
 
 class SerialTasks:
-    """Background work in lines: that of one line is done one after the other, in the order in which it was added."""
+    """Named queues of background tasks.
+
+    Tasks of one queue run one after another, in the order in which they were added.
+    """
 
     def __init__(self) -> None:
         self._tasks = Tasks()
         self._last: dict[str, asyncio.Task[None]] = {}
 
     def add(self, line: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do `work` after all that was added to this line before."""
+        """Run `work` after all earlier tasks of this queue."""
         task = self._last[line] = self._tasks.start(self._in_turn(self._last.get(line), work))
         task.add_done_callback(lambda _: self._left(line, task))
 
     async def drained(self, line: str) -> None:
-        """Wait until there is nothing in this line."""
+        """Wait until this queue is empty."""
         while (last := self._last.get(line)) is not None:
             await asyncio.wait([last])
 
     async def drain(self) -> None:
-        """Wait until there is nothing in any line."""
+        """Wait until all queues are empty."""
         while self._last:
             await asyncio.wait(list(self._last.values()))
 

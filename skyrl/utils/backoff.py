@@ -1,4 +1,4 @@
-"""Pauses before what has failed is tried again."""
+"""Pauses before retries."""
 
 import math
 
@@ -6,5 +6,5 @@ MOST_DOUBLINGS = 60
 
 
 def pause_s(doublings: int, first_s: float, longest_s: float = math.inf) -> float:
-    """Seconds to wait: `first_s`, doubled so many times, but `longest_s` at most."""
+    """Return the pause in seconds: `first_s`, doubled `doublings` times, up to `longest_s`."""
     return min(first_s * 2 ** min(doublings, MOST_DOUBLINGS), longest_s)

@@ -1,6 +1,6 @@
-"""Text that a model's own chat template puts after an answer, which begins with the token that ends a turn.
+"""Text that a model's chat template renders after an answer; it begins with the end-of-turn token.
 
-A short conversation is rendered whose answer is a marker. The template is rendered as `transformers` does, without
+A short conversation is rendered, with a marker as the answer. Templates are rendered as in `transformers`, without
 importing it.
 """
 
@@ -16,16 +16,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MARKER = "THE-ANSWER-4f1c9b"
 SHORT: list[dict[str, Any]] = [{"role": "user", "content": "A"}, {"role": "assistant", "content": MARKER}]
-"""A conversation that ends with the marker."""
+"""Conversation that ends with the marker."""
 
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
-"""Tags of `transformers` around what an assistant says. They render what is between them."""
+"""Tags of `transformers` around assistant messages. They render their content."""
 
 
 def text_after_answer(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Text that the chat template of a model folder renders after a last answer.
+    """Return the text that the chat template of a model folder renders after the last answer.
 
-    None where the folder has no template, or one that cannot be rendered or does not render the answer as it is.
+    None if the folder has no template, or if the template fails or does not render the answer unchanged.
     """
     source = _source(folder, tokenizer_config)
     if source is None:
@@ -36,14 +36,14 @@ def text_after_answer(folder: Path, tokenizer_config: Mapping[str, Any]) -> str 
     try:
         template = environment.from_string(_GENERATION.sub(_as_condition, source))
         text = template.render(messages=SHORT, tools=None, add_generation_prompt=False, **special)
-    except Exception:  # templates are programs: they raise anything
+    except Exception:  # templates are programs and may raise any exception
         return None
     _, found, after = text.partition(MARKER)
     return after if found else None
 
 
 def _source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The template's text: that of a file of its own, else the tokenizer configuration's."""
+    """Return the text of the template, from its own file or else from the tokenizer configuration."""
     path = folder / "chat_template.jinja"
     try:
         if path.is_file():
@@ -51,7 +51,7 @@ def _source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     except (OSError, UnicodeDecodeError):
         return None
     given = tokenizer_config.get("chat_template")
-    if isinstance(given, list):  # several, by their names
+    if isinstance(given, list):  # several named templates
         given = next((one.get("template") for one in given if one.get("name") == "default"), None)
     return given if isinstance(given, str) else None
 

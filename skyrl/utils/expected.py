@@ -1,4 +1,4 @@
-"""Expected values in the words of a command line, in the place of pydantic's own."""
+"""Descriptions of valid values for command line users, instead of pydantic's messages."""
 
 from collections.abc import Iterable
 
@@ -32,9 +32,9 @@ NOUNS = {
 
 
 def expected(problems: Iterable[ErrorDetails]) -> str:
-    """Describe a valid value, given the problems of one: "give a whole number", with its place in a list.
+    """Describe a valid value, given the problems of one: "give a whole number", with its position in a list.
 
-    Problems of a union are alternatives. What is no matter of types or ranges has its own message.
+    Problems of a union are alternatives. Problems other than types and ranges keep their own messages.
     """
     nouns: dict[str, list[str]] = {}
     others: list[str] = []

@@ -1,7 +1,7 @@
-"""Named places where a test may kill the process, to prove that nothing is lost there.
+"""Named crash points at which tests kill the process, to prove that nothing is lost.
 
-`SKYRL_CRASH_POINTS` names a folder. A process that comes to `crash_point("x")` while the folder holds a file `x`
-removes the file and kills itself with SIGKILL. Without the variable a crash point does nothing.
+`SKYRL_CRASH_POINTS` names a folder. If the folder contains a file `x`, a process that reaches `crash_point("x")`
+removes the file and kills itself with SIGKILL. Without the variable, crash points do nothing.
 """
 
 import os
@@ -41,13 +41,13 @@ CRASH_POINTS = {
     "trainer: checkpoint in place, not the newest",
     "trainer: newest named, older ones still there",
 }
-"""All there are."""
+"""Names of all crash points."""
 
 _folder = os.environ.get("SKYRL_CRASH_POINTS")
 
 
 def crash_point(name: str) -> None:
-    """Kill this process here if a test has asked for it."""
+    """Kill this process if a test has requested it."""
     if _folder is None:
         return
     assert name in CRASH_POINTS, name

@@ -1,10 +1,9 @@
-"""The rule of fairness, wherever tenants wait for the same thing: who was served least goes next.
+"""Fair queuing of tenants: the waiting tenant with the least service goes next.
 
-What a tenant is given counts as its cost divided by the tenant's weight, so tenants that wait all the time are served
-in proportion to their weights. Time without waiting earns nothing: who begins to wait starts level with the one served
-least of those that wait, or where it stood, if that is further. When nobody waits, all are level again. (So tenants
-that never were before, in a stream that always has some waiting, go before who was served. With keys there is no such
-stream.)
+Service counts as cost divided by the tenant's weight, so tenants that wait all the time are served in proportion to
+their weights. Idle time earns no credit: a tenant that begins to wait starts at the least service of the waiting
+tenants, or at its own service if that is higher. When no tenant waits, all accounts are reset. (New tenants in a stream
+that always has waiting tenants thus go before tenants that have been served. With keys, there is no such stream.)
 
 Pure: no threads, no clock.
 """
@@ -14,13 +13,13 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 SCALE = 2**20
-"""Service is a whole number, in 1 / SCALE of a token at weight 1: sums lose nothing, however long they grow."""
+"""Service is an integer, in 1 / SCALE of a token at weight 1, so sums are exact."""
 
 LIGHTEST, HEAVIEST = 0.001, 1000.0
-"""Bounds of weights. The price of a token is far from zero at all of them."""
+"""Bounds of weights. Within them, the price of a token is far from zero."""
 
 MOST_NOTES = 4
-"""Notes of services that are kept for each tenant that waits."""
+"""Maximum number of heap entries per waiting tenant."""
 
 Rank = tuple[int, int]
 
@@ -29,27 +28,30 @@ Rank = tuple[int, int]
 class _Account:
     service: int
     turn: int
-    """Turn at which it was served last, or began to wait; decides between accounts of equal service."""
+    """Turn at which the tenant was last served, or began to wait. Breaks ties between equal services."""
 
 
 class Accounts:
-    """Accounts of what each tenant has been given.
+    """Accounts of the service of each tenant.
 
     Args:
-        weights: Of tenants; all others weigh 1.
+        weights: Weights of tenants; default 1.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None):
         self._weights = dict(weights or {})
         self._accounts: dict[str, _Account] = {}
-        """Accounts of those that wait, and of those that have been given more than the one served least of them."""
+        """Accounts of waiting tenants, and of tenants with more service than the least served waiting tenant."""
         self._waiting: set[str] = set()
         self._levels: list[tuple[int, str]] = []
-        """A heap of the service of each that waits, and of what is true no more: that is dropped when it comes up."""
+        """Heap of the service of each waiting tenant.
+
+        It may contain outdated entries, which are dropped when they reach the top.
+        """
         self._turns = 0
 
     def enter(self, tenant: str) -> None:
-        """A tenant that did not wait begins to."""
+        """Record that a tenant begins to wait."""
         least = self._least() if self._waiting else 0
         paid = [name for name, account in self._accounts.items() if account.service <= least]
         for name in paid:
@@ -61,16 +63,17 @@ class Accounts:
         self._note(tenant)
 
     def leave(self, tenant: str) -> None:
-        """A tenant waits for nothing any more."""
+        """Record that a tenant no longer waits."""
         self._waiting.remove(tenant)
         if not self._waiting:
             self._accounts.clear()
             self._levels.clear()
 
     def charge(self, tenant: str, cost: int) -> None:
-        """A tenant is given something that costs so many tokens; fewer than 0 are given back.
+        """Charge a tenant for `cost` tokens of service; a negative cost is a refund.
 
-        One that does not wait will stand where it then is when it does, if others wait all the time until then.
+        The charge of a tenant that does not wait counts when it begins to wait, if other tenants wait all the time
+        until then.
         """
         if not self._waiting:
             return
@@ -81,25 +84,25 @@ class Accounts:
             self._note(tenant)
 
     def line_up(self, tenant: str) -> None:
-        """A tenant that waits goes behind all others of its service: what it was given has come to its end.
+        """Put a waiting tenant behind all others with the same service, because its previous work has ended.
 
-        Those that began to wait meanwhile then go first, and those that begin to wait from now on do not.
+        Tenants that began to wait before this call then go first; tenants that begin to wait later do not.
         """
         self._accounts[tenant].turn = self._next_turn()
 
     def rank(self, tenant: str) -> Rank:
-        """Rank of a tenant: of those that wait, the one with the lowest rank goes next."""
+        """Return the rank of a tenant: the waiting tenant with the lowest rank goes next."""
         account = self._accounts[tenant]
         return account.service, account.turn
 
     def first(self, tenants: Iterable[str]) -> str:
-        """Tenant that goes next of these, which wait."""
+        """Return which of these waiting tenants goes next."""
         return min(tenants, key=self.rank)
 
     def may_go_early(self, tenant: str, cost: int) -> bool:
-        """Return True if a tenant may be served before its turn, because its work fits what runs now.
+        """Return True if a tenant may be served before its turn, because its work fits into the current batch.
 
-        It may if the tenant is ahead of the one served least by no more than the price of that.
+        This is allowed if the tenant is ahead of the least served one by at most the price of that work.
         """
         return self._accounts[tenant].service <= self._least() + self.price(tenant, cost)
 
@@ -111,14 +114,14 @@ class Accounts:
             heappop(self._levels)
 
     def _note(self, tenant: str) -> None:
-        """The service of a tenant that waits has become what it is."""
+        """Add the current service of a waiting tenant to the heap."""
         heappush(self._levels, (self._accounts[tenant].service, tenant))
         if len(self._levels) > MOST_NOTES * len(self._waiting):
             self._levels = [(self._accounts[name].service, name) for name in self._waiting]
             heapify(self._levels)
 
     def price(self, tenant: str, cost: int) -> int:
-        """Advance of a tenant once it is given so many tokens, as in its rank."""
+        """Return the increase in service for `cost` tokens, in the units of ranks."""
         return round(cost * SCALE / self._weights.get(tenant, 1))
 
     def _next_turn(self) -> int:

@@ -1,20 +1,23 @@
-"""Tuning of Python's garbage collector while a program takes one step after another."""
+"""Tuning of Python's garbage collector for training loops."""
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 THRESHOLDS = (20_000, 2, 2)
-"""Thresholds in the form of `gc.set_threshold`. A step with a thousand trajectories makes about 100,000 containers that
-stay for a while; looking for cycles among them after every 700 takes longer than making some of them."""
+"""Arguments of `gc.set_threshold`.
+
+A step with a thousand trajectories creates about 100,000 containers that live for a while. With Python's default of
+700, searching for cycles takes longer than creating some of them.
+"""
 
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Collections are rare until the end, and leave out the objects that are here now.
+    """Context with rare garbage collections, which skip the objects that exist at its start.
 
-    A program that has loaded its libraries holds hundreds of thousands of objects, which stay. Each full collection
-    would go through all of them. Cycles that are made meanwhile are still found.
+    After its imports, a program has hundreds of thousands of permanent objects, which each full collection would
+    traverse. Cycles created in the context are still collected.
     """
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
@@ -24,5 +27,5 @@ def collecting_seldom() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        if not frozen:  # else what the caller has frozen would be collected again too
+        if not frozen:  # otherwise objects frozen by the caller would be unfrozen too
             gc.unfreeze()

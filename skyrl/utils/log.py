@@ -1,7 +1,7 @@
-"""Logging on stderr as plain text or as JSON lines, set up once per process.
+"""Logging to stderr as plain text or JSON lines, configured once per process.
 
-`setup_logging` is called by a process's entry point and owns the root logger; libraries such as uvicorn propagate to it
-(start uvicorn with `log_config=None`). A process that seems stuck says where its threads are when it gets SIGUSR1.
+The entry point of a process calls `setup_logging`, which owns the root logger. Libraries such as uvicorn propagate to
+it (start uvicorn with `log_config=None`). SIGUSR1 makes a process print the stacks of its threads.
 """
 
 import faulthandler
@@ -19,18 +19,18 @@ from typing import Any, Literal
 LogFormat = Literal["text", "json"]
 FORMAT = "%(asctime)s %(levelname)-7s {process}%(name)s: %(message)s"
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Id of the HTTP request that is being answered, which lines of the log then have."""
+"""Id of the current HTTP request, which is added to log lines."""
 
 
 def setup_logging(level: str = "info", process: str = "", style: LogFormat = "text") -> None:
-    """Log from `level` ("debug", "info", "warning", "error") upward; `process` marks each line.
+    """Log from `level` ("debug", "info", "warning", "error") upward. `process` is added to each line.
 
-    SIGUSR1 prints the stacks of all threads from now on.
+    From now on, SIGUSR1 prints the stacks of all threads.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process) if style == "json" else TextLines(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # Libraries that narrate each HTTP request or file lock at INFO.
+    # These libraries log each HTTP request or file lock at INFO.
     for name in ("httpx", "filelock", "jax", "alembic.runtime.plugins"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     if hasattr(signal, "SIGUSR1") and sys.stderr is not None:
@@ -39,9 +39,9 @@ def setup_logging(level: str = "info", process: str = "", style: LogFormat = "te
 
 @contextmanager
 def logged_to(path: Path, process: str = "") -> Iterator[None]:
-    """Append what is logged to a file as well, and in the end the traceback of what has ended it.
+    """Context that also appends log messages to a file, including the traceback of an exception that ends it.
 
-    Raises OSError where the file cannot be written.
+    Raises OSError if the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
@@ -60,7 +60,7 @@ def logged_to(path: Path, process: str = "") -> Iterator[None]:
 
 
 class TextLines(logging.Formatter):
-    """Lines to be read by people; what is said while a request is answered ends with the request's id."""
+    """Lines for people. Messages during an HTTP request end with the request's id."""
 
     def __init__(self, process: str = ""):
         super().__init__(FORMAT.format(process=f"[{process}] " if process else ""))
@@ -72,7 +72,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """An object per line: time (UTC, ISO 8601), level, logger, message, and process, request_id and exception if any.
+    """One JSON object per line: time (UTC, ISO 8601), level, logger, message; process, request_id, exception if any.
 
     `extra={"fields": {...}}` of a log call adds members.
     """

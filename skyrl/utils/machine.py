@@ -1,4 +1,4 @@
-"""Memory of this machine, or of the control group that its processes are confined to."""
+"""Memory of this machine, or of the control group of this process."""
 
 import os
 from pathlib import Path
@@ -7,24 +7,24 @@ CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-"""Files with a control group's limit and what it uses, of both versions."""
+"""Files with the limit and usage of a control group, for both versions of cgroups."""
 
 
 def host_memory() -> int:
-    """Bytes of the machine or of its control group."""
+    """Return the memory of the machine or of its control group, in bytes."""
     limits = [_number(limit) for limit, _ in CGROUPS]
     return min([_machine(), *(limit for limit in limits if limit is not None)])
 
 
 def available_memory() -> int:
-    """Bytes that processes can still be given, caches that would be given up included."""
+    """Return the available memory in bytes, including caches that can be evicted."""
     pairs = [(_number(limit), _number(usage)) for limit, usage in CGROUPS]
     left = [limit - usage for limit, usage in pairs if limit is not None and usage is not None]
     return max(0, min([_available(), *left]))
 
 
 def resident_memory(pid: int) -> int | None:
-    """Bytes of memory that a process has now; None where the system does not tell, or there is no such process."""
+    """Return the resident memory of a process in bytes; None if it is unknown or there is no such process."""
     try:
         pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
     except OSError:
@@ -37,7 +37,7 @@ def _machine() -> int:
 
 
 def _available() -> int:
-    """Memory of the whole machine that is available, as Linux estimates it; elsewhere all that there is."""
+    """Return the available memory of the whole machine as estimated by Linux; the total on other systems."""
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
     found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -45,7 +45,7 @@ def _available() -> int:
 
 
 def _number(file: str) -> int | None:
-    """The number in a file; None where there is none ("max")."""
+    """Return the number in a file; None if there is none ("max")."""
     path = Path(file)
     text = path.read_text().strip() if path.exists() else ""
     return int(text) if text.isdigit() else None

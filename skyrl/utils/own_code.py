@@ -1,4 +1,4 @@
-"""Modules of a user: importing them, and the line of theirs at which they fail."""
+"""User modules: import, and the lines of user code that raise errors."""
 
 import importlib
 import os
@@ -16,13 +16,13 @@ _INSTALLED += [site.getusersitepackages(), *site.getsitepackages()]
 
 
 class NoSuchModule(Exception):
-    """A module, or a package that it is in, is not where Python looks."""
+    """A module or one of its parent packages does not exist."""
 
 
 def import_own(name: str) -> ModuleType:
-    """The module of that name, which is imported if it was not yet.
+    """Import a module.
 
-    Raises NoSuchModule where there is none, and ConfigError for one that fails, with its file and line.
+    Raises NoSuchModule if it does not exist, and ConfigError with file and line if it fails.
     """
     try:
         return importlib.import_module(name)
@@ -33,9 +33,9 @@ def import_own(name: str) -> ModuleType:
 
 
 def place_of(error: BaseException) -> str:
-    """The line of a user's code that raised `error`, and what it says: "envs/guess.py, line 3: NameError: ...".
+    """Return the line of user code that raised `error`, and its message: "envs/guess.py, line 3: NameError: ...".
 
-    Where no line of theirs did, it is one of this project, of an installed package or of Python itself.
+    If no user code is involved, the line is in this project, an installed package or Python itself.
     """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{_shown(error.filename)}, line {error.lineno}: {type(error).__name__}: {error.msg}"
@@ -45,7 +45,7 @@ def place_of(error: BaseException) -> str:
 
 
 def own_line(error: BaseException) -> str | None:
-    """The innermost line of a user's code that `error` passed through, "envs/guess.py, line 3"; None if it did not."""
+    """Return the innermost line of user code in a traceback, "envs/guess.py, line 3"; None if there is none."""
     return _line_of([frame for frame in _frames(error) if not _is_installed(frame.filename)])
 
 
@@ -58,10 +58,10 @@ def _line_of(frames: list[traceback.FrameSummary]) -> str | None:
 
 
 def _is_missing(name: str, error: BaseException) -> bool:
-    """Return True if the module itself is not there, rather than one that it imports."""
+    """Return True if the module itself is missing, rather than one that it imports."""
     if isinstance(error, ModuleNotFoundError):
         return error.name is not None and f"{name}.".startswith(f"{error.name}.")
-    return not all(name.split(".")) and isinstance(error, ValueError | TypeError)  # no name of a module
+    return not all(name.split(".")) and isinstance(error, ValueError | TypeError)  # not a valid module name
 
 
 def _is_installed(filename: str) -> bool:
@@ -70,6 +70,6 @@ def _is_installed(filename: str) -> bool:
 
 
 def _shown(filename: str) -> str:
-    """The path as the user would write it: below the working directory without that."""
+    """Return a path for messages: relative to the working directory if it is below it."""
     relative = os.path.relpath(filename)
     return filename if relative.startswith(os.pardir) else relative

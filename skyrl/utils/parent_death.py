@@ -1,4 +1,4 @@
-"""A process that does not outlive the one that started it, not even where it is stopped or hangs (Linux only)."""
+"""Termination of a process together with its parent, even if it is stopped or hangs (Linux only)."""
 
 import ctypes
 import os
@@ -11,13 +11,13 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def die_with_parent(link: socket.socket) -> None:
-    """Let the system kill this process when the thread that started it has ended; elsewhere do nothing.
+    """Let the kernel kill this process when the thread that started it ends. Does nothing on other systems.
 
     Args:
-        link: Connected to the parent, which alone has its other end; that tells whether it has gone already.
+        link: Socket connected to the parent, which alone has the other end. Shows whether the parent has already ended.
 
     Raises:
-        OSError: The system refuses.
+        OSError: The system call fails.
     """
     if sys.platform != "linux":
         return
@@ -26,6 +26,6 @@ def die_with_parent(link: socket.socket) -> None:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     poll = select.poll()
-    poll.register(link, 0)  # that it is closed is told without being asked for
+    poll.register(link, 0)  # POLLHUP is always reported
     if poll.poll(0):
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Identity of a process beyond its number, which another may have after it (Linux only)."""
+"""Identity of a process beyond its pid, which may be reused (Linux only)."""
 
 import contextlib
 import os
@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 START_TIME = 19
-"""Index of the start time among the entries of /proc/PID/stat that follow the name (proc(5): 22nd of all)."""
+"""Index of the start time among the fields of /proc/PID/stat after the name (proc(5): field 22)."""
 
 
 class ProcessIdentity(NamedTuple):
-    """One process, and no other that ever was or will be."""
+    """Unique identity of a process."""
 
     pid: int
     start_time: int
-    """Clock ticks from boot."""
+    """Start time, in clock ticks since boot."""
     boot_id: str
 
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity | None":
-        """Identity of a process that runs; None if there is none, or it has ended and nobody has heard of it."""
+        """Return the identity of a running process; None if it does not exist, or is a zombie."""
         try:
             entries = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
@@ -31,28 +31,28 @@ class ProcessIdentity(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        """True as long as it has not ended."""
+        """True until the process has ended."""
         return ProcessIdentity.of(self.pid) == self
 
     def handle(self) -> int | None:
-        """File descriptor that is readable once it has ended; None if it has."""
+        """Return a file descriptor that becomes readable when the process ends; None if it has ended."""
         try:
             handle = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return None
-        if self.runs:  # and so it was when the handle was made
+        if self.runs:  # so it was also running when the handle was created
             return handle
         os.close(handle)
         return None
 
 
 def boot_id() -> str:
-    """Identity of the machine since it was started."""
+    """Return an id of the machine's current boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def end_group(leader: ProcessIdentity) -> None:
-    """Kill a process that leads a group, with all in the group."""
+    """Kill a process group by its leader, if the leader is running."""
     if leader.runs:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Quotas on what is held at a time, shared so that no tenants together can keep another one out.
+"""Quotas on concurrent use, shared so that tenants cannot starve another tenant, even together.
 
-A tenant may hold as much as it leaves free: half of what the others do not hold. So one that is alone has half of the
-limit; of n that take all they can, each ends with a part of 1/(n + 1). One that holds nothing is let in with one
-request, whatever its size and whatever the others hold: the total stays below the limit and one request of each tenant.
+A tenant may use as much as it leaves free: half of what the others do not use. A single tenant may thus use half of the
+limit. If n tenants use all they can, each ends up with 1/(n + 1) of it. A tenant without any use is admitted with one
+request of any size. The total stays below the limit plus one request per tenant.
 """
 
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 
 class Busy(Exception):
-    """Too much is held; the client should send the request again in a moment."""
+    """The quota is exceeded; the client should retry in a moment."""
 
 
 class Quota:
-    """Counts what is held. Limits are given with each question.
+    """Counter of current use. Limits are passed with each check.
 
     Args:
         what: What is counted, with braces for the number, such as "{} samples".
@@ -26,13 +26,13 @@ class Quota:
         self.total = 0
 
     def check(self, tenant: str, amount: int, limit: int, aside: int = 0) -> None:
-        """Raise `Busy` unless `amount` more may be held.
+        """Raise `Busy` unless the tenant may use `amount` more.
 
         Args:
-            tenant: Who would hold it.
-            amount: How much more.
-            limit: Of all tenants together.
-            aside: How much of what the tenant holds is not counted.
+            tenant: The tenant.
+            amount: Additional use.
+            limit: Limit for all tenants together.
+            aside: Part of the tenant's use that is not counted.
         """
         if not self.has_room(tenant, amount, limit, aside):
             raise Busy(
@@ -41,21 +41,21 @@ class Quota:
             )
 
     def has_room(self, tenant: str, amount: int, limit: int, aside: int = 0) -> bool:
-        """Return True if `check` lets it in."""
+        """Return True if `check` would admit the request."""
         own = self._held.get(tenant, 0) - aside
         return not own or own + amount <= self._share(tenant, limit)
 
     def _share(self, tenant: str, limit: int) -> int:
-        """Amount that a tenant may hold while the others hold what they do."""
+        """Return the amount that a tenant may use at the current use of the others."""
         return max(0, limit - (self.total - self._held.get(tenant, 0))) // 2
 
     def add(self, tenant: str, amount: int) -> None:
-        """Count `amount` more, whatever the limit."""
+        """Add `amount` to a tenant's use, regardless of the limit."""
         self._held[tenant] = self._held.get(tenant, 0) + amount
         self.total += amount
 
     def remove(self, tenant: str, amount: int) -> None:
-        """`amount` is held no more."""
+        """Subtract `amount` from a tenant's use."""
         self.total -= amount
         self._held[tenant] -= amount
         if not self._held[tenant]:
@@ -63,7 +63,7 @@ class Quota:
 
     @contextmanager
     def reserved(self, tenant: str, amount: int, limit: int, aside: int = 0) -> Iterator[None]:
-        """Keep room for `amount` until the end of the block. Raises `Busy` if there is none."""
+        """Context that reserves `amount`. Raises `Busy` if the quota is exceeded."""
         self.check(tenant, amount, limit, aside)
         self.add(tenant, amount)
         try:

@@ -1,7 +1,7 @@
-"""Names for interchangeable things: losses, models, backends, loaders.
+"""Registries of interchangeable objects by name: losses, models, backends, loaders.
 
-A registry maps a name to an object. The decorator adds one; `registry[name]` finds it. Names that an operator writes in
-a configuration may also be "module:attribute", which `get` imports, so that an extension needs no change here.
+The decorator registers an object; `registry[name]` returns it. Names in an operator's configuration may also be
+"module:attribute", which `get` imports, so extensions need no change here.
 
     LOSSES: Registry[Loss] = Registry("loss function")
 
@@ -21,14 +21,14 @@ S = TypeVar("S")
 
 
 class Registry(Generic[T]):
-    """Registered objects by name, iterated in sorted order of their names. `kind` is what error messages call one."""
+    """Registered objects by name, iterated in sorted order of their names. `kind` names an object in error messages."""
 
     def __init__(self, kind: str):
         self.kind = kind
         self._objects: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[S], S]:
-        """Decorator that registers an object under `name`. Raises ValueError if the name is taken."""
+        """Return a decorator that registers an object under `name`. Raises ValueError if the name is taken."""
 
         def add(item: S) -> S:
             if name in self._objects:
@@ -39,7 +39,7 @@ class Registry(Generic[T]):
         return add
 
     def __getitem__(self, name: str) -> T:
-        """The object registered as `name`; imports nothing, so the name may come from anybody."""
+        """Return the object registered as `name`. Imports nothing, so the name may come from an untrusted request."""
         if name not in self._objects:
             raise KeyError(f"no {self.kind} named {name!r}; {self._known()}{did_you_mean(name, self)}")
         return self._objects[name]

@@ -1,4 +1,4 @@
-"""A command with sub-commands, each a function that reads the arguments after its name."""
+"""Commands with subcommands. Each subcommand is a function of its arguments."""
 
 import argparse
 import sys
@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from skyrl.utils.arguments import ArgumentParser
 
 Command = Callable[[Sequence[str]], int]
-"""Gets its arguments and returns the exit status. Its docstring is its line of help."""
+"""Takes its arguments and returns the exit status. Its docstring is its line in the help."""
 
 
 def run_program(argv: Sequence[str] | None, commands: Mapping[str, Command], *, prog: str, description: str) -> int:
-    """Run the sub-command of a program, which Ctrl-C ends. Returns the exit status.
+    """Run a subcommand of a program; Ctrl-C ends it. Returns the exit status.
 
     Args:
         argv: Arguments; None: the process's.
-        commands: By name.
+        commands: Functions by name.
         prog: Name of the program.
-        description: What it does, for `--help`.
+        description: Description for `--help`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -42,11 +42,11 @@ def run_subcommand(
 
     Args:
         argv: Arguments.
-        commands: By name.
-        prog: The command as its user knows it.
-        description: What it does, for `--help`.
-        kind: What its sub-commands are called, as one word.
-        rest: What follows the name of any of them, for `--help`.
+        commands: Functions by name.
+        prog: Command as the user types it.
+        description: Description for `--help`.
+        kind: Noun for a subcommand, one word.
+        rest: Text after the subcommand in the usage line.
     """
     width = max(map(len, commands)) + 2
     parser = ArgumentParser(

@@ -1,8 +1,8 @@
-"""Text of a model's tokens: end-of-sequence ids, decoding, and stop strings found as tokens arrive.
+"""Text of a model's tokens: end-of-sequence ids, decoding, and detection of stop strings.
 
-The one idea is that every token *is* a byte string, whatever its neighbours: byte-level BPE spells bytes as printable
-characters, SentencePiece spells spaces as U+2581 and single bytes as `<0xNN>`. Stop strings are therefore searched in
-bytes, where characters split over several tokens need no special care and a token costs the length of its own bytes.
+Every token is a fixed byte string, independent of its neighbors: byte-level BPE spells bytes as printable characters,
+SentencePiece spells spaces as U+2581 and single bytes as `<0xNN>`. Stop strings are therefore searched in bytes.
+Characters split over several tokens need no special handling, and the cost of a token is the length of its bytes.
 """
 
 import json
@@ -21,7 +21,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """The `tokenizer.json` of a model folder and the ids that end its sequences.
+    """Tokenizer of a model folder (`tokenizer.json`), with the ids that end sequences.
 
     Raises `StorageError` if the folder has no readable `tokenizer.json`.
     """
@@ -40,13 +40,13 @@ class Tokenizer:
         config = _json(folder / "tokenizer_config.json")
         self._named_ids = _named_ids(folder, _id_of(self._tokenizer, config.get("eos_token")))
         self.end_of_turn = self._first_added(text_after_answer(folder, config))
-        """Token that the chat template puts after an answer. None if there is no template, or it puts none."""
+        """Token that the chat template puts after an answer; None without a template or such a token."""
         self.eos_ids = frozenset().union(*self._named_ids.values(), self._of_template)
-        """Ids that end a sequence: those that the folder names, and `end_of_turn`. Empty if there are none."""
+        """Ids that end a sequence: those named by files of the folder, and `end_of_turn`. May be empty."""
 
     @property
     def disagreement(self) -> str | None:
-        """One line if the file that says what ends a sequence leaves out what ends a turn of the chat template."""
+        """One-line warning if the file with end-of-sequence ids lacks the end-of-turn token of the chat template."""
         name, ids = next(iter(self._named_ids.items()), ("", self._of_template))
         if self._of_template <= ids:
             return None
@@ -57,15 +57,18 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without added special tokens. Special tokens spelled in `text` are recognised."""
+        """Return the token ids of `text`, without added special tokens.
+
+        Special tokens spelled in `text` are recognised.
+        """
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids` with special tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids` with special tokens spelled out. Bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to the text; none for an id that the tokenizer does not know."""
+        """Return the bytes that a token adds to the text; empty for an unknown id."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = self._spell(token)
@@ -76,7 +79,7 @@ class Tokenizer:
         return frozenset() if self.end_of_turn is None else frozenset([self.end_of_turn])
 
     def _first_added(self, text: str | None) -> int | None:
-        """The token that a text begins with, if it is none of ordinary text."""
+        """Return the first token of a text if it is an added token, else None."""
         first = self.encode(text)[:1] if text else []
         return first[0] if first and first[0] in self._added else None
 
@@ -98,7 +101,7 @@ class Tokenizer:
 
 
 class StopStrings:
-    """Finds any of `strings` in the text of tokens that are pushed one by one."""
+    """Detects any of `strings` in the text of tokens that are pushed one by one."""
 
     def __init__(self, tokenizer: Tokenizer, strings: Iterable[str]):
         self._tokenizer = tokenizer
@@ -115,14 +118,14 @@ class StopStrings:
 
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
-    """Inverse of the byte-level spelling of GPT-2: printable bytes stand for themselves, others for U+0100 onwards."""
+    """Return the inverse of GPT-2's byte-level spelling: printable bytes map to themselves, others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _named_ids(folder: Path, token: int | None) -> dict[str, frozenset[int]]:
-    """Ids that files name as the end: those of the first configuration that names any, and the tokenizer's `token`."""
+    """Return end-of-sequence ids by file: those of the first configuration with any, and the tokenizer's `token`."""
     named: dict[str, frozenset[int]] = {}
     for name in ("generation_config.json", "config.json"):
         ids = _json(folder / name).get("eos_token_id")
@@ -133,7 +136,7 @@ def _named_ids(folder: Path, token: int | None) -> dict[str, frozenset[int]]:
 
 
 def _id_of(tokenizer: tokenizers.Tokenizer, token: Any) -> int | None:
-    """Id of a token as tokenizer_config.json spells it."""
+    """Return the id of a token that is spelled as in tokenizer_config.json."""
     token = token.get("content") if isinstance(token, dict) else token
     return tokenizer.token_to_id(token) if isinstance(token, str) else None
 

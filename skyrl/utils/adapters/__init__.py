@@ -1,13 +1,8 @@
-"""Adapters as files, whoever trained them: read, put into one form, described, converted and merged. NumPy alone.
+"""Adapter files of any trainer: reading, normalization, description, conversion and merging. Uses only NumPy.
 
-stored        an adapter in a folder or a tar
-naming        names of tensors, and the pairs of matrices that they make up
-layouts       modules that a model has apart, or fused: query, key and value, gate and up
-experts       experts of a layer, each by itself or fused
-plain         one rank and one scale for all modules, which is what backends load
-fitting       the same, checked against the base model that it is loaded for
-describing    what there is to say about an adapter
-merging       a base model with an adapter's product added, tensor by tensor
-on_server     adapters sent to a server, and fetched from it
-commands      `skyrl adapter`
+stored        an adapter in a folder or a tar naming        names of tensors, and their pairs of matrices layouts
+separate and fused modules: query, key and value; gate and up experts       separate and fused experts of a layer plain
+normal form for backends: one rank and one scale for all modules fitting normal form, checked against a base model
+describing    description of an adapter merging       merging into a base model, tensor by tensor on_server     upload
+to and download from a server commands `skyrl adapter`
 """

@@ -141,7 +141,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the sub-command that `argv` names. Returns the exit status."""
+    """Run the subcommand that `argv` names. Returns the exit status."""
     description = "Look at LoRA adapters, convert and merge them, whoever trained them."
     return run_subcommand(argv, COMMANDS, prog="skyrl adapter", description=description, kind="command")
 
@@ -173,7 +173,7 @@ def _server(url: str) -> "Server":
 
 
 def _converted(adapter: StoredAdapter, layout: str, rows: Rows) -> tuple[dict[str, Any], Pairs]:
-    """Configuration and pairs of an adapter in a layout, with one rank and one alpha for all modules."""
+    """Return the configuration and pairs of an adapter in a layout, with one rank and one alpha for all modules."""
     plain = plain_adapter(adapter.tensors, adapter.config, rows, adapter.where)
     pairs, rank, parameters = plain.pairs, plain.rank, named_weights(adapter.config)
     if layout == "fused":
@@ -189,7 +189,7 @@ def _converted(adapter: StoredAdapter, layout: str, rows: Rows) -> tuple[dict[st
 
 
 def _write(folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write an adapter to a new folder, and say so."""
+    """Write an adapter to a new folder, and print a message."""
     tensors = {name: Tensor(x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()}
     write_folder(
         folder, {CONFIG: json.dumps(config, indent=1).encode(), TENSORS: tensor_file(tensors, {"format": "pt"})}
@@ -203,7 +203,7 @@ def _check_output(folder: Path) -> None:
 
 
 def _told(name: str, run: Callable[[], None]) -> int:
-    """Run what a command does. A refusal is told in a line. Returns the exit status."""
+    """Run a command. Prints an error as one line. Returns the exit status."""
     try:
         run()
     except (RequestError, StorageError) as error:
@@ -213,18 +213,18 @@ def _told(name: str, run: Callable[[], None]) -> int:
 
 
 def _rows(base: Path | None, stack: ExitStack) -> Rows:
-    """Modules of a base model: by its weights if they are there, else by its config.json."""
+    """Return the output features of a base model's modules, from its weights if they exist, else its config.json."""
     if base is None:
         return _nothing_known
     return rows_of_weights(base, stack) if any(base.glob("*.safetensors")) else _attention_rows(base)
 
 
 def _nothing_known(module: str) -> None:
-    """Output features of no module."""
+    """Return None: output features are unknown without a base model."""
 
 
 def _attention_rows(base: Path) -> Rows:
-    """Output features of query, key and value, of a model's config.json."""
+    """Return the output features of query, key and value, from a model's config.json."""
     try:
         whole = json.loads((base / "config.json").read_text())
         config = whole.get("text_config") or whole

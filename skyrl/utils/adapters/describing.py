@@ -1,4 +1,4 @@
-"""Description of an adapter, line by line."""
+"""Line-by-line description of an adapter."""
 
 import json
 from collections import Counter
@@ -12,11 +12,11 @@ from skyrl.utils.adapters.stored import StoredAdapter
 from skyrl.utils.files.hf_files import ALTERING, OFF
 
 FOLDED = ("use_rslora", "rank_pattern", "alpha_pattern", "target_parameters")
-"""Options of PEFT that are read, and that `skyrl adapter convert` does away with."""
+"""PEFT options that are supported, and that `skyrl adapter convert` removes."""
 
 
 def described(adapter: StoredAdapter) -> str:
-    """Lines about an adapter. Raises RequestError for tensors that make up no pairs."""
+    """Return the description of an adapter. Raises RequestError for tensors that do not form pairs."""
     config, tensors = adapter.config, adapter.tensors
     pairs, names = pairs_of(tensors, adapter.where)
     types = Counter(tensor.dtype.name for tensor in tensors.values())
@@ -68,6 +68,6 @@ def _unusual(config: dict, pairs: Pairs, ranks: Counter[int]) -> Iterator[str]:
 
 
 def _is_tied(base_model: object) -> bool:
-    """Return True if a base model that is a local folder shares one matrix between embedding and projection."""
+    """Return True if a base model in a local folder ties its projection to the embedding."""
     file = Path(str(base_model)) / "config.json"
     return file.is_file() and bool(json.loads(file.read_text()).get("tie_word_embeddings"))

@@ -1,7 +1,7 @@
-"""Adapters of experts, each by itself or as PEFT has those of all experts of a layer: its `target_parameters`.
+"""Adapters of experts, separate or fused as PEFT's `target_parameters` of all experts of a layer.
 
-In the fused form A is `[experts * rank, in]`, expert by expert, and B is `[out, rank * experts]`, in which experts are
-the inner of the two. Of two adapted parameters of a module, the first one that it has is the `base_layer` of the other.
+In the fused form, A is `[experts * rank, in]` with the experts outermost, and B is `[out, rank * experts]` with the
+experts innermost. If two parameters of a module have adapters, the first one is the `base_layer` of the other.
 
 Source: `ParamWrapper.get_delta_weight` of PEFT 0.21.
 """
@@ -16,29 +16,29 @@ from skyrl.errors import RequestError
 from skyrl.utils.adapters.naming import Pair, Pairs, of_module, padded
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
-"""Linear maps of an expert. Those of all experts are two parameters: gate above up, and down."""
+"""Linear maps of an expert. The fused experts have two parameters: gate above up, and down."""
 _PARAMETER = re.compile(r"(.*experts\.)?(gate_up|down)_proj")
-"""Last names, which PEFT writes alone where target_modules are gate_proj, up_proj and down_proj."""
+"""Last names, which PEFT writes without a path if target_modules are gate_proj, up_proj and down_proj."""
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)")
 
 
 def named_weights(config: Mapping[str, Any]) -> list[str]:
-    """Those of target_parameters that are weights of linear maps, which have the pairs that they have as modules."""
+    """Return the target_parameters that are weights of linear maps. They have the same pairs as modules."""
     return [name for name in config.get("target_parameters") or () if name.endswith("_proj.weight")]
 
 
 def named_experts(config: Mapping[str, Any]) -> list[str]:
-    """Those of target_parameters that are of all experts of a layer."""
+    """Return the target_parameters that are fused experts of a layer."""
     return [name for name in config.get("target_parameters") or () if _PARAMETER.fullmatch(name)]
 
 
 def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> tuple[Pairs, dict[str, str]]:
-    """Pairs for each expert, of those that PEFT trains on a layer's fused experts (its target_parameters).
+    """Split pairs of fused experts (PEFT's target_parameters) into pairs for each expert.
 
-    Weights of linear maps among them (`mlp.down_proj.weight`) have pairs as others have.
+    Target parameters that are weights of linear maps (`mlp.down_proj.weight`) have ordinary pairs.
 
     Returns:
-        The pairs, and by the module of each that was fused the parameter that rank_pattern and alpha_pattern name.
+        The pairs, and the parameter that rank_pattern and alpha_pattern name, by module of each pair that was fused.
 
     Raises RequestError for parameters other than experts.gate_up_proj and experts.down_proj.
     """
@@ -75,23 +75,23 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> tup
 
 
 class FusedExperts(NamedTuple):
-    """Pairs of an adapter, those of experts fused."""
+    """Pairs of an adapter with fused experts."""
 
     pairs: Pairs
     rank: int
-    """Rank of all of them."""
+    """Rank of all pairs."""
     parameters: list[str]
-    """`target_parameters` of PEFT that name them."""
+    """`target_parameters` of PEFT for the pairs."""
 
 
 def experts_together(pairs: Pairs, where: object) -> FusedExperts:
     """Fuse the pairs of all experts of a layer.
 
-    Gate and up share A, or together have twice the rank: A of gate above A of up, and a block of B for each. Other
-    pairs are padded with zeros, so that all have one rank. PEFT takes names such as up_proj for experts' alone, so
-    linear maps with such a name beside the experts stand among the parameters, too.
+    Gate and up either share A, or together have twice the rank: A of gate above A of up, and a block of B for each.
+    Other pairs are padded with zeros to the same rank. PEFT assumes that names such as up_proj belong to experts, so
+    other linear maps with such a name are also listed in the parameters.
 
-    Raises RequestError for an adapter that is not on all experts of a layer, or on none.
+    Raises RequestError for an adapter that covers only some experts of a layer, or none.
     """
     experts: dict[str, dict[str, dict[int, Pair]]] = {}
     made: Pairs = {}
@@ -117,7 +117,7 @@ def experts_together(pairs: Pairs, where: object) -> FusedExperts:
 
 
 def _check_whole(experts: Mapping[str, Mapping[str, Mapping[int, Pair]]], where: object) -> None:
-    """Raise RequestError unless all layers have the same linear maps of all experts, of the same shapes."""
+    """Raise RequestError unless all layers have the same linear maps for all experts, with the same shapes."""
     if not experts:
         raise RequestError(f"{where}: it is on no experts, such as mlp.experts.0.up_proj; leave the layout separate")
     names = {name for parts in experts.values() for name in parts}
@@ -133,7 +133,7 @@ def _check_whole(experts: Mapping[str, Mapping[str, Mapping[int, Pair]]], where:
 
 
 def _above(gate: Pair, up: Pair) -> Pair:
-    """The pair of gate's rows above up's."""
+    """Return the pair whose rows are gate's above up's."""
     if np.array_equal(gate.a, up.a):
         return Pair(gate.a, np.concatenate([gate.b, up.b]))
     (rows, rank), (more_rows, more_rank) = gate.b.shape, up.b.shape
@@ -142,7 +142,7 @@ def _above(gate: Pair, up: Pair) -> Pair:
 
 
 def _fused(stack: Sequence[Pair], rank: int) -> Pair:
-    """The pair of all experts: experts are the outer of A's rows, and the inner of B's columns."""
+    """Return the pair of all experts: experts are outermost in A's rows and innermost in B's columns."""
     pairs = [padded(pair, rank) for pair in stack]
     b = np.stack([pair.b for pair in pairs], axis=-1)
     return Pair(np.concatenate([pair.a for pair in pairs]), b.reshape(len(b), -1))

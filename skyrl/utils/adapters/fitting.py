@@ -1,4 +1,4 @@
-"""An adapter in plain form, checked against the base model that it is loaded for."""
+"""Conversion of an adapter to normal form, checked against its base model."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,30 +12,30 @@ from skyrl.utils.files.hf_files import text_name
 
 
 class Features(NamedTuple):
-    """A linear map that adapters may be on."""
+    """A linear map that adapters may modify."""
 
     inner: int
     outer: int
     group: str
-    """A `skyrl.types.ModuleGroup`."""
+    """Module group; a `skyrl.types.ModuleGroup`."""
 
 
 def most_numbers(modules: Mapping[str, Features], rank: int) -> int:
-    """Numbers of an adapter of this rank on all modules."""
+    """Return the number of parameters of an adapter with this rank on all modules."""
     return rank * sum(features.inner + features.outer for features in modules.values())
 
 
 def fitted_adapter(
     tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], modules: Mapping[str, Features]
 ) -> PlainAdapter:
-    """An adapter in plain form, its pairs float32 and under the names of the base model's modules.
+    """Return an adapter in normal form, with float32 pairs under the names of the base model's modules.
 
     Args:
-        tensors: Under any names that `naming` knows, and those of a multimodal model's text part.
+        tensors: Tensors by any names that `naming` supports, also those of a multimodal model's text part.
         config: Contents of adapter_config.json.
-        modules: All linear maps of the base model that adapters may be on.
+        modules: All linear maps of the base model that adapters may modify.
 
-    Raises RequestError for what `plain_adapter` does not read, and pairs that do not fit.
+    Raises RequestError for adapters that `plain_adapter` does not support, and for pairs that do not fit.
     """
 
     def rows(module: str) -> int | None:
@@ -62,12 +62,12 @@ def fitted_adapter(
 
 
 def _check_size(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], modules: Mapping[str, Features]) -> None:
-    """Raise RequestError, before any is copied, if matrices padded to one rank take far more than an adapter can."""
+    """Raise RequestError if padded matrices would be far larger than an adapter can be. Runs before any copy."""
     rank = rank_of(config)
     pairs = pairs_of(tensors, "adapter")[0].values()
     padded = sum(max(a.size + b.size, rank * (a.shape[1] + len(b))) for a, b in pairs)
     most = most_numbers(modules, rank)
-    if padded > 2 * most:  # of what is smaller, what does not fit is named
+    if padded > 2 * most:  # for smaller adapters, the caller names the mismatch
         raise RequestError(
             f"adapter: its matrices, padded to r={rank}, have {padded} numbers, more than twice the {most} of an "
             "adapter of that rank on all modules of this base model; name the base model that it was trained on"

@@ -1,6 +1,7 @@
-"""Modules that one model has apart and another fused: query, key and value; gate and up.
+"""Modules that are separate in one model and fused in another: query, key and value; gate and up.
 
-To cut fused maps apart is exact: parts share A, and each has its rows of B. To fuse is exact only where parts share A.
+Splitting a fused module is exact: its parts share A, and each part has its rows of B. Fusing is exact only if the parts
+share A.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,22 +15,22 @@ FUSED: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Modules whose rows are those of others, one after the other."""
+"""Fused modules whose rows are the concatenated rows of their parts."""
 INTERLEAVED = ("query_key_value", "Wqkv", "c_attn", "linear_qkv", "linear_fc1")
-"""Modules whose rows are mixed by heads or shards, in orders that their names do not say."""
+"""Fused modules whose rows are interleaved by heads or shards, in an order that their names do not tell."""
 Rows = Callable[[str], int | None]
-"""Output features of a module; None where there is no such module, or it is not known."""
+"""Returns the output features of a module; None if the module does not exist or is unknown."""
 
 
 def apart(pairs: Pairs, rows: Rows, where: object) -> Pairs:
-    """Pairs for the parts of fused modules that the model does not have.
+    """Split fused modules that the model does not have into pairs of their parts.
 
     Args:
-        pairs: By module.
-        rows: Output features of the model's modules.
-        where: The adapter, in messages.
+        pairs: Pairs by module.
+        rows: Returns the output features of the model's modules.
+        where: The adapter, for messages.
 
-    Raises RequestError for parts of other sizes, and for modules whose order of rows is not known.
+    Raises RequestError for parts of mismatched sizes, and for modules whose order of rows is unknown.
     """
     made: Pairs = {}
     for module, pair in pairs.items():
@@ -77,7 +78,7 @@ def _sizes(module: str, parts: Sequence[str], pair: Pair, rows: Rows, where: obj
 
 
 def together(pairs: Pairs, where: object) -> Pairs:
-    """Pairs for fused modules, of those that are apart. Raises RequestError where that would not be exact."""
+    """Fuse pairs of separate modules. Raises RequestError if that would not be exact."""
     made = dict(pairs)
     for fused, names in FUSED.items():
         paths = dict.fromkeys(module.rpartition(".")[0] for module in made if module.rpartition(".")[2] in names)

@@ -1,6 +1,6 @@
-"""A base model with an adapter's product added: W + B A alpha / rank, in float32, rounded once to the type of W.
+"""Merging of an adapter into a base model: W + B A alpha / rank, in float32, rounded once to the dtype of W.
 
-Tensors are read, changed and written one after the other, into as many files as the base model has.
+Tensors are read, changed and written one at a time, into the same number of files as the base model.
 """
 
 import json
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 (NumPy knows bfloat16 from then on)
+import ml_dtypes  # noqa: F401 (adds bfloat16 to NumPy)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -26,13 +26,14 @@ from skyrl.utils.files.tensor_file import TYPES, Tensor, tensor_file
 INDEX = f"{WEIGHTS}.index.json"
 EMBEDDING, PROJECTION = "embed_tokens.weight", "lm_head.weight"
 NUMBERS = {code: np.dtype(name) for name, code in TYPES.items() if "float" in name}
-"""Types of weights that a product can be added to."""
+"""Dtypes of weights to which a product can be added."""
 
 
 def merge(adapter: StoredAdapter, base: Path, output: Path) -> int:
-    """Write the model that an adapter makes of a base model. Returns the number of changed tensors.
+    """Merge an adapter into a base model and write the result. Returns the number of changed tensors.
 
-    Raises RequestError for a module without a tensor in the base model, and one of another shape or type.
+    Raises RequestError for a module without a tensor in the base model, and for mismatched shapes and unsupported
+    dtypes.
     """
     with ExitStack() as stack:
         weights = _Weights(base, stack)
@@ -51,7 +52,7 @@ def merge(adapter: StoredAdapter, base: Path, output: Path) -> int:
 
 
 def rows_of_weights(base: Path, stack: ExitStack) -> Rows:
-    """Output features of a base model's modules, while its files are open on the stack."""
+    """Return a function of a base model's output features by module. It is valid while the stack is open."""
     return _Weights(base, stack).rows
 
 
@@ -66,12 +67,12 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _by_tensor(where: Path, weights: "_Weights", pairs: dict[str, Pair]) -> dict[str, Pair]:
-    """Pairs by the names of the tensors that their products are added to."""
+    """Return pairs by the names of the tensors to which their products are added."""
     named: dict[str, Pair] = {}
     for module, pair in pairs.items():
         name = weights.by_text_name.get(text_name(f"{module}.weight"))
         if name is None and module.rpartition(".")[2] == PROJECTION.removesuffix(".weight"):
-            name = PROJECTION  # tied: made of the embedding below
+            name = PROJECTION  # tied: created from the embedding below
         if name is None:
             raise RequestError(
                 f"{where}: {module} has no tensor {module}.weight in {weights.path}; name the base model that the "
@@ -92,7 +93,7 @@ def _by_tensor(where: Path, weights: "_Weights", pairs: dict[str, Pair]) -> dict
 def _changed(
     weights: "_Weights", products: dict[str, Pair], plain: PlainAdapter, config: dict[str, Any]
 ) -> tuple[dict[str, dict[str, Tensor]], bool]:
-    """Tensors by file, and whether a projection that was the embedding is a tensor of its own now."""
+    """Return tensors by file, and True if a projection that was tied to the embedding is now a separate tensor."""
     files: dict[str, dict[str, Tensor]] = {}
     for name, file in weights.places.items():
         files.setdefault(file, {})[name] = weights.tensor(name)
@@ -129,7 +130,7 @@ def _index(files: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
 
 
 class _Weights:
-    """The tensors of a model folder, read when they are asked for."""
+    """Tensors of a model folder, read on demand."""
 
     def __init__(self, path: Path, stack: ExitStack):
         self.path, self._stack = path, stack
@@ -143,14 +144,14 @@ class _Weights:
         else:
             self.places = dict.fromkeys(self._file(WEIGHTS).keys(), WEIGHTS)
         self.by_text_name = _unique(self.places)
-        """Names of tensors by those that they would have in a text model."""
+        """Names of tensors by their names in a text model."""
 
     @property
     def embedding(self) -> str:
         return next((name for name in self.places if name.endswith(EMBEDDING)), EMBEDDING)
 
     def kind(self, name: str) -> tuple[tuple[int, ...], str]:
-        """(shape, type in safetensors' words)."""
+        """Return (shape, dtype code of safetensors)."""
         if name not in self.places:
             raise RequestError(f"{self.path} holds no tensor {name}; name the base model of the adapter")
         try:
@@ -160,7 +161,7 @@ class _Weights:
         return tuple(stored.get_shape()), stored.get_dtype()
 
     def rows(self, module: str) -> int | None:
-        """Output features of a module; None where there is none of this name."""
+        """Return the output features of a module; None if there is no such module."""
         name = self.by_text_name.get(text_name(f"{module}.weight"))
         return None if name is None else self.kind(name)[0][0]
 
@@ -182,7 +183,7 @@ class _Weights:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Files of tensors, all of them beside the index, whatever it says."""
+    """Return files by tensor from an index. Raises RequestError for files that are not beside the index."""
     try:
         places = json.loads(index.read_text())["weight_map"]
         plain = all(isinstance(file, str) and Path(file).name == file for file in places.values())

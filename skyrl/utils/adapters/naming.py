@@ -1,7 +1,7 @@
-"""Names of an adapter's tensors: PEFT's as it saves them, those of a model in memory, and names without PEFT's prefix.
+"""Names of an adapter's tensors: as saved by PEFT, as in a model in memory, or without PEFT's prefix.
 
-PEFT saves `base_model.model.{module}.lora_A.weight`. A model in memory has the adapter's name after `lora_A` too, and
-other trainers leave out the prefix, or the ending.
+PEFT saves `base_model.model.{module}.lora_A.weight`. A model in memory also has the adapter's name after `lora_A`.
+Other trainers omit the prefix or the suffix.
 """
 
 import math
@@ -17,15 +17,15 @@ from skyrl.errors import RequestError
 PREFIX = "base_model.model."
 NAME = re.compile(r"(?P<module>.+)\.(?P<matrix>lora_[AB])(\.(?P<adapter>[^.]+))??(?P<ending>\.weight)?")
 CONNECTOR = re.compile(r"(.+\.)?(?P<module>model\..+\.(attn|mlp)_connector)\.(?P<part>phi|alpha|bias)")
-"""Name of numbers of a connector of several residual streams. Not PEFT's: the JAX backend writes and reads them."""
+"""Name of a tensor of a connector of several residual streams. Used only by the JAX backend, not by PEFT."""
 RATE = "mhc_expansion_rate"
-"""Option of adapter_config.json, and of the JAX backend: number of residual streams."""
+"""Option of adapter_config.json and of the JAX backend: number of residual streams."""
 COPY = ".base_layer.weight"
-"""Ending of weights of the base model itself, which PEFT stores beside an adapted vocabulary projection."""
+"""Suffix of base model weights, which PEFT stores beside an adapted vocabulary projection."""
 
 
 class Pair(NamedTuple):
-    """Matrices of a module."""
+    """Matrices A and B of a module."""
 
     a: np.ndarray
     """`[rank, in]`."""
@@ -34,11 +34,11 @@ class Pair(NamedTuple):
 
 
 Pairs = dict[str, Pair]
-"""By module, under its name in the base model."""
+"""Pairs by module, under its name in the base model."""
 
 
 def padded(pair: Pair, rank: int) -> Pair:
-    """The same pair with zeros up to a rank."""
+    """Return a pair padded with zeros to a rank."""
     missing = rank - len(pair.a)
     return Pair(np.pad(pair.a, ((0, missing), (0, 0))), np.pad(pair.b, ((0, 0), (0, missing)))) if missing else pair
 
@@ -47,15 +47,15 @@ class Names(NamedTuple):
     """Unusual parts of names, as counts of tensors."""
 
     bare: int
-    """Without PEFT's prefix."""
+    """Number of names without PEFT's prefix."""
     ends: Counter[str]
-    """Count by adapter name that is in them; under "" those without .weight at the end."""
+    """Number of names by the adapter name in them; "" counts names without .weight at the end."""
 
 
 def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, Names]:
-    """The pairs that tensors make up. Copies of the base model's weights are left out.
+    """Return the pairs formed by tensors. Copies of base model weights are left out.
 
-    Raises RequestError for a tensor that is of no pair, or half of one.
+    Raises RequestError for a tensor that belongs to no pair, and for an incomplete pair.
     """
     halves: dict[str, dict[str, np.ndarray]] = {}
     bare, ends = 0, Counter[str]()
@@ -103,14 +103,14 @@ def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, N
 
 
 def rate_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Residual streams that the connectors among tensors of these shapes are of; 1 without any."""
+    """Return the number of residual streams of the connectors among tensors of these shapes; 1 without connectors."""
     found = ((CONNECTOR.fullmatch(name), shape) for name, shape in shapes.items())
     outputs = next((math.prod(shape) for match, shape in found if match and match["part"] == "bias"), 0)
-    return max(1, math.isqrt(1 + outputs) - 1)  # of 2 n + n^2
+    return max(1, math.isqrt(1 + outputs) - 1)  # the number of outputs is 2 n + n^2
 
 
 def check_rate(stored: int, served: int, where: object) -> None:
-    """Raise RequestError unless connectors of `stored` residual streams, if there are, can be computed."""
+    """Raise RequestError if a backend with `served` residual streams cannot compute connectors of `stored` ones."""
     if stored not in (1, served):
         raise RequestError(
             f"{where}: it has connectors of {stored} residual streams ({RATE}={stored}), and {served} are served here; "
@@ -119,7 +119,7 @@ def check_rate(stored: int, served: int, where: object) -> None:
 
 
 def tensors_of(pairs: Pairs, bare: bool = False) -> dict[str, np.ndarray]:
-    """Tensors under PEFT's names, or without its prefix."""
+    """Return tensors by PEFT's names, or without its prefix."""
     prefix = "" if bare else PREFIX
     return {
         f"{prefix}{module}.{matrix}.weight": np.ascontiguousarray(tensor)
@@ -129,11 +129,11 @@ def tensors_of(pairs: Pairs, bare: bool = False) -> dict[str, np.ndarray]:
 
 
 def last_names(pairs: Pairs) -> list[str]:
-    """Names of modules without their paths, each once."""
+    """Return the names of modules without their paths, without duplicates."""
     return list(dict.fromkeys(module.rpartition(".")[2] for module in pairs))
 
 
 def of_module(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
-    """A pattern's value for a module: that of the first key that its name ends with, as a regular expression."""
+    """Return a pattern's value for a module: that of the first key (a regular expression) that matches its end."""
     found = (value for key, value in (pattern or {}).items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
     return next(found, default)

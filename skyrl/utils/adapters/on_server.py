@@ -1,4 +1,4 @@
-"""Adapters on a server of the Tinker API, by its uploads and archives."""
+"""Upload and download of adapters, on a server of the Tinker API."""
 
 import json
 import sys
@@ -18,15 +18,15 @@ from skyrl.utils.adapters.stored import CONFIG, TENSORS, StoredAdapter, read_ada
 from skyrl.utils.files.tensor_file import Tensor, tensor_file
 
 PATIENCE_S = 600.0
-"""Seconds that an answer may take: a large adapter is read and converted before it comes."""
+"""Timeout of a request, in seconds: the server reads and converts a large adapter before it responds."""
 SCHEME = "tinker://"
 
 
 class Server:
-    """A server, as those see it who have a key of it.
+    """Client of a server.
 
     Args:
-        url: Its address, without /api/v1.
+        url: Base URL, without /api/v1.
         key: Sent as `X-API-Key`.
     """
 
@@ -35,7 +35,10 @@ class Server:
         self._headers = {"X-API-Key": key}
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON answer to a request. Raises RequestError for what the server refuses, and where there is none."""
+        """Send a request and return the JSON response.
+
+        Raises RequestError for error responses and connection failures.
+        """
         headers = self._headers | {"Accept": "application/json"}
         answer = self._answer(method, f"{self.url}/api/v1{path}", headers=headers, json=body)
         try:
@@ -44,11 +47,11 @@ class Server:
             raise RequestError(f"--url {self.url} is no server of the Tinker API; name one") from error
 
     def send(self, url: str, content: bytes) -> None:
-        """Put a file where the server said, which needs no key. Raises as `ask`."""
+        """Upload a file to a URL from the server, which needs no key. Raises the errors of `ask`."""
         self._answer("PUT", url, content=content)
 
     def fetch(self, url: str, file: Path) -> None:
-        """Write to a file what is at a link. Raises as `ask`."""
+        """Download a link to a file. Raises the errors of `ask`."""
         try:
             with httpx.stream("GET", url, timeout=PATIENCE_S) as answer, open(file, "wb") as target:
                 answer.raise_for_status()
@@ -58,7 +61,7 @@ class Server:
             raise self._lost(error) from error
 
     def _answer(self, method: str, url: str, **given: Any) -> httpx.Response:
-        """The answer to a request, which is sent again while the server says when (a server that has just started)."""
+        """Return the response to a request. Retries after 503 with Retry-After (a server that is starting)."""
         until, told = time.monotonic() + PATIENCE_S, False
         while True:
             try:
@@ -81,13 +84,13 @@ class Server:
 
 
 def upload(adapter: StoredAdapter, server: Server, base_model: str | None, project: str | None) -> str:
-    """Make a training checkpoint of an adapter. Returns its path.
+    """Create a training checkpoint from an adapter. Returns its path.
 
     Args:
-        adapter: Its copies of base weights are left out.
-        server: Where to.
-        base_model: Which it was trained on; None: the one that the server has.
-        project: Of its run.
+        adapter: The adapter. Copies of base weights in it are left out.
+        server: Target server.
+        base_model: Base model of the adapter; None: that of the server.
+        project: Project of its run.
     """
     if base_model is None:
         base_model = server.ask("GET", "/get_server_capabilities")["supported_models"][0]["model_name"]
@@ -105,7 +108,10 @@ def upload(adapter: StoredAdapter, server: Server, base_model: str | None, proje
 
 
 def download(path: str, server: Server) -> StoredAdapter:
-    """The adapter of a checkpoint. Raises RequestError for a path of none, and a checkpoint that holds no adapter."""
+    """Download the adapter of a checkpoint.
+
+    Raises RequestError for an invalid path or a checkpoint without an adapter.
+    """
     model, *checkpoint = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(checkpoint) != 2:
         raise RequestError(f"{path} is no checkpoint; name tinker://MODEL/sampler_weights/NAME")

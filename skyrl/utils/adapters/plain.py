@@ -1,7 +1,7 @@
-"""An adapter of any trainer in the form that backends load: each module by itself, with one rank and one alpha for all.
+"""Normal form of adapters for backends: separate modules, with one rank and one alpha for all.
 
-Ranks by module are padded with zeros, and scales by module are multiplied into B; alpha takes the scale of
-rank-stabilised LoRA. What such options compute is what PEFT computes.
+Ranks by module are padded with zeros. Scales by module are multiplied into B. Alpha includes the scale of
+rank-stabilized LoRA. The results equal those of PEFT with these options.
 """
 
 import math
@@ -18,15 +18,15 @@ from skyrl.utils.adapters.naming import Pair, Pairs, of_module, padded, pairs_of
 from skyrl.utils.files.hf_files import check_peft_config
 
 LARGEST = 1e6
-"""No rank or alpha is as large."""
+"""Exclusive upper bound of ranks and alphas."""
 SMALLEST_ALPHA = 1e-6
 LONGEST_MODULE, MOST_PARTS = 200, 24
-"""Characters of a module's name, and parts between dots, at each of which an expression is tried."""
+"""Maximum length of a module's name, and maximum number of parts between dots; an expression is tried at each part."""
 MOST_PATTERNS = 256
-"""Expressions of an option, each of which is tried on each module."""
+"""Maximum number of expressions of an option. Each is tried on each module."""
 LONGEST_PATTERN = 256
 MOST_WAYS = 2**14
-"""Ways of matching a name that the expressions of an option have together."""
+"""Maximum total number of ways in which the expressions of an option can match a name."""
 _QUANTIFIER = re.compile(r"(?:[*+?]|\{[^}]*\}?)[?+]?")
 
 
@@ -41,15 +41,15 @@ class PlainAdapter(NamedTuple):
 def plain_adapter(
     tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], rows: Rows, where: object = "adapter"
 ) -> PlainAdapter:
-    """An adapter in plain form.
+    """Convert an adapter to normal form.
 
     Args:
-        tensors: Under any names that `naming` knows.
+        tensors: Tensors by any names that `naming` supports.
         config: Contents of adapter_config.json.
-        rows: Output features of the base model's modules.
-        where: The adapter, in messages.
+        rows: Returns the output features of the base model's modules.
+        where: The adapter, for messages.
 
-    Raises RequestError for options of PEFT that are not implemented, and what cannot be read exactly.
+    Raises RequestError for PEFT options that are not implemented, and for adapters that cannot be converted exactly.
     """
     check_peft_config(config)
     _check_parameters(config, where)
@@ -71,7 +71,7 @@ def plain_adapter(
 
 
 def rank_of(config: Mapping[str, Any], where: object = "adapter") -> int:
-    """The largest rank of any module."""
+    """Return the maximum rank of any module."""
     _check_patterns(config, where)
     return max(int(_number(config, "r", where)), *map(int, (config.get("rank_pattern") or {}).values()), 1)
 
@@ -81,7 +81,7 @@ def _number(config: Mapping[str, Any], name: str, where: object) -> float:
 
 
 def _positive(name: str, value: Any, is_rank: bool, where: object) -> float:
-    """The value. Raises RequestError unless it is a rank, or an alpha."""
+    """Return the value. Raises RequestError unless it is a valid rank or alpha."""
     named = f"{where}: adapter_config.json: {name}={value!r}"
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
         raise RequestError(f"{named} is no positive number below {LARGEST:.0f}; save it again")
@@ -95,7 +95,7 @@ def _positive(name: str, value: Any, is_rank: bool, where: object) -> float:
 
 
 def _check_patterns(config: Mapping[str, Any], where: object) -> None:
-    """Raise RequestError unless patterns are names, or simple regular expressions, with positive numbers."""
+    """Raise RequestError unless patterns are names or simple regular expressions, with positive numbers."""
     for option in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(option) or {}
         if not isinstance(pattern, dict):
@@ -129,13 +129,13 @@ def _check_parameters(config: Mapping[str, Any], where: object) -> None:
 
 
 def _ways(key: str) -> float:
-    """Number of ways, at most, in which an expression is tried at one place of a name; infinite if that is not known.
+    """Return the maximum number of ways to match an expression at one position of a name; infinite if unknown.
 
-    A backtracking matcher tries each alternative of a group with each of every other group, and each length of what
-    may have several: with one quantifier there are no more lengths than a name has characters.
+    A backtracking matcher tries each combination of alternatives of groups, and each length of a quantified part. With
+    one quantifier, there are at most as many lengths as a name has characters.
     """
-    bare = re.sub(r"\\\D", "x", key, flags=re.DOTALL)  # neither escaped characters
-    bare = re.sub(r"\[\^?\]?[^\]]*\]", "x", bare)  # nor those of a class mean anything
+    bare = re.sub(r"\\\D", "x", key, flags=re.DOTALL)  # escaped characters are literal
+    bare = re.sub(r"\[\^?\]?[^\]]*\]", "x", bare)  # so are those of a class
     quantifiers = len(_QUANTIFIER.findall(bare.replace("(?:", "(")))
     if len(key) > LONGEST_PATTERN or quantifiers > 1 or re.search(r"\(\?[^:]|\\|\)[*+{]", bare):
         return math.inf

@@ -1,4 +1,4 @@
-"""Adapters in folders and tars: adapter_config.json and adapter_model.safetensors, as PEFT and servers write them."""
+"""Adapters in folders and tars: adapter_config.json and adapter_model.safetensors, as written by PEFT and servers."""
 
 import json
 import tarfile
@@ -15,21 +15,21 @@ from skyrl.utils.files.tensor_file import read_tensors
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 MOST_COMPRESSED = 100
-"""Times by which a file may be larger than the archive that it is in."""
+"""Maximum ratio of a file's size to that of its archive."""
 
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter as it was found."""
+    """An adapter as stored."""
 
     where: Path
-    """Folder or tar."""
+    """Path of the folder or tar."""
     config: dict[str, Any]
     tensors: dict[str, np.ndarray]
 
 
 def read_adapter(where: Path) -> StoredAdapter:
-    """The adapter in a folder or a tar (compressed or not). Raises RequestError for anything else."""
+    """Read the adapter in a folder or a tar (compressed or not). Raises RequestError for anything else."""
     files = _tar_files(where) if where.is_file() else _folder_files(where)
     if CONFIG not in files or TENSORS not in files:
         missing = CONFIG if CONFIG not in files else TENSORS
@@ -44,7 +44,7 @@ def read_adapter(where: Path) -> StoredAdapter:
     if not isinstance(config, dict):
         raise RequestError(f"{where}: {CONFIG} is no JSON object; save the adapter again")
     try:
-        tensors = dict(sorted(read_tensors(files[TENSORS]).items()))  # they come in any order
+        tensors = dict(sorted(read_tensors(files[TENSORS]).items()))  # stored in any order
     except (SafetensorError, KeyError) as error:
         raise RequestError(f"{where}: {TENSORS} cannot be read ({error}); save the adapter again") from error
     return StoredAdapter(where, config, tensors)
@@ -59,7 +59,7 @@ def _folder_files(folder: Path) -> dict[str, bytes]:
 
 
 def _tar_files(archive: Path) -> dict[str, bytes]:
-    """The two files, wherever they are in a tar. Nothing is unpacked."""
+    """Return the adapter's files, wherever they are in a tar. Nothing is unpacked to disk."""
     files: dict[str, bytes] = {}
     try:
         with tarfile.open(archive) as tar:

@@ -1,9 +1,6 @@
-"""Files and folders: written wholly or not at all, packed as one, and in the formats of models.
+"""Files and folders: atomic writes, archives, and file formats of models.
 
-atomic_folders             folders and files that are there wholly or not at all
-tar_folder                 a folder as one file
-object_store               objects in a bucket, by URL
-remote_folders             folders in a bucket that are there wholly or not at all
-tensor_file, hf_files      safetensors, and what Hugging Face has beside it
-paths                      where this user's files are
+atomic_folders             atomic folders and files tar_folder                 a folder as one file object_store objects
+in a bucket, by URL remote_folders             atomic folders in a bucket tensor_file, hf_files      safetensors, and
+other files of Hugging Face models paths default folders of this user
 """

@@ -1,9 +1,9 @@
-"""Folders that are either wholly there or not there at all.
+"""Atomic folders: a folder is either complete or absent.
 
-`write_folder` writes every file under a temporary name, adds a manifest with their hashes, flushes all to disk and
-renames the folder into place; `read_folder` refuses a folder whose manifest or hashes do not match, and moves it out of
-the way. A folder that is replaced waits beside the new one for a moment; where a kill left it there alone, it counts.
-Local paths only: bucket URLs are refused by name.
+`write_folder` writes all files to a temporary folder, adds a manifest with their hashes, flushes everything to disk and
+renames the folder into place. `read_folder` rejects a folder whose manifest or hashes do not match, and moves it away.
+A folder that is being replaced is kept beside the new one for a moment. If a crash leaves only the old one, it is used.
+Only local paths are supported; URLs of buckets are rejected.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ MANIFEST = "manifest.json"
 TEMPORARY = ".tmp"
 REPLACED = ".old"
 QUARANTINED = ".quarantined"
-"""Suffixes of folders that are not for reading. Their names begin with a dot."""
+"""Suffixes of folders that are not for reading. Their names start with a dot."""
 MAKE_TRIES = 100
-"""Tries of making a folder, if those above it go each time."""
+"""Attempts to create a folder whose parents are removed concurrently."""
 LONGEST_NAME = 200
-"""Characters of a name that are kept when more is put around it, so that both fit into the 255 of a file system."""
+"""Maximum number of characters of a name that are kept when more is added, within the limit of 255 of file systems."""
 
 
 def local_path(path: str | Path) -> Path:
-    """The path as a local one. Raises `RequestError` for URLs such as s3://."""
+    """Return a path as a local one. Raises `RequestError` for URLs such as s3://."""
     if "://" in str(path):
         scheme = str(path).split("://", 1)[0]
         raise RequestError(f"path={path}: {scheme}:// is not served yet; use a folder on a local or mounted disk")
@@ -44,41 +44,41 @@ Content = bytes | Callable[[BinaryIO], object]
 
 
 Entries = Mapping[str, Mapping[str, Any]]
-"""Entries of a manifest by file: size, and hash."""
+"""Entries of a manifest by file: size and hash."""
 Parts = Callable[[Path], Entries]
-"""Writer of more files into a folder, by other processes (`write_part`), and their entries."""
+"""Writes additional files into a folder, in other processes (`write_part`), and returns their entries."""
 
 
 class Written(NamedTuple):
-    """A folder that is on disk."""
+    """A folder on disk."""
 
     size_bytes: int
-    """Bytes of its files, without the manifest."""
+    """Total size of its files in bytes, without the manifest."""
     digest: str
-    """sha256 (hex) of its manifest, which holds the hashes of all files."""
+    """sha256 (hex) of its manifest, which contains the hashes of all files."""
 
 
 class _Damaged(Exception):
-    """Folder whose contents are not what its manifest says."""
+    """The contents of a folder do not match its manifest."""
 
 
 def write_folder(path: str | Path, files: Mapping[str, Content], parts: Parts | None = None) -> Written:
-    """Put a folder with these files at `path`, replacing what is there.
+    """Write a folder with these files to `path`, replacing an existing one.
 
     Args:
         path: The folder.
-        files: By name.
-        parts: Writer of the others.
+        files: Contents by name.
+        parts: Writer of additional files.
 
     Raises:
-        StorageError: The disk refuses a write. What was at `path` is unchanged.
+        StorageError: A write fails. An existing folder at `path` is unchanged.
     """
     with replacing_folder(path) as temporary:
         return write_files(temporary, files, {} if parts is None else parts(temporary))
 
 
 def write_files(folder: Path, files: Mapping[str, Content], written: Entries | None = None) -> Written:
-    """Write these files, and a manifest of them and of those that are written, to a folder of `replacing_folder`."""
+    """Write files to a folder of `replacing_folder`, and a manifest of these and of the already `written` ones."""
     entries = dict(written or {})
     for name, content in files.items():
         entries[name] = _write_file(folder / name, content)
@@ -89,7 +89,7 @@ def write_files(folder: Path, files: Mapping[str, Content], written: Entries | N
 
 
 def write_part(path: Path, content: Content) -> dict[str, Any]:
-    """Write a file of a folder that another process makes. Returns its entry. Raises `StorageError`."""
+    """Write a file of a folder that another process creates. Returns its entry. Raises `StorageError`."""
     try:
         return _write_file(path, content)
     except OSError as error:
@@ -97,7 +97,7 @@ def write_part(path: Path, content: Content) -> dict[str, Any]:
 
 
 def add_manifest(folder: Path) -> None:
-    """Add the manifest of its files to a folder that has none and that nobody else reads yet."""
+    """Add a manifest to a folder without one that no other process reads yet."""
     entries = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
@@ -107,10 +107,10 @@ def add_manifest(folder: Path) -> None:
 
 
 def replace_file(path: Path, content: Content) -> None:
-    """Put a file of this content at `path`, wholly or not at all.
+    """Write a file to `path` atomically.
 
     Raises:
-        StorageError: The disk refuses it. What was at `path` is unchanged.
+        StorageError: The write fails. An existing file at `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
     try:
@@ -123,10 +123,10 @@ def replace_file(path: Path, content: Content) -> None:
 
 
 def copy_folder(source: str | Path, path: str | Path) -> None:
-    """Put what the folder `source` holds at `path` too. The two share their bytes on disk where it can do that.
+    """Copy a folder to `path`. The two share their data on disk if possible.
 
     Raises:
-        StorageError: The source is missing or incomplete, or the disk refuses a write.
+        StorageError: The source is missing or incomplete, or a write fails.
     """
     with _opened(local_path(source)) as (_, handle), replacing_folder(path) as temporary:
         try:
@@ -140,10 +140,10 @@ def copy_folder(source: str | Path, path: str | Path) -> None:
 
 @contextmanager
 def replacing_folder(path: str | Path) -> Iterator[Path]:
-    """A new folder to write into, which is put in the place of `path` if all went well.
+    """Context with a new folder for writing, which replaces `path` on success.
 
     Raises:
-        StorageError: The disk refuses a write. What was at `path` is unchanged.
+        StorageError: A write fails. An existing folder at `path` is unchanged.
     """
     target = local_path(path)
     temporary = target.with_name(f".{uuid4().hex}{TEMPORARY}")
@@ -160,21 +160,21 @@ def replacing_folder(path: str | Path) -> Iterator[Path]:
 
 
 class StoredFile(NamedTuple):
-    """A file of a folder, open."""
+    """An open file of a folder."""
 
     name: str
     size_bytes: int
     sha256: str
-    """Hash in its manifest. Who reads the file compares."""
+    """Hash in the manifest. The reader must compare it."""
     reader: BinaryIO
 
 
 @contextmanager
 def open_folder(path: str | Path) -> Iterator[list[StoredFile]]:
-    """The files of a folder. They can be read to their ends, whatever becomes of the folder meanwhile.
+    """Context with the open files of a folder. They stay readable even if the folder is replaced or removed.
 
     Raises:
-        StorageError: The folder or one of its files is missing or has another length.
+        StorageError: The folder or one of its files is missing or has the wrong length.
     """
     with ExitStack() as stack:
         files = []
@@ -191,15 +191,15 @@ def open_folder(path: str | Path) -> Iterator[list[StoredFile]]:
 
 
 def read_folder(path: str | Path, digest: str | None = None) -> dict[str, bytes]:
-    """All files that the manifest of `path` lists, checked against their hashes.
+    """Return all files in the manifest of `path`, checked against their hashes.
 
     Args:
         path: The folder.
-        digest: What its manifest must hash to (sha256, hex), where that is known.
+        digest: Expected sha256 (hex) of the manifest, if known.
 
     Raises:
-        StorageError: The folder or one of its files is missing or damaged. A damaged folder is moved aside, to a name
-            that ends in `.quarantined`, so that nothing takes it for whole again.
+        StorageError: The folder or one of its files is missing or damaged. A damaged folder is renamed with the suffix
+            `.quarantined`, so that it is never used again.
     """
     folder = local_path(path)
     while True:
@@ -219,7 +219,7 @@ def read_folder(path: str | Path, digest: str | None = None) -> dict[str, bytes]
 
 
 def inspect_folder(path: str | Path) -> Written | None:
-    """Result of `write_folder` for this folder, or None unless it is there with all its files in full length."""
+    """Return the result of `write_folder` for this folder; None unless all its files exist with full length."""
     with suppress(StorageError, OSError, _Damaged), _opened(local_path(path)) as (_, handle):
         manifest = _read_file(handle, MANIFEST)
         sizes = {name: entry["bytes"] for name, entry in _entries(manifest).items()}
@@ -229,7 +229,7 @@ def inspect_folder(path: str | Path) -> Written | None:
 
 
 def remove_folder(path: str | Path) -> int:
-    """Remove a folder, at once as far as readers see. Returns the bytes that it took; 0 if there was none."""
+    """Remove a folder, atomically for readers. Returns its size in bytes; 0 if there was none."""
     folder, freed = local_path(path), 0
     for place in (_aside(folder), folder):
         doomed = place.with_name(f".{uuid4().hex}{TEMPORARY}")
@@ -243,7 +243,7 @@ def remove_folder(path: str | Path) -> int:
 
 
 def folder_bytes(path: Path) -> int:
-    """Bytes of the files in a folder, as long as they are there."""
+    """Return the total size of the files in a folder, in bytes. Files may be removed concurrently."""
     total = 0
     for parent, _, names in os.walk(path):
         for name in names:
@@ -253,7 +253,10 @@ def folder_bytes(path: Path) -> int:
 
 
 def tidy(parent: Path) -> None:
-    """Finish what a killed `write_folder` or `remove_folder` left in `parent`. Only while nothing is written there."""
+    """Complete or clean up interrupted `write_folder` and `remove_folder` calls in `parent`.
+
+    Requires that no process writes.
+    """
     for path in [path for path in parent.iterdir() if path.name.startswith(".")]:
         if path.suffix == REPLACED:
             target = path.with_name(path.name.removeprefix(".").removesuffix(REPLACED))
@@ -264,13 +267,13 @@ def tidy(parent: Path) -> None:
 
 
 def _aside(target: Path) -> Path:
-    """Path at which a folder waits while it is being replaced."""
+    """Return the path of a folder while it is being replaced."""
     return target.with_name(f".{target.name}{REPLACED}")
 
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[tuple[Path, int]]:
-    """(where it is, a handle): all that is read through the handle is of one folder, whatever is renamed meanwhile."""
+    """Context with (path, handle) of a folder. Reads through the handle see one folder, even if it is renamed."""
     error: OSError | None = None
     for place in (folder, _aside(folder), folder):
         try:
@@ -305,12 +308,12 @@ def _open_file(handle: int, name: str) -> BinaryIO:
 
 
 def _unreadable(name: str, error: OSError) -> StorageError:
-    """The disk's fault, which says nothing of what is on it."""
+    """Return the error for a disk failure, which does not mean that the file is damaged."""
     return StorageError(f"{name} of a checkpoint cannot be read: {error.strerror or error}; try again")
 
 
 def _entries(manifest: bytes) -> dict[str, dict[str, Any]]:
-    """Entries of a manifest, by file."""
+    """Return the entries of a manifest, by file."""
     try:
         entries = json.loads(manifest)
         if all(
@@ -331,18 +334,18 @@ def _checked(handle: int, name: str, sha256: object) -> bytes:
 
 
 def _quarantine(folder: Path) -> Path:
-    """Move a damaged folder out of the way. Its time is that of the move."""
+    """Rename a damaged folder. Its modification time is set to now."""
     moved = folder.with_name(f".{folder.name[:LONGEST_NAME]}.{uuid4().hex[:8]}{QUARANTINED}")
     try:
         os.rename(folder, moved)
         os.utime(moved)
-    except OSError:  # it is refused by its hashes every time
+    except OSError:  # the hashes reject it every time
         return folder
     return moved
 
 
 class _Hashing(io.RawIOBase):
-    """Writes to a file, and hashes and counts what it writes."""
+    """Writes to a file, and computes hash and size."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -358,12 +361,12 @@ class _Hashing(io.RawIOBase):
         return self._file.write(data)
 
     def entry(self) -> dict[str, Any]:
-        """Entry of the file in the manifest."""
+        """Return the entry of the file in the manifest."""
         return {"sha256": self._hash.hexdigest(), "bytes": self._bytes}
 
 
 def _write_file(path: Path, content: Content) -> dict[str, Any]:
-    """Write a file to the disk. Returns what the manifest says of it."""
+    """Write a file and flush it to disk. Returns its manifest entry."""
     with open(path, "wb") as file:
         hashing = _Hashing(file)
         if callable(content):
@@ -376,7 +379,7 @@ def _write_file(path: Path, content: Content) -> dict[str, Any]:
 
 
 def _share_file(folder: int, name: str, path: Path) -> None:
-    """Give a file of an open folder a second name, or, on a disk where it can have one only, copy it."""
+    """Hard-link a file of an open folder, or copy it if the disk does not support links."""
     try:
         os.link(name, path, src_dir_fd=folder)
     except FileNotFoundError:
@@ -391,7 +394,10 @@ def _unwritable(path: Path, error: OSError) -> StorageError:
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename, moving an older folder of that name out of the way first (a folder cannot be renamed over a full one)."""
+    """Rename a folder into place.
+
+    An existing folder is moved away first, because a rename cannot replace a nonempty folder.
+    """
     old = _aside(target)
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -409,7 +415,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 
 def _make_temporary(path: Path) -> None:
-    """Make a folder and those above it. An empty one above may be removed meanwhile, and is made again then."""
+    """Create a folder and its parents. Retries if an empty parent is removed concurrently."""
     for tries_left in reversed(range(MAKE_TRIES)):
         try:
             _make_folder(path.parent)
@@ -421,7 +427,7 @@ def _make_temporary(path: Path) -> None:
 
 
 def _make_folder(path: Path) -> None:
-    """Make a folder and those above it, with their names on disk."""
+    """Create a folder and its parents, and flush their names to disk."""
     if path.is_dir():
         return
     _make_folder(path.parent)
@@ -430,7 +436,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _flush_folder(path: Path) -> None:
-    """Put the names in a folder on disk."""
+    """Flush the names in a folder to disk."""
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)

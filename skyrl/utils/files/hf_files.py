@@ -1,4 +1,4 @@
-"""Files of models in Hugging Face's format, and configurations of adapters in PEFT's."""
+"""Files of models in Hugging Face format, and adapter configurations in PEFT format."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ BESIDE = (
     *(GENERATION, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.jinja", "*processor_config.json"),
 )
-"""Files of a base model that an exported one takes over as they are."""
+"""Files that an exported model copies from its base model."""
 
 ALTERING = (
     "alora_invocation_tokens",
@@ -29,24 +29,24 @@ ALTERING = (
     "use_dora",
     "use_qalora",
 )
-"""Options of PEFT that change what an adapter computes. We implement none of them."""
+"""PEFT options that change the computation of an adapter. None of them is implemented."""
 
 CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways to begin that take a part out of the base weights."""
+"""Initializations that modify the base weights."""
 
 OFF = (None, False, {}, [], "none")
-"""Values that turn such an option off."""
+"""Values that disable these options."""
 
 
 def text_name(name: str) -> str:
-    """Name in a text model of what has this name in a multimodal one."""
+    """Return the name in a text model for a name in a multimodal model."""
     return name.replace("model.language_model.", "model.").removeprefix("language_model.")
 
 
 def files_beside(folder: Path) -> dict[str, bytes]:
-    """Files beside weights and configuration that belong to a model.
+    """Return the files of a model besides weights and configuration.
 
-    Where they contradict the chat template about what ends a turn, the generation configuration names all ends.
+    If they contradict the chat template about end-of-turn tokens, the generation configuration lists all end tokens.
     """
     files = {
         path.name: path.read_bytes() for pattern in BESIDE for path in sorted(folder.glob(pattern)) if path.is_file()
@@ -60,16 +60,16 @@ def files_beside(folder: Path) -> dict[str, bytes]:
 
 @lru_cache(maxsize=8)
 def _ends_if_contradictory(folder: Path, versions: tuple[tuple[str, int], ...]) -> list[int]:
-    """Ids that end a sequence, if files of the folder contradict each other about them; else none.
+    """Return the ids that end a sequence if the folder's files contradict each other about them, else an empty list.
 
-    Kept for each folder and the versions of its files, as a tokenizer takes seconds and 100 MB to read.
+    Cached by folder and file versions, because reading a tokenizer takes seconds and 100 MB.
     """
     tokenizer = Tokenizer(folder)
     return sorted(tokenizer.eos_ids) if tokenizer.disagreement else []
 
 
 class Lora(Protocol):
-    """Fields of an adapter's configuration that are written."""
+    """Fields of an adapter's configuration that are saved."""
 
     rank: int
     alpha: float
@@ -78,10 +78,10 @@ class Lora(Protocol):
 def peft_config(
     base_model: str | None, lora: Lora, modules: Sequence[str], parameters: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Contents of adapter_config.json for an adapter on modules of these names.
+    """Return the contents of adapter_config.json for an adapter on modules with these names.
 
     Args:
-        base_model: Where the base weights were loaded from.
+        base_model: Source of the base weights.
         lora: Rank and alpha.
         modules: Names without their paths.
         parameters: Names of weights whose modules PEFT would not find by `modules`.
@@ -101,7 +101,7 @@ def peft_config(
 
 
 def check_peft_config(config: Mapping[str, Any]) -> None:
-    """Raise `RequestError` for options that change what an adapter computes."""
+    """Raise `RequestError` for options that change the computation of an adapter."""
     start = str(config.get("init_lora_weights")).lower()
     if start.startswith(CHANGING_THE_BASE):
         raise RequestError(

@@ -1,11 +1,11 @@
-"""Buckets of S3, Google Cloud Storage and Azure, by URL: objects that are there wholly or not at all.
+"""Buckets of S3, Google Cloud Storage and Azure, by URL. Object writes are atomic.
 
     s3://bucket/prefix    gs://bucket/prefix    az://container/prefix
 
-Credentials, regions and endpoints come from where the stores' own programs look for them (`AWS_*`, `GOOGLE_*`,
-`AZURE_*`). Every request has one timeout. One that fails by an answer of 5xx, a connection that is lost, or a store
-that cannot be reached is tried again for `SKYRL_BUCKET_RETRY_S` seconds; after that the error names the store and its
-reason. Needs `pip install 'skyrl[buckets]'`.
+Credentials, regions and endpoints come from the same sources as for the stores' own tools (`AWS_*`, `GOOGLE_*`,
+`AZURE_*`). Every request has a timeout. Requests are retried for `SKYRL_BUCKET_RETRY_S` seconds after a 5xx response, a
+lost connection or a failed connection. Then an error names the store and the reason. Needs `pip install
+'skyrl[buckets]'`.
 """
 
 import hashlib
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "gs", "az")
 INSTALL = "pip install 'skyrl[buckets]'"
 TIMEOUT_S = 180
-"""Seconds of one request. A part of a file is one, so a link of 50 kB/s is fast enough."""
+"""Timeout of a request, in seconds. Each part of a file is one request, so a link of 50 kB/s is fast enough."""
 RETRY_S = 180.0
-"""Seconds for which a failing request is tried again by default; `SKYRL_BUCKET_RETRY_S` sets others."""
+"""Default time for retries of a failing request, in seconds; `SKYRL_BUCKET_RETRY_S` overrides it."""
 PART_BYTES = 8 * 2**20
-"""Size of the parts in which files are sent and fetched."""
+"""Size of the parts of file transfers, in bytes."""
 PARTS_AT_ONCE = 4
 SHA256 = "sha256"
-"""Key of the metadata that hold an object's hash."""
+"""Metadata key of an object's hash."""
 SIGNED_FOR_S = 3600.0
 
 
 def is_url(path: str | Path) -> bool:
-    """Return True for a path with a scheme, such as s3://bucket/prefix. A `Path` of one counts, too."""
+    """Return True for a path with a scheme, such as s3://bucket/prefix, also for a `Path` made from one."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(path)) is not None
 
 
 def check_url(url: str) -> None:
-    """Raise `RequestError` unless buckets of this URL are served and their library is installed."""
+    """Raise `RequestError` unless the scheme of the URL is supported and the library is installed."""
     scheme, separator, rest = url.partition("://")
     if scheme not in SCHEMES or not separator:
         raise RequestError(f"path={url}: {scheme}:// is not served; use s3://, gs://, az:// or a folder on a disk")
@@ -55,43 +55,43 @@ def check_url(url: str) -> None:
 
 
 def check_path(path: str | Path) -> None:
-    """The same, if it is a URL at all."""
+    """Check a path with `check_url` if it is a URL."""
     if is_url(path):
         check_url(str(path))
 
 
 class Stored(NamedTuple):
-    """Facts about an object."""
+    """Metadata of an object."""
 
     key: str
     size: int
     e_tag: str | None
     version: str | None
-    """Generation, where the store counts them; `e_tag` and this name one version of the object."""
+    """Generation, if the store has them. `e_tag` and this identify a version of the object."""
     sha256: str | None = None
-    """Hash of its content, where it was put by a file and asked for."""
+    """Hash of the content, if the object was uploaded from a file and the hash was requested."""
     modified: float = 0.0
-    """Time at which it was put, by the store's clock, where objects are listed."""
+    """Time of the last write by the store's clock, in listings."""
 
     @property
     def only_this(self) -> "PutMode":
-        """Mode of a put that takes the place of this version and of no other."""
+        """Mode of a put that replaces only this version."""
         named = {"e_tag": self.e_tag, "version": self.version}
         return cast("PutMode", {name: value for name, value in named.items() if value is not None})
 
 
 class PreconditionFailed(StorageError):
-    """A conditional put found another object, or another version of it."""
+    """A conditional put found another object or another version."""
 
 
 class ObjectStore:
-    """Objects below the prefix of a bucket. Keys are relative to it. All methods raise `StorageError`.
+    """Objects below a prefix of a bucket. Keys are relative to it. All methods raise `StorageError`.
 
     Args:
         url: Scheme, bucket and prefix.
 
     Raises:
-        RequestError: The URL is of no bucket that is served, or obstore is not installed.
+        RequestError: The URL is not supported, or obstore is not installed.
     """
 
     def __init__(self, url: str):
@@ -106,7 +106,7 @@ class ObjectStore:
             client["allow_http"] = True
         backoff: Any = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2}
         retry: Any = {
-            "max_retries": 1000,  # the time is what bounds them
+            "max_retries": 1000,  # bounded by retry_timeout
             "retry_timeout": timedelta(seconds=self._retry_s),
             "backoff": backoff,
         }
@@ -117,7 +117,7 @@ class ObjectStore:
             self._store: Any = kinds[scheme](bucket, prefix=prefix or None, client_options=client, retry_config=retry)
 
     def put(self, key: str, data: bytes, mode: "PutMode" = "overwrite") -> Stored:
-        """Put an object. Mode "create", and that of a version, raise `PreconditionFailed` if there is another one."""
+        """Write an object. With mode "create" or a version, raises `PreconditionFailed` if there is another object."""
         import obstore
 
         with self._failing("write", key):
@@ -125,7 +125,7 @@ class ObjectStore:
             return Stored(key, len(data), result["e_tag"], result["version"])
 
     def put_file(self, key: str, path: Path, sha256: str) -> None:
-        """Put the content of a file, in parts, with its hash."""
+        """Upload a file in parts, with its hash."""
         import obstore
 
         with self._failing("write", key):
@@ -139,7 +139,7 @@ class ObjectStore:
             )
 
     def get(self, key: str) -> bytes | None:
-        """Content of a small object; None if there is none."""
+        """Return the content of a small object; None if it does not exist."""
         import obstore
 
         with self._failing("read", key):
@@ -149,7 +149,7 @@ class ObjectStore:
                 return None
 
     def chunks(self, key: str, size: int) -> Iterator[bytes]:
-        """Content of an object of a known size, by ranges, so that no request is long."""
+        """Yield the content of an object of known size in ranges, so that no request takes long."""
         import obstore
 
         for start in range(0, size, PART_BYTES):
@@ -158,7 +158,7 @@ class ObjectStore:
             yield part
 
     def get_file(self, key: str, path: Path, size: int) -> str:
-        """Write an object's content to a file. Returns its hash."""
+        """Download an object to a file. Returns its hash."""
         digest = hashlib.sha256()
         with path.open("wb") as file:
             for part in self.chunks(key, size):
@@ -167,7 +167,7 @@ class ObjectStore:
         return digest.hexdigest()
 
     def find(self, key: str) -> Stored | None:
-        """Size, version and hash of an object; None if there is none."""
+        """Return size, version and hash of an object; None if it does not exist."""
         import obstore
 
         with self._failing("read", key):
@@ -180,7 +180,7 @@ class ObjectStore:
             return Stored(key, meta["size"], meta["e_tag"], meta["version"], attributes.get(SHA256))
 
     def list(self, prefix: str = "") -> list[Stored]:
-        """All objects whose keys begin with a prefix, which ends between two parts of a path."""
+        """Return all objects below a prefix, which consists of whole path components."""
         import obstore
 
         with self._failing("list", prefix):
@@ -195,7 +195,7 @@ class ObjectStore:
             obstore.copy(self._store, key, to)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects, in this order; those that are not there are passed over."""
+        """Delete objects in this order. Missing ones are ignored."""
         import obstore
 
         for key in keys:
@@ -206,7 +206,7 @@ class ObjectStore:
                     continue
 
     def sign(self, key: str, seconds: float = SIGNED_FOR_S) -> str | None:
-        """URL by which anybody may fetch an object for so long; None where the store signs none."""
+        """Return a public URL of an object, valid for `seconds`; None if the store cannot sign URLs."""
         import obstore
         from obstore.exceptions import BaseError
 
@@ -217,7 +217,7 @@ class ObjectStore:
 
     @contextmanager
     def _failing(self, verb: str, key: str) -> Iterator[None]:
-        """Errors of the library as ours, but for a file that is not there."""
+        """Context that converts errors of the library, except FileNotFoundError when reading."""
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
         where = f"{self.url}/{key}" if key else self.url
@@ -244,7 +244,7 @@ def _listed(meta: Any) -> Stored:
 
 
 def _reason(error: BaseException) -> str:
-    """The store's own words, of an error whose text goes on with the request's details."""
+    """Return the store's own message from an error whose text also contains request details."""
     text = str(error).split("\n\nDebug source:")[0]
     message = re.search(r"<Message>(.*?)</Message>", text)
     lines = [line for line in (part.strip() for part in text.splitlines()) if line]

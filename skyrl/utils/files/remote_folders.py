@@ -1,10 +1,10 @@
-"""Folders in a bucket that are either wholly there or not there at all, as `atomic_folders` are on disk.
+"""Atomic folders in a bucket, like `atomic_folders` on disk.
 
-A folder is made on disk, and sent file by file. It is there when its `manifest.json` is, which is sent last and only if
-nobody else has sent one meanwhile. An object that is complete is not sent again after an interruption. A folder that
-takes the place of another one is there with its manifest, at once: files of the older one keep their objects until
-then, so those that differ are sent under other keys, which the manifest names. Folders may hold folders; one manifest
-lists the files of all.
+A folder is created on disk and uploaded file by file. It exists when its `manifest.json` does. The manifest is uploaded
+last, and only if no other process has uploaded one in the meantime. After an interruption, complete objects are not
+uploaded again. A folder that replaces another one appears at once with its manifest: the old files keep their objects
+until then, so changed files are uploaded under other keys, which the manifest names. Folders may contain folders; one
+manifest lists all files.
 """
 
 import hashlib
@@ -22,20 +22,20 @@ from skyrl.utils.files.atomic_folders import MANIFEST, TEMPORARY, Written
 from skyrl.utils.files.object_store import ObjectStore, PreconditionFailed, Stored
 
 OBJECT = "object"
-"""Key of a manifest's entry for a file whose object has another name."""
+"""Key in a manifest's entry for the name of the object, if it differs from that of the file."""
 Entries = Mapping[str, Mapping[str, Any]]
 
 
 def send_folder(folder: Path, store: ObjectStore, name: str) -> Written:
-    """Put a folder of the disk into a store, in the place of the folder of this name if there is one.
+    """Upload a folder, replacing the folder of this name if there is one.
 
     Args:
-        folder: With a manifest of its own, or without one.
-        store: Where it goes.
-        name: Its name there.
+        folder: Folder on disk, with or without a manifest.
+        store: Target store.
+        name: Name in the store.
 
     Raises:
-        StorageError: The store refuses it. What was at `name` is unchanged.
+        StorageError: The upload fails. An existing folder at `name` is unchanged.
     """
     older = store.find(_key(name, MANIFEST))
     kept = _entries(store, name) if older is not None else {}
@@ -56,10 +56,10 @@ def send_folder(folder: Path, store: ObjectStore, name: str) -> Written:
 
 
 def fetch_folder(store: ObjectStore, name: str, folder: Path) -> None:
-    """Make a folder of the disk, where there is nothing yet, of one that `send_folder` has put into a store.
+    """Download a folder that `send_folder` has uploaded. `folder` must not exist.
 
     Raises:
-        StorageError: It or one of its files is missing or damaged, or the store or the disk refuses.
+        StorageError: The folder or one of its files is missing or damaged, or the store or the disk fails.
     """
     temporary = folder.with_name(f".{uuid4().hex}{TEMPORARY}")
     with _disk(folder):
@@ -80,7 +80,7 @@ def fetch_folder(store: ObjectStore, name: str, folder: Path) -> None:
 
 
 def inspect_remote(store: ObjectStore, name: str) -> Written | None:
-    """Result of `send_folder` for a folder, or None unless it is there with all its files in full length."""
+    """Return the result of `send_folder` for a folder; None unless all its files exist with full length."""
     manifest = store.get(_key(name, MANIFEST))
     if manifest is None:
         return None
@@ -92,10 +92,11 @@ def inspect_remote(store: ObjectStore, name: str) -> Written | None:
 
 
 def open_remote(store: ObjectStore, name: str) -> list[tuple[str, int, str, Iterator[bytes]]]:
-    """(file, bytes, hash, content) of each file of a folder. Who reads the content compares.
+    """Return (file, size, hash, content) of each file of a folder. The reader must compare the hash.
 
     Raises:
-        StorageError: The folder or one of its files is missing or has another length; later, that the store refuses.
+        StorageError: The folder or one of its files is missing or has the wrong length. Reading raises it if the store
+            fails.
     """
     entries = _entries(store, name)
     there = {stored.key: stored.size for stored in store.list(name)}
@@ -116,7 +117,7 @@ def _chunks(store: ObjectStore, key: str, size: int) -> Iterator[bytes]:
 
 
 def read_remote_file(store: ObjectStore, name: str, file: str) -> bytes | None:
-    """Content of one small file of a folder, checked; None if the folder or the file is not there."""
+    """Return the verified content of a small file of a folder; None if the folder or the file does not exist."""
     manifest = store.get(_key(name, MANIFEST))
     entry = {} if manifest is None else _parsed(store, name, manifest).get(file, {})
     if not entry:
@@ -128,7 +129,7 @@ def read_remote_file(store: ObjectStore, name: str, file: str) -> bytes | None:
 
 
 def remote_folders(store: ObjectStore, prefix: str = "") -> dict[str, bool]:
-    """Names of the folders right below a prefix: True for those that are there, False for what is left of others."""
+    """Return the folders directly below a prefix: True for complete folders, False for remains of others."""
     found: dict[str, bool] = {}
     for stored in store.list(prefix):
         name, separator, file = stored.key[len(prefix) + 1 if prefix else 0 :].partition("/")
@@ -138,7 +139,7 @@ def remote_folders(store: ObjectStore, prefix: str = "") -> dict[str, bool]:
 
 
 def copy_remote(store: ObjectStore, name: str, to: str) -> None:
-    """Put what a folder holds at another name too, where there is nothing yet."""
+    """Copy a folder to another name where nothing exists."""
     entries = _entries(store, name)
     for file, entry in entries.items():
         store.copy(_key(name, _object(file, entry)), _key(to, file))
@@ -146,7 +147,7 @@ def copy_remote(store: ObjectStore, name: str, to: str) -> None:
 
 
 def remove_remote(store: ObjectStore, name: str) -> int:
-    """Remove a folder, at once as far as readers see. Returns the bytes that it took; 0 if there was none."""
+    """Remove a folder, atomically for readers. Returns its size in bytes; 0 if there was none."""
     there = store.list(name)
     manifest = _key(name, MANIFEST)
     store.delete([manifest] if any(stored.key == manifest for stored in there) else [])
@@ -155,14 +156,17 @@ def remove_remote(store: ObjectStore, name: str) -> int:
 
 
 def remote_bytes(store: ObjectStore, name: str) -> int:
-    """Bytes of the objects of a folder."""
+    """Return the total size of the objects of a folder, in bytes."""
     return sum(stored.size for stored in store.list(name))
 
 
 def _send_file(
     store: ObjectStore, name: str, file: str, path: Path, older: Entries, there: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Put a file unless its object is there. Returns its entry. `older` are those of the folder that was there."""
+    """Upload a file unless its object exists.
+
+    Returns its entry. `older` has the entries of the folder to be replaced.
+    """
     with _disk(path), path.open("rb") as content:
         sha256 = hashlib.file_digest(content, "sha256").hexdigest()
     entry: dict[str, Any] = {"sha256": sha256, "bytes": path.stat().st_size}
@@ -179,17 +183,17 @@ def _send_file(
 
 
 def _send_manifest(store: ObjectStore, name: str, manifest: bytes, older: Stored | None) -> None:
-    """Put a manifest, if that in the store is still the one that it takes the place of."""
+    """Upload a manifest, if the one in the store is still the one that it replaces."""
     key = _key(name, MANIFEST)
     try:
         store.put(key, manifest, "create" if older is None else older.only_this)
     except PreconditionFailed:
-        if store.get(key) != manifest:  # else it was put by us, and the answer was lost
+        if store.get(key) != manifest:  # otherwise we put it, and the response was lost
             raise
 
 
 def _manifest(entries: Entries, own: Path | None) -> bytes:
-    """The manifest of a folder in a store: that of the disk, if it says the same."""
+    """Return the manifest for a folder in a store: that on disk if its entries are equal."""
     text = json.dumps(entries, indent=1).encode()
     if own is not None:
         given = own.read_bytes()
@@ -209,7 +213,7 @@ def _entries(store: ObjectStore, name: str) -> Entries:
 
 
 def _parsed(store: ObjectStore, name: str, manifest: bytes) -> Entries:
-    """Entries of a manifest by file. Raises `StorageError` for one that leads out of its folder."""
+    """Return the entries of a manifest by file. Raises `StorageError` for paths that leave the folder."""
     try:
         entries = json.loads(manifest)
         for file, entry in entries.items():
@@ -241,7 +245,7 @@ def _damaged(store: ObjectStore, name: str, why: str) -> StorageError:
 
 @contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Errors of the disk as ours, but for a missing object's."""
+    """Context that converts errors of the disk, except FileNotFoundError of a missing object."""
     try:
         yield
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Folders at a path on disk or at the URL of one in a bucket: either way wholly there or not there at all.
+"""Atomic folders at a path on disk or at a URL in a bucket.
 
-What goes to a bucket is written on disk first, below the user's own folder, and removed from there once it is sent.
+A folder for a bucket is first written to disk, below the user's data folder, and removed after the upload.
 """
 
 import io
@@ -41,10 +41,10 @@ from skyrl.utils.files.remote_folders import (
 
 
 def write_stored(path: str, files: Mapping[str, Content]) -> Written:
-    """Put a folder with these files at a path or URL, replacing what is there.
+    """Write a folder with these files to a path or URL, replacing an existing one.
 
     Raises:
-        StorageError: The disk or the store refuses it. What was there is unchanged.
+        StorageError: A write to the disk or the store fails. An existing folder is unchanged.
     """
     if not is_url(path):
         return write_folder(path, files)
@@ -59,9 +59,9 @@ def write_stored(path: str, files: Mapping[str, Content]) -> Written:
 
 @contextmanager
 def on_disk(path: str, parent: Path) -> Iterator[str]:
-    """The folder itself, or for a moment a copy in `parent` of one that is in a bucket.
+    """Context with the folder on disk: the folder itself, or a temporary copy in `parent` of a folder in a bucket.
 
-    Raises `StorageError`, also for a copy that is damaged: it names the URL.
+    Raises `StorageError`, also for a damaged copy, with the URL.
     """
     if not is_url(path):
         yield path
@@ -75,21 +75,24 @@ def on_disk(path: str, parent: Path) -> Iterator[str]:
 
 
 def inspect_stored(path: str) -> Written | None:
-    """Result of `write_stored` for a folder, or None unless it is there with all its files in full length.
+    """Return the result of `write_stored` for a folder; None unless all its files exist with full length.
 
-    Raises `StorageError` if the store does not say.
+    Raises `StorageError` if the store fails.
     """
     return inspect_remote(*_place(path)) if is_url(path) else inspect_folder(path)
 
 
 def read_stored(path: str, file: str) -> bytes | None:
-    """Content of one small file of a folder in a bucket, checked; None if it is not there. Raises `StorageError`."""
+    """Return the verified content of a small file of a folder in a bucket; None if it is missing.
+
+    Raises `StorageError`.
+    """
     return read_remote_file(*_place(path), file)
 
 
 @contextmanager
 def open_stored(path: str) -> Iterator[list[StoredFile]]:
-    """The files of a folder, each to be read once. Raises `StorageError` as `open_folder`."""
+    """Context with the files of a folder; each can be read once. Raises `StorageError` as `open_folder`."""
     if not is_url(path):
         with open_folder(path) as files:
             yield files
@@ -101,7 +104,7 @@ def open_stored(path: str) -> Iterator[list[StoredFile]]:
 
 
 def sign_stored(path: str, file: str, seconds: float) -> str | None:
-    """URL by which anybody may fetch a file of a folder for so long; None on disk, and where the store signs none."""
+    """Return a public URL of a file, valid for `seconds`; None on disk, and for stores without signed URLs."""
     if not is_url(path):
         return None
     store, name = _place(path)
@@ -109,7 +112,7 @@ def sign_stored(path: str, file: str, seconds: float) -> str | None:
 
 
 def copy_stored(source: str, path: str) -> None:
-    """Put what a folder holds at a path or URL too, where there is nothing yet. Raises `StorageError`."""
+    """Copy a folder to a path or URL where nothing exists. Raises `StorageError`."""
     if is_url(source) and is_url(path) and _bucket(source) == _bucket(path):
         store, name = _place(source)
         copy_remote(store, name, _place(path)[1])
@@ -120,17 +123,17 @@ def copy_stored(source: str, path: str) -> None:
 
 
 def remove_stored(path: str) -> int:
-    """Remove a folder, at once as far as readers see. Returns the bytes that it took. Raises `StorageError`."""
+    """Remove a folder, atomically for readers. Returns its size in bytes. Raises `StorageError`."""
     return remove_remote(*_place(path)) if is_url(path) else remove_folder(path)
 
 
 def stored_bytes(path: str) -> int:
-    """Bytes of the files of a folder. Raises `StorageError` if the store does not say."""
+    """Return the total size of a folder's files in bytes. Raises `StorageError` if the store fails."""
     return remote_bytes(*_place(path)) if is_url(path) else folder_bytes(Path(path))
 
 
 def modified_at(path: str) -> float:
-    """Time at which a folder was put where it is. Raises `StorageError`, OSError of the disk."""
+    """Return the time at which a folder was written. Raises `StorageError`, or OSError of the disk."""
     if not is_url(path):
         return Path(path).stat().st_mtime
     store, name = _place(path)
@@ -138,16 +141,16 @@ def modified_at(path: str) -> float:
 
 
 class Kept(NamedTuple):
-    """A folder in a bucket, or what is left of one."""
+    """A folder in a bucket, which may be incomplete."""
 
     is_whole: bool
     size_bytes: int
     modified: float
-    """Time at which an object of it was last put."""
+    """Time of the last write of an object of the folder."""
 
 
 def folders_below(url: str, depth: int) -> dict[str, Kept]:
-    """Folders of so many parts below a URL, by their names, which are relative to it. Raises `StorageError`."""
+    """Return the folders at a depth below a URL, by relative name. Raises `StorageError`."""
     found: dict[str, Kept] = {}
     for key, stored in _objects_below(url):
         parts = key.split("/")
@@ -163,7 +166,7 @@ def folders_below(url: str, depth: int) -> dict[str, Kept]:
 
 
 def keys_below(url: str) -> list[str]:
-    """Keys of all objects below a URL, relative to it. Raises `StorageError`."""
+    """Return the keys of all objects below a URL, relative to it. Raises `StorageError`."""
     return [key for key, _ in _objects_below(url)]
 
 
@@ -186,13 +189,13 @@ def _bucket(url: str) -> str:
 
 
 def _place(url: str) -> tuple[ObjectStore, str]:
-    """(the bucket of a URL, the name of the folder in it)."""
+    """Return (bucket of a URL, name of the folder in it)."""
     bucket = _bucket(url)
     return ObjectStore(bucket), posixpath.normpath(url.removeprefix(bucket).strip("/"))
 
 
 class _Chunks(io.RawIOBase):
-    """A file of chunks that come one after the other."""
+    """A file whose content arrives as a sequence of chunks."""
 
     def __init__(self, chunks: Iterator[bytes]):
         self._chunks, self._left = chunks, memoryview(b"")

@@ -1,8 +1,8 @@
-"""Folders as one tar, for who moves checkpoints as files: uncompressed, or in gzip's format by the archive's suffix.
+"""Folders as a single tar file, uncompressed or in gzip format (by suffix), for moving checkpoints as files.
 
-A tar is written piece by piece and is at its name wholly or not at all. What is in one that is read is believed in
-nothing: its names have to be the expected ones, of plain files, all of them together no larger than is expected, and
-nothing may follow. No more than that is ever decompressed.
+A tar is written piece by piece, and atomically. The contents of a tar that is read are untrusted: it may contain only
+plain files with expected names, up to an expected total size, and nothing after its end. Decompression stops at that
+size.
 """
 
 import gzip
@@ -21,37 +21,37 @@ from skyrl.utils.files.atomic_folders import replace_file
 
 GZIP_SUFFIXES = (".tar.gz", ".tgz")
 TAR_SUFFIXES = (".tar", *GZIP_SUFFIXES)
-"""Ends of paths at which a checkpoint is a tar rather than a folder."""
+"""Suffixes of paths at which a checkpoint is a tar instead of a folder."""
 BLOCKS = 64 * 1024
-"""Bytes that headers and padding of a few files take at most."""
+"""Maximum size of the headers and padding of a few files, in bytes."""
 GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Limits(NamedTuple):
-    """Contents that are expected of an archive."""
+    """Expected contents of an archive."""
 
     names: Collection[str]
-    """Files that it has to hold."""
+    """Names of required files."""
     max_bytes: int
-    """Bytes of all files together."""
+    """Maximum total size of all files, in bytes."""
     patterns: Collection[str] = ()
-    """Names, or patterns of names, of files that it may hold beside these."""
+    """Names or name patterns of optional files."""
 
 
 def is_tar(path: str | Path) -> bool:
-    """Return True if a checkpoint at this path is a tar by its suffix."""
+    """Return True if the suffix of a checkpoint's path is that of a tar."""
     return str(path).endswith(TAR_SUFFIXES)
 
 
 def without_suffix(name: str) -> str:
-    """A name without the suffix of a tar, if it has one."""
+    """Return a name without the suffix of a tar."""
     return next((name.removesuffix(suffix) for suffix in TAR_SUFFIXES if name.endswith(suffix)), name)
 
 
 def pack_folder(folder: Path, archive: Path) -> None:
-    """Put a tar of the files of a folder at `archive`. Raises `StorageError` if the disk refuses it.
+    """Write a tar of the files of a folder to `archive`. Raises `StorageError` if a write fails.
 
-    In gzip's format nothing is made smaller: weights hardly would be, and it would take minutes.
+    Gzip format is written without compression: weights hardly compress, and it would take minutes.
     """
 
     def write(file: BinaryIO) -> None:
@@ -71,11 +71,12 @@ def pack_folder(folder: Path, archive: Path) -> None:
 
 
 def unpack_folder(archive: Path, folder: Path, limits: Limits) -> None:
-    """Make a folder, where there is nothing yet, of the files in a tar.
+    """Extract the files of a tar into a new folder.
 
     Raises:
-        RequestError: It is no tar, plain or gzipped, or holds anything else. Nothing outside `folder` was touched.
-        StorageError: It cannot be read, or the disk refuses a file.
+        RequestError: It is not a tar, plain or gzipped, or its contents are unexpected. Nothing outside `folder` was
+            changed.
+        StorageError: It cannot be read, or a write fails.
     """
     folder.mkdir(parents=True)
     with _opened(archive, limits.max_bytes) as (tar, check_end):
@@ -85,7 +86,10 @@ def unpack_folder(archive: Path, folder: Path, limits: Limits) -> None:
 
 
 def read_member(archive: Path, name: str, max_bytes: int, limits: Limits) -> bytes:
-    """Content of one file of a tar, of at most `max_bytes`. Files after it are not looked at. As `unpack_folder`."""
+    """Return the content of one file of a tar, of at most `max_bytes`. Later files are not read.
+
+    Raises the errors of `unpack_folder`.
+    """
     with _opened(archive, limits.max_bytes) as (tar, _):
         for member in _members(archive, tar, limits):
             if member.name == name:
@@ -97,7 +101,7 @@ def read_member(archive: Path, name: str, max_bytes: int, limits: Limits) -> byt
 
 
 def _members(archive: Path, tar: tarfile.TarFile, limits: Limits) -> Iterator[tarfile.TarInfo]:
-    """Members of a tar, in their order, each checked before it is looked into."""
+    """Yield the members of a tar in order. Each is checked before it is yielded."""
     left, missing, seen = limits.max_bytes, set(limits.names), set[str]()
     for member in tar:
         name = member.name
@@ -119,7 +123,10 @@ def _members(archive: Path, tar: tarfile.TarFile, limits: Limits) -> Iterator[ta
 
 @contextmanager
 def _opened(archive: Path, max_bytes: int) -> Iterator[tuple[tarfile.TarFile, Callable[[], None]]]:
-    """A tar to read from front to back, and a call that refuses what follows its end. Its faults are errors of ours."""
+    """Context with a tar for sequential reading, and a function that rejects data after its end.
+
+    Converts read errors.
+    """
     try:
         with archive.open("rb") as file:
             packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
@@ -147,16 +154,16 @@ def _opened(archive: Path, max_bytes: int) -> Iterator[tuple[tarfile.TarFile, Ca
 
 
 class _TooLarge(Exception):
-    """More bytes than may be read."""
+    """The limit of bytes was exceeded."""
 
 
 class _Bounded(io.RawIOBase):
-    """Reads a stream up to a number of bytes, and remembers where the last byte was that is not zero."""
+    """Reads a stream up to a number of bytes, and records the position of the last nonzero byte."""
 
     def __init__(self, stream: BinaryIO, most: int):
         self._stream, self._left, self._position = stream, most, 0
         self.filled = 0
-        """Offset after that byte."""
+        """Offset after the last nonzero byte."""
 
     def readable(self) -> bool:
         return True

@@ -1,7 +1,7 @@
-"""Files of tensors in safetensors' format, written one tensor after the other, so that few are in memory at once.
+"""Files in safetensors format, written one tensor at a time, so that few tensors are in memory at once.
 
-What is written is, byte for byte, what `safetensors.numpy.save` makes of the same tensors. A tensor is a `Tensor`:
-known by shape and type, made when its turn comes and forgotten after it.
+The output is byte-identical to that of `safetensors.numpy.save`. A `Tensor` has a shape and a dtype; its data are
+created when it is written, and released afterwards.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import ml_dtypes  # noqa: F401 (NumPy knows bfloat16 from then on)
+import ml_dtypes  # noqa: F401 (adds bfloat16 to NumPy)
 import numpy as np
 from safetensors import deserialize
 
@@ -30,30 +30,33 @@ TYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""Names of types in a file, in the order in which their tensors are in it."""
+"""Names of types in a file, in the order in which their tensors are stored."""
 NAMES = {code: name for name, code in TYPES.items()}
 ALIGNMENT = 8
 LENGTH = struct.Struct("<Q")
-"""Length of the header, which a file begins with (https://huggingface.co/docs/safetensors/index#format)."""
+"""Length of the header, at the start of a file (https://huggingface.co/docs/safetensors/index#format)."""
 
 LONGEST_HEADER = 100_000_000
-"""Bytes that safetensors reads at most."""
+"""Maximum header size that safetensors reads, in bytes."""
 
 
 class Tensor(NamedTuple):
-    """A tensor that is made when it is needed."""
+    """A tensor whose data are created on demand."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     make: Callable[[], np.ndarray]
 
     def astype(self, dtype: np.dtype) -> "Tensor":
-        """The same numbers in another type."""
+        """Return the tensor converted to another dtype."""
         return Tensor(self.shape, np.dtype(dtype), lambda: self.make().astype(dtype, copy=False))
 
 
 def read_tensors(data: bytes) -> dict[str, np.ndarray]:
-    """Tensors of a file, bfloat16 ones too. Raises SafetensorError for other data, KeyError for other types."""
+    """Return the tensors of a file, including bfloat16.
+
+    Raises SafetensorError for invalid data, KeyError for unknown dtypes.
+    """
     return {
         name: np.frombuffer(found["data"], np.dtype(NAMES[found["dtype"]])).reshape(found["shape"])
         for name, found in deserialize(data)
@@ -61,9 +64,9 @@ def read_tensors(data: bytes) -> dict[str, np.ndarray]:
 
 
 def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Entries of a file's tensors by name (dtype, shape, data_offsets), and the offset at which data begins.
+    """Return the entries of a file's tensors by name (dtype, shape, data_offsets), and the offset of the data.
 
-    Raises ValueError, KeyError or struct.error for other files.
+    Raises ValueError, KeyError or struct.error for invalid files.
     """
     (length,) = LENGTH.unpack(file.read(LENGTH.size))
     if length > LONGEST_HEADER:
@@ -74,9 +77,9 @@ def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 class TensorReader:
-    """Tensors of a file, which are read one at a time: what is mapped into memory would count as the process's own.
+    """Reader of a file's tensors, one at a time. The file is not mapped, because that would count as process memory.
 
-    Raises OSError, and ValueError, KeyError or struct.error for other files and those that end early.
+    Raises OSError, and ValueError, KeyError or struct.error for invalid or truncated files.
     """
 
     def __init__(self, path: Path):
@@ -95,7 +98,7 @@ class TensorReader:
         self._file.close()
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as it is stored."""
+        """Return the tensor as stored."""
         entry = self.entries[name]
         begin, end = entry["data_offsets"]
         data = np.empty(end - begin, np.uint8)
@@ -106,7 +109,7 @@ class TensorReader:
 
 
 def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Callable[[BinaryIO], None]:
-    """Writer of a file of these tensors."""
+    """Return a function that writes a file of these tensors."""
     order = list(TYPES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype.name), name))
 

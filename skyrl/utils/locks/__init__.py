@@ -1,1 +1,1 @@
-"""Locks on files and folders, which end with the process that holds them."""
+"""Locks on files, folders and buckets. A lock ends with the process that holds it."""

@@ -1,6 +1,6 @@
-"""One process at a time in a folder.
+"""Exclusive use of a folder by one process.
 
-The lock is the process's own, so that two parts of one program may claim the same folder.
+The lock belongs to the process, so two parts of one program may claim the same folder.
 """
 
 import contextlib
@@ -12,16 +12,16 @@ from skyrl.utils.locks.file_lock import FileLock
 LOCK = ".lock"
 
 _held: dict[Path, FileLock] = {}
-"""Locks of the folders that this process has claimed, until it ends."""
+"""Locks of the folders that this process has claimed. They are held until it ends."""
 
 
 def claim_folder(folder: Path) -> bool:
-    """Claim a folder for this process, until that ends; made if it is not there.
+    """Claim a folder for this process until it ends. Creates the folder if necessary.
 
-    Returns False if another process has it. A disk that cannot lock files gives it to everyone.
+    Returns False if another process has claimed it. On a disk without file locks, every claim succeeds.
 
     Raises:
-        StorageError: The folder cannot be written.
+        StorageError: The folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

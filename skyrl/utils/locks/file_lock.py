@@ -1,7 +1,7 @@
-"""A lock on an open file: the kernel's, so it is free the moment that its holder is dead, however that ended.
+"""Kernel lock on an open file. The kernel releases it when the holder ends, for whatever reason.
 
-The other locks here are this one, and what a holder or who waits says about it. A lock belongs to the open file: a
-child process shares it if it is forked and goes on with this program, and not if it runs another one.
+The other locks in this package use it, and add information about holders and waiters. A lock belongs to the open file:
+a forked child shares it, but a child that executes another program does not.
 """
 
 import errno
@@ -13,20 +13,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOOK_S = 0.05
-"""Seconds between two tries of one that waits."""
+"""Seconds between two attempts to take the lock."""
 HELD = (errno.EACCES, errno.EAGAIN)
-"""Errors of the kernel where another holds a lock."""
+"""Kernel errors if the lock is held by another process."""
 
 
 class FileLock:
-    """An exclusive lock on a file, which this opens and does not take yet.
+    """Exclusive lock on a file. The constructor opens the file without taking the lock.
 
     Args:
-        path: The file. It is made, and stays when the lock is gone.
-        mode: Its permissions, where it is made.
-        flags: How it is opened, beside reading and writing.
-        of_process: The lock is the process's own: taken twice by it, not shared with forked children, and given up
-            with any handle on the file that the process closes.
+        path: The file. It is created if necessary, and stays after the release.
+        mode: Permissions of a new file.
+        flags: Flags for opening the file, in addition to reading and writing.
+        of_process: The lock belongs to the process: the process may take it twice, forked children do not share it, and
+            closing any handle of the file in this process releases it.
 
     Raises:
         OSError: The file cannot be opened.
@@ -37,10 +37,10 @@ class FileLock:
         self._handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, mode)
 
     def take(self) -> bool:
-        """Take the lock without waiting; False if another holds it.
+        """Take the lock without waiting. Returns False if another process holds it.
 
         Raises:
-            OSError: The disk cannot lock files.
+            OSError: The disk does not support file locks.
         """
         try:
             self._lock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -51,11 +51,11 @@ class FileLock:
         return True
 
     def wait(self, patience_s: Callable[[], float], stopping: threading.Event | None = None) -> bool:
-        """Take the lock as soon as it is free; False if it was not.
+        """Wait for the lock. Returns False after the timeout.
 
         Args:
-            patience_s: How long to wait in all; asked after each try.
-            stopping: Set when there is no use in waiting any more.
+            patience_s: Returns the total timeout in seconds; called after each attempt.
+            stopping: Set to stop waiting early.
         """
         start, stopping = time.monotonic(), stopping or threading.Event()
         while not self.take():
@@ -65,13 +65,13 @@ class FileLock:
         return True
 
     def record(self, most: int) -> str:
-        """Text that the holder has written into the file, at most so many bytes."""
+        """Return the text that the holder has written into the file, up to `most` bytes."""
         return os.pread(self._handle, most, 0).decode(errors="replace").strip()
 
     def write(self, record: bytes) -> None:
-        """Write for others to read, over what is there."""
+        """Write a record for other processes over the previous one."""
         os.pwrite(self._handle, record, 0)
 
     def release(self) -> None:
-        """Let the next one have it."""
+        """Release the lock."""
         os.close(self._handle)

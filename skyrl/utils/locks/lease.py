@@ -1,7 +1,7 @@
-"""Locks that say "a server uses this": held by an open file, so they are free the moment their holder is dead.
+"""Locks on state that a server uses. They are locks on an open file, so they are released when the holder ends.
 
-The file says which process holds the lock, and whether that is about to end. A server that is started while its
-predecessor ends waits for it, as an init system may start it again the moment that its first process is gone.
+The file names the process that holds the lock, and whether it is about to end. A new server waits while its predecessor
+ends, because an init system may restart the server as soon as its first process has exited.
 """
 
 import logging
@@ -15,25 +15,25 @@ from skyrl.utils.locks.file_lock import FileLock
 log = logging.getLogger(__name__)
 
 NOTICE_S = 3.0
-"""Seconds that a holder gets to notice that its parent is dead, or that it is told to stop."""
+"""Seconds to wait for a holder to notice that its parent has ended, or that it has been told to stop."""
 ENDING_S = 60.0
-"""Seconds that a holder which says that it is about to end gets for that."""
+"""Seconds to wait for a holder that is about to end."""
 ENDING = "ending "
 RECORD_BYTES = 64
 
 
 class InUse(RequestError):
-    """Another process holds what we need alone."""
+    """Another process holds the lock."""
 
 
 def in_use(option: str, flag: str, holder: str = "") -> InUse:
-    """The refusal of what another server holds."""
+    """Return the error for a lock that another server holds."""
     who = f"another server ({holder})" if holder else "another server"
     return InUse(f"{option}: it is in use by {who}; stop that one or give this one its own {flag}")
 
 
 def holder(path: Path) -> str | None:
-    """Process that holds the lock on a file, in words; None if none does, or this user has no such file."""
+    """Return the process that holds the lock on a file, as text; None if there is none or the file is missing."""
     try:
         lock = FileLock(path, flags=0)
     except OSError:
@@ -45,17 +45,17 @@ def holder(path: Path) -> str | None:
 
 
 class Lease:
-    """A lock on a file, from the construction to `release`. Child processes do not inherit it.
+    """A lock on a file, held from construction to `release`. Child processes do not inherit it.
 
     Args:
-        path: The file. It is made, and stays when the lock is gone.
-        option: What the user would change to use another one, as "name=value", for the refusal.
-        flag: That option's flag.
-        stopping: Set when there is no use in waiting any more.
+        path: The file. It is created if necessary, and stays after the release.
+        option: Option that the user can change to use another file, as "name=value", for the error.
+        flag: Command line flag of the option.
+        stopping: Set to stop waiting early.
 
     Raises:
-        InUse: Another process holds it, and goes on holding it.
-        OSError: The file cannot be made.
+        InUse: Another process holds the lock, and is not ending.
+        OSError: The file cannot be created.
     """
 
     def __init__(self, path: Path, option: str, flag: str, stopping: threading.Event | None = None):
@@ -78,11 +78,11 @@ class Lease:
         self.release()
 
     def ending(self) -> None:
-        """Tell who waits for the lock that this process is about to end."""
+        """Tell waiting processes that this process is about to end."""
         self._write(ENDING)
 
     def release(self) -> None:
-        """Let the next one have it."""
+        """Release the lock."""
         self._lock.release()
 
     def _patience_s(self) -> float:

@@ -1,9 +1,9 @@
-"""One process at a time in a folder of a bucket.
+"""Exclusive use of a folder in a bucket by one process.
 
-Who has it writes an object anew every `beat_s` seconds. One that nobody has written for `lease_s` seconds, by the clock
-of who waits for it, is of a process that has ended; of one on this machine that is known at once. An object is taken
-only if it is still the version that was seen, so two that wait do not both get it, and who was away for too long finds
-out with its next beat.
+The holder rewrites a lock object every `beat_s` seconds (a heartbeat). If a waiting process sees no new version for
+`lease_s` seconds by its own clock, the holder has ended. On the same machine, this is known at once. A process takes
+over the object only if it is still the version that it has seen. If two processes wait, only one thus gets the lock,
+and a holder that was suspended for too long notices the loss at its next heartbeat.
 """
 
 import atexit
@@ -27,13 +27,13 @@ LOCK = ".lock"
 BEAT_S, LEASE_S = 20.0, 90.0
 
 _held: dict[str, "RemoteClaim"] = {}
-"""Claims of this process by URL, until it ends."""
+"""Claims of this process by URL. They are held until it ends."""
 
 
 def claim_remote(store: ObjectStore) -> bool:
-    """Claim the folder that a store is opened at for this process, until that ends. False: another process has it.
+    """Claim the folder of a store for this process until it ends. Returns False if another process has claimed it.
 
-    May be called again, to see whether it still has it. Raises `StorageError`.
+    May be called again to check that the claim still holds. Raises `StorageError`.
     """
     if store.url not in _held:
         claim = RemoteClaim(store)
@@ -44,19 +44,19 @@ def claim_remote(store: ObjectStore) -> bool:
 
 
 def release_claims() -> None:
-    """Let others have all folders of buckets that this process has claimed."""
+    """Release all bucket folders that this process has claimed."""
     while _held:
         _held.popitem()[1].release()
 
 
 class RemoteClaim:
-    """A claim of the folder that a store is opened at.
+    """A claim of the folder of a store.
 
     Args:
         store: The folder.
-        beat_s: Seconds between two signs of life.
-        lease_s: Seconds without one after which another process may have the folder.
-        on_lost: Called in a thread once another process has taken the folder.
+        beat_s: Seconds between heartbeats.
+        lease_s: Seconds without a heartbeat after which another process may take over the folder.
+        on_lost: Called in a thread after another process has taken over the folder.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class RemoteClaim:
         self._beating: threading.Thread | None = None
         self._id = uuid4().hex
         self._is_cut_off = False
-        """True while the store cannot be reached."""
+        """True while the store is unreachable."""
         self.is_lost = False
-        """True once another process has taken the folder, as this one gave no sign of life for too long."""
+        """True after another process has taken over the folder, because this one sent no heartbeat for too long."""
 
     def take(self) -> bool:
-        """Take the folder, after `lease_s` seconds if its holder may have ended. False: another process has it.
+        """Take the folder. Waits `lease_s` seconds if its holder may have ended.
 
-        Raises `StorageError`.
+        Returns False if another process has it. Raises `StorageError`.
         """
         found = self._store.find(LOCK)
         if found is not None and not self._is_left(found):
@@ -96,7 +96,7 @@ class RemoteClaim:
         return True
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Release the folder."""
         self._ended.set()
         atexit.unregister(self.release)
         if self._beating is not None and not self._is_cut_off:
@@ -110,7 +110,7 @@ class RemoteClaim:
             log.warning("%s/%s stays: %s", self._store.url, LOCK, error)
 
     def _is_left(self, found: Stored) -> bool:
-        """Return True once a lock's holder has ended, False if it gives a sign of life."""
+        """Return True if the holder of a lock has ended, False if it sends a heartbeat."""
         holder = self._holder()
         if holder.get("machine") == _machine() and (process := holder.get("process")) is not None:
             return not ProcessIdentity(*process).runs
@@ -135,7 +135,7 @@ class RemoteClaim:
         return holder if isinstance(holder, dict) else {}
 
     def _put(self, mode: Any) -> Stored:
-        """Write the object. One that was written, and whose answer was lost, is ours."""
+        """Write the object. If it was written but the response was lost, it belongs to this process."""
         self._beats += 1
         process = ProcessIdentity.of(os.getpid())
         content = {"id": self._id, "beat": self._beats, "host": socket.gethostname()}
@@ -153,7 +153,7 @@ class RemoteClaim:
             assert self._mine is not None
             try:
                 put = self._put(self._mine.only_this)
-                if self._ended.is_set():  # it is being released, or was
+                if self._ended.is_set():  # released, or being released
                     self._mine = self._mine and put
                     return
                 self._mine, self._is_cut_off = put, False
@@ -162,13 +162,13 @@ class RemoteClaim:
                 if self.is_lost:
                     self._on_lost()
                 return
-            except StorageError as error:  # it may be reached again before the lease ends
+            except StorageError as error:  # the store may be reachable again before the lease ends
                 self._is_cut_off = True
                 log.warning("%s", error)
 
 
 def _machine() -> str:
-    """Identity of what numbers processes: a machine since its start, or a container on it."""
+    """Return an id of the pid namespace: a boot of a machine, or a container on it."""
     try:
         return f"{socket.gethostname()} {boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:

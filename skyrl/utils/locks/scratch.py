@@ -1,6 +1,7 @@
-"""A folder that belongs to one process and goes with it.
+"""Temporary folders that are removed after their process ends.
 
-The process holds a lock in it. Who makes the next folder beside it removes those whose lock nobody holds.
+The process holds a lock in its folder. A process that creates the next folder beside it removes folders with free
+locks.
 """
 
 import contextlib
@@ -15,14 +16,14 @@ LOCK = ".lock"
 
 
 class ScratchFolder:
-    """A new folder; `path` is where it is.
+    """A new temporary folder at `path`.
 
     Args:
-        parent: Where it is made; made, too, if it is not there.
-        prefix: What its name begins with. Folders of that prefix, and only those, are looked at.
+        parent: Parent folder; created if necessary.
+        prefix: Prefix of the name. Only folders with this prefix are cleaned up.
 
     Raises:
-        OSError: It cannot be made, written or locked.
+        OSError: The folder cannot be created, written or locked.
     """
 
     def __init__(self, parent: Path, prefix: str):
@@ -37,17 +38,17 @@ class ScratchFolder:
             raise
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
+        """Remove the folder with its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 
 
 def _locked(folder: Path) -> FileLock:
-    """The folder's lock, held. It is taken before the file has its name, so none is ever seen free."""
+    """Return the held lock of a folder. It is taken before the file gets its final name, so it never appears free."""
     new = folder / f"{LOCK}.new"
     lock = FileLock(new, flags=os.O_CREAT | os.O_EXCL)
     try:
-        lock.take()  # which nobody else has, as it has just been made
+        lock.take()  # always succeeds, because the file is new
         new.rename(folder / LOCK)
     except OSError:
         lock.release()
@@ -56,7 +57,7 @@ def _locked(folder: Path) -> FileLock:
 
 
 def _remove_unheld(folder: Path) -> None:
-    """Remove a folder that was one process's, unless that is alive or not of this user. Without a lock it is new."""
+    """Remove an abandoned folder. Skips folders in use, of other users, or without a lock (new folders)."""
     with contextlib.suppress(OSError):
         lock = FileLock(folder / LOCK, flags=os.O_NOFOLLOW)
         try:

@@ -1,4 +1,4 @@
-"""One engine at a time in a folder of checkpoints, so that one that is about to end cannot write beside the next."""
+"""Exclusive use of a checkpoint folder by one engine, so an ending engine cannot write together with its successor."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,10 +13,10 @@ PATIENCE_S = 20.0
 
 @contextlib.contextmanager
 def engine_lock(folder: Path, progress: Callable[[str], None], patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Hold the folder's lock. Waits for one that is about to end.
+    """Context that holds the folder's lock. Waits for an engine that is about to end.
 
     Raises:
-        StorageError: Another engine goes on using the folder, or the folder cannot be written.
+        StorageError: Another engine keeps using the folder, or the folder is not writable.
     """
     path = folder / NAME
     try:

@@ -1,1 +1,1 @@
-"""Runs programs that a model wrote. `run` is the door; the rest is how they are confined."""
+"""Sandbox for model-written programs. `run` is the entry point; the other modules confine the process."""

@@ -1,10 +1,10 @@
-"""The system calls that code of a model may make: a list of what is allowed (seccomp); all else fails.
+"""Allowlist of system calls for model-written code (seccomp).
 
-What is not on the list is refused with EPERM, or with ENOSYS where it is so new that C libraries try it first and fall
-back. Calls in another numbering (32 bits, x32) end the process. Some calls are allowed for some arguments only.
+Other calls fail with EPERM, or with ENOSYS if they are so new that C libraries try them first and fall back. Calls with
+another numbering (32 bits, x32) kill the process. Some calls are allowed only with certain arguments.
 
-Nothing on the list reaches another process, a network, a device, or the rights on a file; nothing makes memory that
-the limits of `confinement.py` do not count.
+No allowed call reaches another process, a network, a device, or permissions of a file, or creates memory that the
+limits of `confinement.py` do not count.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from functools import cache
 
 from skyrl.utils.sandbox.linux import call, libc, system_call
 
-# Numbers on x86_64, then on aarch64; -1 where there is no such call.
+# Numbers on x86_64 and aarch64; -1 if the call does not exist.
 _ALLOWED = {
     # Open files
     **{"read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67)},
@@ -28,10 +28,10 @@ _ALLOWED = {
     **{"fdatasync": (75, 83), "ftruncate": (77, 46), "fallocate": (285, 47), "poll": (7, -1), "ppoll": (271, 73)},
     **{"select": (23, -1), "pselect6": (270, 72), "epoll_create1": (291, 20), "epoll_ctl": (233, 21)},
     **{"epoll_wait": (232, -1), "epoll_pwait": (281, 22), "eventfd2": (290, 19)},
-    # A pair of sockets of its own, which asyncio needs
+    # A private socket pair, which asyncio needs
     **{"shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205), "getsockopt": (55, 209)},
     **{"recvfrom": (45, 207)},
-    # What is in the file system
+    # File system queries
     **{"stat": (4, -1), "lstat": (6, -1), "fstat": (5, 80), "newfstatat": (262, 79), "statx": (332, 291)},
     **{"statfs": (137, 43), "fstatfs": (138, 44), "access": (21, -1), "faccessat": (269, 48)},
     **{"faccessat2": (439, 439), "readlink": (89, -1), "readlinkat": (267, 78), "getdents64": (217, 61)},
@@ -41,14 +41,14 @@ _ALLOWED = {
     **{"msync": (26, 227), "brk": (12, 214), "futex": (202, 98), "set_robust_list": (273, 99)},
     **{"set_tid_address": (218, 96), "rseq": (334, 293), "membarrier": (324, 283), "sched_yield": (24, 124)},
     **{"sched_getaffinity": (204, 123), "getcpu": (309, 168), "exit": (60, 93), "exit_group": (231, 94)},
-    # Time and its own signals
+    # Time, and its own signals
     **{"clock_gettime": (228, 113), "clock_getres": (229, 114), "clock_nanosleep": (230, 115)},
     **{"nanosleep": (35, 101), "gettimeofday": (96, 169), "time": (201, -1), "times": (100, 153)},
     **{"getrusage": (98, 165), "getitimer": (36, 102), "setitimer": (38, 103), "alarm": (37, -1)},
     **{"pause": (34, -1), "restart_syscall": (219, 128), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135)},
     **{"rt_sigreturn": (15, 139), "rt_sigsuspend": (130, 133), "rt_sigtimedwait": (128, 137)},
     **{"rt_sigpending": (127, 136), "sigaltstack": (131, 132)},
-    # Who and where it is
+    # Process and system information
     **{"getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getpgrp": (111, -1)},
     **{"getpgid": (121, 155), "getsid": (124, 156), "getuid": (102, 174), "geteuid": (107, 175)},
     **{"getresuid": (118, 148), "getgid": (104, 176), "getegid": (108, 177), "getresgid": (120, 150)},
@@ -59,25 +59,25 @@ _WRITES = {
     **{"mkdir": (83, -1), "mkdirat": (258, 34), "rmdir": (84, -1), "unlink": (87, -1), "unlinkat": (263, 35)},
     **{"rename": (82, -1), "renameat": (264, 38), "renameat2": (316, 276), "truncate": (76, 45)},
 }
-"""Calls that change what is in the file system."""
+"""Calls that modify the file system."""
 _CONDITIONAL = {
     **{"open": (2, -1), "openat": (257, 56), "clone": (56, 220), "fcntl": (72, 25), "ioctl": (16, 29)},
     **{"prctl": (157, 167), "prlimit64": (302, 261), "socketpair": (53, 199), "sendto": (44, 206)},
     **{"sendmsg": (46, 211)},
 }
-"""Calls that are allowed for some arguments: see `_conditions`."""
+"""Calls that are allowed with certain arguments; see `_conditions`."""
 _SECCOMP = (317, 277)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of the table and the kernel's number of the architecture."""
+"""Column of the table, and the kernel's number of the architecture."""
 
 _CLONE_THREAD, _CLONE_NEW = 0x00010000, 0x7E020000
 _SOCK_STREAM, _SOCK_NONBLOCK, _SOCK_CLOEXEC, _AF_UNIX = 1, 0o4000, 0o2000000, 1
-_FCNTL = (*range(8), 1030, 1031, 1032)  # copies, flags and locks of files; not who gets signals, nor leases
-_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, its size; bytes to read; flags
-_PRCTL = (15, 16)  # the name of a thread
+_FCNTL = (*range(8), 1030, 1031, 1032)  # duplicates, flags and locks of files; not signal owners or leases
+_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal check and size; bytes to read; flags
+_PRCTL = (15, 16)  # thread names
 _NEWER_THAN_2019 = 424
 CHANNEL = 200
-"""The file by which a process says once that it can be asked; code cannot have a file of so high a number."""
+"""File descriptor for sending the notification descriptor once. Code cannot have such a high descriptor."""
 _PR_SET_NO_NEW_PRIVS, _NEW_LISTENER = 38, 8
 
 _ALLOW, _ASK, _KILL, _ERRNO = 0x7FFF0000, 0x7FC00000, 0x80000000, 0x00050000
@@ -89,39 +89,43 @@ class _FilterProgram(ctypes.Structure):
 
 
 def is_supported() -> bool:
-    """Return True if the numbers of the system calls are known for this machine."""
+    """Return True if the system call numbers of this machine are known."""
     return platform.system() == "Linux" and platform.machine() in _MACHINES
 
 
 def forbid_calls(*, writes: bool, asks: bool) -> int:
-    """From now on only what the list allows: no other process, no socket, no mount, no memory beyond the limits.
+    """Apply the allowlist to this process.
 
     Args:
-        writes: Whether files may be opened for writing, made, renamed and removed.
-        asks: Whether each start of a thread is to wait for an answer.
+        writes: True: files may be opened for writing, created, renamed and removed.
+        asks: True: each start of a thread waits for permission of the supervisor.
 
-    Returns the file that questions come by; -1 if none is asked, be it that the system cannot: then none is started.
+    Returns the file descriptor of notifications; -1 without notifications. If the system does not support them, no
+    thread can start.
     """
     code = program(writes, asks)
     if asks:
-        with suppress(OSError):  # a kernel that does not know this, or a container that asks questions of its own
+        with suppress(OSError):  # unsupported by the kernel, or the container uses notifications itself
             return _install(code, _NEW_LISTENER)
     _install(code, 0)
     return -1
 
 
 def give_up_gains() -> None:
-    """No program that is run from now on gains rights; the kernel demands it before walls that need no rights."""
+    """Set no_new_privs: programs cannot gain privileges.
+
+    The kernel requires it for unprivileged seccomp and Landlock.
+    """
     call(libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 @cache
 def program(writes: bool, asks: bool) -> bytes:
-    """The filter, in the instructions of the kernel. To be made before many processes need it."""
+    """Return the filter as BPF instructions. Call it early, so that forked processes share the cached result."""
     column, architecture = _MACHINES[platform.machine()]
     kill = _step(_RETURN, _KILL)
     steps = [_step(_LOAD, 4), _step(_IF_EQUAL, architecture, 1), kill, _step(_LOAD, 0)]
-    steps += [_step(_IF_AT_LEAST, 0x40000000, 0, 1), kill]  # the other numbering of x86_64
+    steps += [_step(_IF_AT_LEAST, 0x40000000, 0, 1), kill]  # the x32 numbering of x86_64
     for numbers in ({**_ALLOWED, **_WRITES} if writes else _ALLOWED).values():
         steps += _allow_if(numbers[column])
     for name, conditions in _conditions(writes).items():
@@ -132,7 +136,7 @@ def program(writes: bool, asks: bool) -> bytes:
 
 
 def _conditions(writes: bool) -> dict[str, list[list[bytes]]]:
-    """Conditions on the arguments of some calls."""
+    """Return the conditions on the arguments of some calls."""
     changing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
     streams = [_SOCK_STREAM | flags for flags in (0, _SOCK_NONBLOCK, _SOCK_CLOEXEC, _SOCK_NONBLOCK | _SOCK_CLOEXEC)]
     return {
@@ -142,9 +146,9 @@ def _conditions(writes: bool) -> dict[str, list[list[bytes]]]:
         "fcntl": [_one_of(1, *_FCNTL)],
         "ioctl": [_one_of(1, *_IOCTL)],
         "prctl": [_one_of(0, *_PRCTL)],
-        "prlimit64": [_one_of(0, 0)],  # its own limits
+        "prlimit64": [_one_of(0, 0)],  # only its own limits
         "socketpair": [_one_of(0, _AF_UNIX), _one_of(1, *streams)],
-        "sendto": [_one_of(4, 0), _one_of(4.5, 0)],  # to no address
+        "sendto": [_one_of(4, 0), _one_of(4.5, 0)],  # without an address
         "sendmsg": [_one_of(0, CHANNEL)],
     }
 
@@ -156,7 +160,7 @@ def _install(code: bytes, flags: int) -> int:
 
 
 def _step(operation: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """An instruction of the classic BPF: (operation, steps if true, steps if false, operand)."""
+    """Return a classic BPF instruction: (operation, jump if true, jump if false, operand)."""
     return struct.pack("HBBI", operation, if_true, if_false, operand)
 
 
@@ -165,13 +169,13 @@ def _refuse() -> bytes:
 
 
 def _allow_if(number: int, *conditions: Sequence[bytes], result: int = _ALLOW) -> list[bytes]:
-    """Steps that allow this call if each condition, which refuses or goes on, goes on."""
+    """Return instructions that allow a call if all conditions hold. A condition rejects the call or falls through."""
     body = [step for condition in conditions for step in condition] + [_step(_RETURN, result)]
     return [] if number < 0 else [_step(_IF_EQUAL, number, 0, len(body)), *body]
 
 
 def _load(argument: float) -> bytes:
-    """The lower half of an argument, or the upper one of the argument 4 as 4.5."""
+    """Return an instruction that loads the lower half of an argument, or the upper half of argument 4 for 4.5."""
     return _step(_LOAD, 16 + int(8 * argument))
 
 

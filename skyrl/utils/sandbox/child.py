@@ -1,6 +1,7 @@
-"""The process that runs code for `run.py`. It reads a job, walls itself in, and forks once per case.
+"""Process that runs code for `run.py`. It reads a job, confines itself, and forks once per case.
 
-Standard library only, so that it starts quickly. What it knows the code may know: inputs, never expected outputs.
+It uses only the standard library, for a fast start. The code can access all data in this process, so the process gets
+inputs, never expected outputs.
 """
 
 import json
@@ -32,14 +33,14 @@ from random import randrange, shuffle
 from string import ascii_letters, ascii_lowercase, ascii_uppercase, digits
 from typing import *
 """
-"""Names that solutions of programming contests expect to be there."""
+"""Names that solutions of programming contests expect to be imported."""
 
 
 def main() -> None:
-    """Do the job on standard input; answers are lines of JSON on standard output, one per case.
+    """Run the job from standard input. Writes one JSON line per case to standard output.
 
-    The job is a line of JSON. Each case after the first waits for one more line. A line of its own before the answers
-    says if the walls could not be built ("refused"), or are lower than they could be ("caution").
+    The job is a JSON line. Each case after the first starts when another line is received. A line before the results
+    reports that the confinement failed ("refused") or is incomplete ("caution").
     """
     job = json.loads(sys.stdin.readline())
     os.umask(0o022)
@@ -66,10 +67,10 @@ def main() -> None:
 
 
 def _enter_full(job: dict[str, Any]) -> bool:
-    """Goes on in a new process, where there is nothing but what the code may see. Returns that it may write."""
+    """Enter full isolation, in a new process that sees only what the code may see. Returns True: the code may write."""
     readable = library.readable()
     namespaces.enter_namespaces()
-    if inner := os.fork():  # the first process of the new namespace: all others in it end with it
+    if inner := os.fork():  # the first process of the new namespace; when it ends, the kernel kills all others in it
         _, status = os.waitpid(inner, 0)
         os._exit(os.waitstatus_to_exitcode(status) != 0)
     confinement.die_with_parent()
@@ -79,7 +80,10 @@ def _enter_full(job: dict[str, Any]) -> bool:
 
 
 def _enter_limited() -> bool:
-    """Returns True if calls that write may be allowed, because the kernel refuses them by the rules on files."""
+    """Enter limited isolation.
+
+    Returns True if system calls that write may be allowed, because Landlock denies the writes.
+    """
     readable, version = library.readable(), landlock.version()
     ruleset = landlock.rules(readable, library.DEVICES) if version else -1
     is_user = confinement.give_up_rights(readable, may_read_all=bool(version))
@@ -91,7 +95,7 @@ def _enter_limited() -> bool:
 
 
 def _caution(is_user: bool, has_landlock: bool) -> str:
-    """Abilities of code that it would not have on another system."""
+    """Describe abilities of the code that other systems would prevent."""
     reads = "this kernel has no Landlock: code can read all files and environments of processes that its user can read"
     roots = (
         "code keeps the user id 0, without its rights: this container may not change users, or only root can read "
@@ -101,8 +105,8 @@ def _caution(is_user: bool, has_landlock: bool) -> str:
 
 
 def _run(job: dict[str, Any], case: dict[str, Any], names: dict[str, Any], writes: bool) -> dict[str, str | None]:
-    """One case in a process of its own: how it ended, what it printed, and the JSON of what it returned."""
-    # Files in memory: what the process writes is bounded by the limit on files, and needs no reader while it runs.
+    """Run one case in its own process. Returns its status, its output, and the JSON of the function's result."""
+    # Files in memory: the file size limit bounds the output, and no reader is needed while the process runs.
     given, out, err, value = (os.memfd_create(name) for name in ("in", "out", "err", "value"))
     os.pwrite(given, case.get("stdin", "").encode(errors="surrogateescape"), 0)
     watch = Watch(asks=job["isolation"] == "limited")
@@ -137,7 +141,7 @@ def _run_confined(
     watch: Watch,
     writes: bool,
 ) -> None:
-    """In the forked process, which it ends: 0 where the code came to its end, 1 where it raised."""
+    """Run a case in the forked process and exit it: 0 if the code finished, 1 if it raised."""
     status = 1
     try:
         watch.prepare()
@@ -183,6 +187,6 @@ def _execute(code: str, function: str | None, arguments: Sequence[Any], names: d
 
 
 def _without_own_frames() -> str:
-    """The traceback of the current exception from the code's first line on."""
+    """Return the traceback of the current exception, without frames of this file."""
     kind, error, trace = sys.exc_info()
     return "".join(traceback.format_exception(kind, error, trace.tb_next if trace else None))

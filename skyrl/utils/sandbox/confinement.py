@@ -1,6 +1,6 @@
-"""Confinement of a process before it runs code of a model: bounded memory, no rights, no root user.
+"""Confinement of a process before it runs model-written code: resource limits, no privileges, no root user.
 
-Standard library only; the process starts from nothing.
+Standard library only, for a fast start.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from skyrl.utils.sandbox.linux import call, libc
 
 NOBODY = 65534
-"""User and group who own nothing: what root becomes."""
+"""User and group without any files, which root becomes."""
 MAX_THREADS = 64
 MAX_OPEN_FILES = 64
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
@@ -21,17 +21,17 @@ _READ_ALL = 1 << 2
 
 
 def die_with_parent() -> None:
-    """This process is killed when the one that started it ends. To be said again after a change of user."""
+    """Let the kernel kill this process when its parent ends. Must be repeated after a change of user."""
     call(libc.prctl, _PR_SET_PDEATHSIG, 9, 0, 0, 0)
 
 
 def hide_memory() -> None:
-    """Other processes of the same user cannot look into this one, nor into those it starts."""
+    """Prevent other processes of the same user from inspecting this process and its children."""
     call(libc.prctl, _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def limit_resources(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
-    """Limits of this process: seconds of CPU time, address space, size of a file, open files; no core dumps."""
+    """Set limits of this process: CPU seconds, address space, file size, open files; no core dumps."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -40,22 +40,23 @@ def limit_resources(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
 
 
 def limit_threads() -> None:
-    """At most `MAX_THREADS`, where this process is in a user namespace: the kernel counts those of its user there.
+    """Limit threads to `MAX_THREADS`. Call it in a user namespace, where the kernel counts per namespace.
 
-    Elsewhere it counts all that the user runs on the machine, and for root nothing.
+    Elsewhere, the kernel counts all threads of the user on the machine, and does not limit root.
     """
-    most = MAX_THREADS + 2  # the two processes that watch over this one
+    most = MAX_THREADS + 2  # plus the two supervisor processes
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
 
 def give_up_rights(readable: Sequence[str], *, may_read_all: bool) -> bool:
-    """Become `NOBODY` if this process is root, and give up all that root, or the owner of a namespace, may do.
+    """Become `NOBODY` if this process is root, and drop all capabilities.
 
     Args:
-        readable: What must be readable afterwards. Python may be installed where only root can read.
-        may_read_all: Whether the right to read all files may be kept if that is so, because another wall says which.
+        readable: Paths that must stay readable. Python may be installed where only root can read.
+        may_read_all: True: keep the capability to read all files if that is necessary, because another mechanism
+            restricts them.
 
-    Returns True if the process is another user than root now.
+    Returns True if the process is not root afterwards.
     """
     kept = 0
     if os.getuid() == 0:
@@ -63,7 +64,7 @@ def give_up_rights(readable: Sequence[str], *, may_read_all: bool) -> bool:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             call(libc.prctl, _PR_SET_KEEPCAPS, 1, 0, 0, 0)
-            os.setresuid(NOBODY, NOBODY, 0)  # there is a way back yet
+            os.setresuid(NOBODY, NOBODY, 0)  # the saved user id still allows a return
             if not all(map(_can_read, readable)):
                 kept = _READ_ALL
             if not kept or (may_read_all and _has(kept)):
@@ -71,7 +72,7 @@ def give_up_rights(readable: Sequence[str], *, may_read_all: bool) -> bool:
             else:
                 os.setresuid(0, 0, 0)
                 kept = 0
-        except OSError:  # root of a container that may not name other users
+        except OSError:  # root in a container that may not use other users
             pass
     header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
     call(libc.capset, header, ctypes.create_string_buffer(struct.pack("6I", kept, kept, 0, 0, 0, 0)))

@@ -1,7 +1,7 @@
-"""Landlock: what a process may open, without any right of an administrator (Linux 5.13 and later, containers too).
+"""Landlock: restricts the files that a process may open, without administrator rights (Linux 5.13, also in containers).
 
-It holds for opening, making and removing; whether a file is there, its size and its times can still be asked for.
-Versions of it ("ABI") know ever more: what they do not know is not restricted.
+It restricts opening, creating and removing files. Existence, size and times of files can still be queried. Newer
+versions ("ABI") restrict more actions; an older version does not restrict what it does not know.
 """
 
 import ctypes
@@ -15,26 +15,26 @@ from skyrl.utils.sandbox.linux import system_call
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Number of rights on files that each version knows; later ones know 16."""
+"""Number of file access rights of each version; later versions have 16."""
 RESTRICTS_ALL_WRITES = 3
-"""From this version on, cutting a file short is a right too."""
+"""First version in which truncating a file is a separate right."""
 
 
 def version() -> int:
-    """Version of Landlock here; 0 without it."""
+    """Return the version of Landlock; 0 if it is unavailable."""
     with suppress(OSError):
         return system_call("landlock_create_ruleset", _CREATE_RULESET, None, 0, 1)
     return 0
 
 
 def rules(readable: Sequence[str], devices: Sequence[str]) -> int:
-    """A file that holds the rules: read what is below `readable`, read and write `devices`, and nothing else.
+    """Create a ruleset and return its file descriptor: read below `readable`, read and write `devices`, nothing else.
 
-    The network (TCP), abstract sockets of others and signals to others are refused too, by versions that know them.
+    Versions that support it also deny TCP, abstract sockets of other processes, and signals to other processes.
     """
     known = version()
     every = (1 << _RIGHTS.get(known, 16)) - 1
-    # Rights on files, on TCP (bind, connect), and what is kept within: abstract sockets, signals.
+    # Rights on files, on TCP (bind, connect), and scopes: abstract sockets, signals.
     fields = struct.pack("QQQ", every, 3, 3)[: 8 if known < 4 else 16 if known < 6 else 24]
     ruleset = system_call("landlock_create_ruleset", _CREATE_RULESET, fields, len(fields), 0)
     for path in readable:
@@ -45,7 +45,7 @@ def rules(readable: Sequence[str], devices: Sequence[str]) -> int:
 
 
 def restrict_self(ruleset: int) -> None:
-    """This process, and all that it starts, keep to the rules from now on. The file is closed."""
+    """Apply the rules to this process and its future children. Closes the file descriptor."""
     system_call("landlock_restrict_self", _RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
 

@@ -1,4 +1,4 @@
-"""Paths that code of a model may read: Python's own library and packages beside it, shared libraries, a few devices."""
+"""Paths that model-written code may read: Python's library and packages, shared libraries, a few devices."""
 
 import os
 import sys
@@ -10,9 +10,9 @@ _DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 
 def readable() -> list[str]:
-    """Folders and files, none within another.
+    """Return folders and files, none of them within another.
 
-    Not what a package that is installed in place (`pip install -e`) adds to `sys.path`: that is the user's project.
+    Packages that are installed in place (`pip install -e`) are excluded, because they are the user's project.
     """
     own = [f"{prefix}/{name}" for prefix in (sys.base_prefix, sys.base_exec_prefix) for name in ("lib", "lib64")]
     packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]

@@ -1,4 +1,4 @@
-"""Calls of the C library, and of Linux itself where the C library has no function for them."""
+"""Calls of the C library, and Linux system calls that it has no function for."""
 
 import ctypes
 import os
@@ -8,7 +8,7 @@ libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 def call(function: Any, *arguments: object) -> int:
-    """Result of a function of the C library; OSError where it fails."""
+    """Call a function of the C library. Raises OSError if it fails."""
     if (result := function(*arguments)) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{function.__name__}: {os.strerror(number)}")
@@ -16,7 +16,7 @@ def call(function: Any, *arguments: object) -> int:
 
 
 def system_call(name: str, number: int, *arguments: object) -> int:
-    """The same for a system call; plain numbers are passed as 64 bits, as the kernel reads them."""
+    """Make a system call. Raises OSError if it fails. Integers are passed as 64 bits, as the kernel reads them."""
     wide = [ctypes.c_long(item) if isinstance(item, int) else item for item in arguments]
     if (result := libc.syscall(ctypes.c_long(number), *wide)) < 0:
         error = ctypes.get_errno()

@@ -1,7 +1,7 @@
-"""A machine of its own for a process: no network, no other process, and a file system of what Python needs.
+"""Isolation by namespaces: no network, no other processes, and a file system with only what Python needs.
 
-The root is an empty folder in memory into which that is mounted, read-only and without devices. Nothing else of the
-real one is there: what is not named cannot be opened.
+The root is an empty folder in memory. Readable paths are mounted into it, read-only and without devices. No other files
+exist there.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MAPS = ("uid_map", "gid_map")
 _MAX_FILES = 8192
-"""Files in the folder, at most: a file without content takes memory too."""
+"""Maximum number of files in the writable folder, because even empty files take memory."""
 
 
 class _MountAttributes(ctypes.Structure):
@@ -30,11 +30,11 @@ class _MountAttributes(ctypes.Structure):
 
 
 def enter_namespaces() -> None:
-    """Own namespaces for this process, and for those that it starts from now on: they see no process outside.
+    """Enter new namespaces. Processes started from now on do not see processes outside.
 
-    It may do everything in them, as its present user and, where that is root, as all others. Root needs another
-    process for that: one that stays outside, where root has the right to name other users. Raises OSError where the
-    system does not permit it.
+    In the namespaces, this process has all rights as its current user and, if that is root, as all other users. Mapping
+    other users requires a helper process that stays outside, where root may map them. Raises OSError if the system does
+    not allow it.
     """
     is_root, ids = os.getuid() == 0, (os.getuid(), os.getgid())
     waiting, entered = os.pipe()
@@ -51,9 +51,9 @@ def enter_namespaces() -> None:
 
 
 def enter_root(folder: str, folder_bytes: int, readable: Sequence[str]) -> None:
-    """Leave all files but those below `readable`, a few devices, and `folder`: empty, and the only one to write to.
+    """Restrict the file system to `readable`, a few devices, and the empty `folder`, which is the only writable one.
 
-    For a process that was started in the new namespaces. Raises OSError where the system does not permit it.
+    Call it in a process started in the new namespaces. Raises OSError if the system does not allow it.
     """
     _set_attributes("/", 0, _MS_PRIVATE)
     _mount("tmpfs", folder, "tmpfs", _SAFE, "size=1m,nr_inodes=4096,mode=755")
@@ -74,9 +74,9 @@ def enter_root(folder: str, folder_bytes: int, readable: Sequence[str]) -> None:
 
 
 def _mount_own_processes(target: str) -> None:
-    """The processes of this namespace and nothing else; an empty folder where that is not permitted.
+    """Mount `/proc` with only the processes of this namespace; an empty folder if that is not allowed.
 
-    A kernel permits it only while it sees a whole `/proc` beside it, which many containers do not have.
+    The kernel allows it only if a complete `/proc` is visible, which is not the case in many containers.
     """
     os.mkdir(target)
     with suppress(OSError):
@@ -84,7 +84,7 @@ def _mount_own_processes(target: str) -> None:
 
 
 def _name_all_users(maps: Sequence[str], waiting: int, entered: int) -> int:
-    """A process, which ends with status 0 if it could name users and groups once this one has closed `entered`."""
+    """Fork a helper that maps users and groups once this process has closed `entered`. It exits with 0 on success."""
     pid = os.getpid()
     if helper := os.fork():
         return helper
@@ -99,14 +99,14 @@ def _name_all_users(maps: Sequence[str], waiting: int, entered: int) -> int:
 
 
 def _same(name: str) -> str:
-    """A map of users that names each as it is named here."""
+    """Return a map that maps each user or group to itself."""
     with open(f"/proc/self/{name}") as file:
         lines = [line.split() for line in file]
     return "".join(f"{inner} {inner} {count}\n" for inner, _, count in lines)
 
 
 def _holds_nobody(text: str) -> bool:
-    """Return True if a map names the user that root becomes."""
+    """Return True if a map contains the user that root becomes."""
     ranges = [[int(word) for word in line.split()] for line in text.splitlines()]
     return any(first <= NOBODY < first + count for first, _, count in ranges)
 
@@ -114,13 +114,13 @@ def _holds_nobody(text: str) -> bool:
 def _write(path: str, text: str) -> None:
     file = os.open(path, os.O_WRONLY)
     try:
-        os.write(file, text.encode())  # the kernel takes a map in one piece
+        os.write(file, text.encode())  # the kernel requires a single write
     finally:
         os.close(file)
 
 
 def _bind(path: str, root: str, attributes: int) -> None:
-    """Mount what is at `path` at the same place below `root`."""
+    """Bind-mount `path` at the same path below `root`."""
     target = root + path
     if os.path.isdir(path):
         os.makedirs(target, exist_ok=True)
@@ -132,7 +132,7 @@ def _bind(path: str, root: str, attributes: int) -> None:
 
 
 def _set_attributes(path: str, attributes: int, propagation: int, whole: bool = True) -> None:
-    """Set attributes of a mount, and of all below it if `whole`. The numbers are those of a new mount's attributes."""
+    """Set attributes of a mount, and of all mounts below it if `whole`. Attributes have the values of mount flags."""
     given = _MountAttributes(attr_set=attributes, propagation=propagation)
     flags = _AT_RECURSIVE if whole else 0
     size = ctypes.sizeof(given)

@@ -1,24 +1,24 @@
-"""Code that a model wrote, run in a process that can do little harm (Linux on x86_64 or aarch64).
+"""Sandbox for model-written Python code (Linux on x86_64 or aarch64).
 
-In either isolation a process has an empty environment; bounded CPU time, wall time, memory, file sizes, open files and
-threads; and a list of the system calls that it may make (`calls.py`): no socket, no other process or program, no
-signal to others, no look at them, no device, no shared memory that outlives it. It is never root where the trainer is:
-it becomes the user 65534. What it can read is a list too (`library.py`): Python, its packages and shared libraries. A
-project that is installed in place, data and keys are not on it. Its process group is killed at the end.
+In both isolation modes, a process has an empty environment; limits on CPU time, wall time, memory, file sizes, open
+files and threads; and an allowlist of system calls (`calls.py`): no sockets, no other processes or programs, no signals
+to or inspection of other processes, no devices, no persistent shared memory. If the trainer runs as root, the process
+becomes user 65534. Readable files are an allowlist too (`library.py`): Python, its packages and shared libraries. A
+project that is installed in place, data and keys are not on it. At the end, the process group is killed.
 
-`isolation="full"` adds namespaces: an own root that holds nothing else, no network interface, no process in sight, a
-`/proc` and `/dev` of its own, a folder (64 MiB in memory) that it may write to. It needs a kernel that lets the user
-make user namespaces.
+`isolation="full"` adds namespaces: a separate root without other files, no network interface, no visible processes, its
+own `/proc` and `/dev`, and a writable folder (64 MiB in memory). It requires a kernel that lets the user create user
+namespaces.
 
-`isolation="limited"` does without, and so is no machine of its own: Landlock (Linux 5.13 and later) refuses to open
-what is not on the list, and to write anywhere. It cannot stop code from asking whether a file is there, how large and
-how old it is, nor from seeing the machine's name and load. Without Landlock (a warning says so) nothing can be written
-still, but all can be read that the user can: data, gold answers, keys, the environment and memory of the trainer. Use
-it only in a container without secrets then. Where root may not become another user, or only root can read Python,
-code keeps the number 0 without its rights (a warning says so).
+`isolation="limited"` uses no namespaces. Landlock (Linux 5.13 and later) denies reading files that are not on the list,
+and all writes. It does not prevent code from querying existence, size and age of files, or the machine's name and load.
+Without Landlock (a warning says so), code still cannot write, but can read everything that the user can: data, gold
+answers, keys, the environment and memory of the trainer. Then use it only in a container without secrets. If root may
+not become another user, or if only root can read Python, the code keeps user id 0 without its privileges (a warning
+says so).
 
-Neither is a virtual machine: an error of the kernel is a way out, and cases on the same cores can be told by time.
-What is installed as a package can be read, so gold answers have no place in one.
+Neither mode is a virtual machine: a kernel bug can break the isolation, and timing can reveal other cases on the same
+cores. Installed packages are readable, so they must not contain gold answers.
 """
 
 import asyncio
@@ -44,15 +44,15 @@ Isolation = Literal["full", "limited"]
 
 ROOT = str(Path(__file__).parents[3])
 START_S = 120
-"""Seconds until the process must be up, on a machine that is very busy."""
+"""Timeout for the start of the process, in seconds, for a very busy machine."""
 FOLDER_BYTES = 64 * 2**20
 KEPT_VARIABLES = ("LD_LIBRARY_PATH", "TZ")
-"""Variables of our environment that Python itself may need."""
+"""Environment variables that Python may need and that are passed on."""
 _START = "import sys; sys.path.insert(0, {root!r}); from skyrl.utils.sandbox.child import main; del sys.path[0]; main()"
 
 
 class SandboxError(Exception):
-    """The process that runs code failed by itself; it says nothing of the code."""
+    """The sandbox process itself failed, not the code."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class Limits:
     """Limits of each case."""
 
     cpu_s: float = 6.0
-    """Seconds of CPU time, rounded up to whole ones."""
+    """CPU time limit in seconds, rounded up to an integer."""
 
     memory_mb: int = 1024
-    """MiB of address space."""
+    """Address space limit in MiB."""
 
     file_mb: int = 8
-    """MiB that each file, standard output and standard error may hold."""
+    """Size limit in MiB of each file, of standard output and of standard error."""
 
     @property
     def wall_s(self) -> float:
-        """Seconds that pass until a case is stopped that waits rather than computes."""
+        """Wall time limit in seconds, for a case that waits instead of computing."""
         return 3 * self.cpu_s + 5
 
 
@@ -79,11 +79,11 @@ class Outcome:
     """Result of a case."""
 
     status: Literal["ok", "error", "timeout", "killed"]
-    """"error": the code raised; "killed": the system ended it."""
+    """"error": the code raised; "killed": a signal ended the process."""
     stdout: str
     stderr: str
     value: str | None
-    """JSON of what the function returned."""
+    """JSON of the function's return value."""
 
 
 async def run_code(
@@ -96,19 +96,19 @@ async def run_code(
     isolation: Isolation = "full",
     go_on: Callable[[int, Outcome], bool] = lambda index, outcome: True,
 ) -> list[Outcome]:
-    """Run Python code once per case, each time in a fresh process forked from one that has started once.
+    """Run Python code once per case, each time in a new process forked from a common parent.
 
     Args:
         code: The program.
         cases: `{"stdin": text}` for a program, `{"arguments": [...]}` (JSON values) for a function.
-        function: Name of the function to call, of a class `Solution` if there is one. None: run the code as a program.
-        prelude: Whether the names that contest solutions expect are there (`child.PRELUDE`).
-        limits: Of each case.
-        isolation: See the module.
-        go_on: Called with each outcome; the cases after one for which it is False are not run.
+        function: Name of the function to call, in a class `Solution` if there is one. None: run the code as a program.
+        prelude: True: import the names that contest solutions expect (`child.PRELUDE`).
+        limits: Limits of each case.
+        isolation: Isolation mode; see the module docstring.
+        go_on: Called with each outcome. If it returns False, the remaining cases are not run.
 
-    Returns the outcomes of the cases that were run. Raises ConfigError where the system does not permit the isolation,
-    SandboxError if the process fails.
+    Returns the outcomes of the cases that were run. Raises ConfigError if the system does not support the isolation,
+    and SandboxError if the process fails.
     """
     if not calls.is_supported():
         raise ConfigError("code of a model is run on Linux (x86_64, aarch64) only; use a machine of that kind")
@@ -134,7 +134,7 @@ async def run_code(
             cwd=folder,
             env=_environment(folder),
             start_new_session=True,
-            limit=64 * limits.file_mb * 2**20,  # of a line: three texts, whose characters JSON may write as six each
+            limit=64 * limits.file_mb * 2**20,  # length of a line: three texts; JSON may escape a character as six
         )
         try:
             async with asyncio.timeout(START_S + limits.wall_s * len(cases)):
@@ -158,7 +158,7 @@ async def _converse(
     outcomes: list[Outcome] = []
     message = job + b"\n"
     while len(outcomes) < count:
-        with suppress(ConnectionError):  # one that ended early says why on standard error
+        with suppress(ConnectionError):  # if it has ended, its standard error says why
             process.stdin.write(message)
             await process.stdin.drain()
         message = b""
@@ -184,7 +184,7 @@ async def _converse(
 
 @cache
 def _warn(text: str) -> None:
-    """Once."""
+    """Log a warning once per text."""
     logger.warning(text)
 
 

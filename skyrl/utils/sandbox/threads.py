@@ -1,7 +1,7 @@
-"""Limit of threads for code where no namespace counts them: each start of one is a question to its watcher.
+"""Thread limit for code outside of a PID namespace: a supervisor process is asked before each thread starts.
 
-The kernel stops the process that calls `clone` until the watcher, which started it, has answered (seccomp user
-notification). Reading how many there are is a look at `/proc`.
+The kernel stops the process in `clone` until the supervisor, which is its parent, has answered (seccomp user
+notification). The supervisor reads the number of threads from `/proc`.
 """
 
 import _socket
@@ -22,19 +22,25 @@ _GO_ON = 1
 
 
 class Watch:
-    """Made before the fork; the watcher then calls `begin` and `wait`, the new process `prepare` and `submit`."""
+    """Thread supervision. Create it before the fork.
+
+    Then the supervisor calls `begin` and `wait`, the child `prepare` and `submit`.
+    """
 
     def __init__(self, asks: bool):
         self._ends = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM) if asks else None
         self._questions: int | None = None
 
     def prepare(self) -> None:
-        """Before other files are closed."""
+        """Keep the channel open. Call before other files are closed."""
         if self._ends is not None:
             os.dup2(self._ends[1].fileno(), calls.CHANNEL)
 
     def submit(self, questions: int) -> None:
-        """Let the watcher have the file that questions come by; -1 if there is none. Closes what code must not have."""
+        """Send the file descriptor of notifications to the supervisor; -1 if there is none.
+
+        Closes files that code must not have.
+        """
         if self._ends is None:
             return
         channel = _socket.socket(fileno=calls.CHANNEL)
@@ -45,7 +51,7 @@ class Watch:
         channel.close()
 
     def begin(self) -> None:
-        """Take over the questions; returns once the process has submitted or ended."""
+        """Receive the file descriptor of notifications. Returns when the process has submitted it or ended."""
         if self._ends is None:
             return
         ours, other = self._ends
@@ -75,7 +81,7 @@ class Watch:
     def _answer(self, pid: int) -> None:
         assert self._questions is not None
         question = bytearray(80)
-        with suppress(OSError):  # the process has ended meanwhile
+        with suppress(OSError):  # the process has ended in the meantime
             ioctl(self._questions, _RECEIVE, question)
             threads = os.stat(f"/proc/{pid}/task").st_nlink - 2
             answer = (0, _GO_ON) if threads < MAX_THREADS else (-errno.EAGAIN, 0)
