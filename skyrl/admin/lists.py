@@ -55,7 +55,7 @@ def _list_models(argv: Sequence[str]) -> int:
 
 
 def _list_requests(argv: Sequence[str]) -> int:
-    """requests that wait or run, and what they wait for"""
+    """waiting and running requests, and what they wait for"""
     parser = operator_parser("skyrl requests list", "List requests that wait or run, the oldest first.")
     parser.add_argument("--tenant", metavar="NAME", help="of this key only (key-...)")
     parser.add_argument("--model", metavar="ID", help="of this model only")
@@ -74,7 +74,7 @@ def _list_requests(argv: Sequence[str]) -> int:
 
 
 def _unload_model(argv: Sequence[str]) -> int:
-    """free a model's training state after all that has come for it; its checkpoints stay"""
+    """free a model's training state after its pending requests; its checkpoints stay"""
     parser = operator_parser(
         "skyrl models unload",
         "Unload a model, as its client may: what has come for it is done first, its training state is freed, and later "
@@ -97,7 +97,7 @@ def _unload_model(argv: Sequence[str]) -> int:
 
 
 def _cancel_request(argv: Sequence[str]) -> int:
-    """let a request fail; later ones of its model go on"""
+    """make a request fail; later requests of its model continue"""
     parser = operator_parser(
         "skyrl requests cancel",
         "Cancel a training request or a sample: its client gets an error that says so, and later requests of the model "

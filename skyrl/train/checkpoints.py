@@ -63,7 +63,7 @@ class Checkpoint(NamedTuple):
         return str(self.path) if self.source is None else f"{self.source}/{self.path.name}"
 
     def model_path(self, model: str) -> str:
-        """Folder of a model, such as policy. Raises StorageError if the checkpoint has no such model."""
+        """Return the folder of a model, such as policy. Raises StorageError if the checkpoint has no such model."""
         path = self.path / model
         if not path.is_dir():
             raise StorageError(f"{self.path} holds no {model}; use a checkpoint of a run that had one")
@@ -215,15 +215,15 @@ class CheckpointStore:
         self._remove_old(step, None if best is None else best.step)
 
     def folder_of(self, step: int) -> Path:
-        """Folder of the checkpoint of a step, whether or not it exists."""
+        """Return the folder of the checkpoint of a step, even if it does not exist."""
         return self.folder / _name(step)
 
     def title_of(self, step: int) -> Where:
-        """Final path or URL of the checkpoint of a step."""
+        """Return the final path or URL of the checkpoint of a step."""
         return self.folder_of(step) if self.place.is_disk else f"{self.place}/{_name(step)}"
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints in the folder, of any run, in order."""
+        """Return the steps of all checkpoints in the folder, of any run, in order."""
         return sorted(int(match[1]) for name in self.place.names() if (match := _NAME.fullmatch(name)))
 
     def _claim(self) -> None:
@@ -234,7 +234,7 @@ class CheckpointStore:
             )
 
     def marked_step(self) -> int | None:
-        """Step of the newest checkpoint; None if there is none. Raises StorageError if it cannot be read."""
+        """Return the step of the newest checkpoint; None if there is none. Raises StorageError if it cannot be read."""
         marker = f"{self.place}/{MARKER}"
         try:
             content = self.place.read(MARKER)
@@ -319,7 +319,7 @@ class CheckpointStore:
             logger.warning("moved %s/%s of another run to %s/%s", self.place, name, self.place, aside)
 
     def _run_of(self, name: str) -> str | None:
-        """Id of the run that wrote a checkpoint; None if unknown."""
+        """Return the id of the run that wrote a checkpoint; None if unknown."""
         try:
             return json.loads(self.place.read(f"{name}/{STATE}") or b"")["run_id"]
         except (OSError, StorageError, ValueError, KeyError, TypeError):
@@ -371,7 +371,7 @@ def begin_writing(
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Hash of the manifest of each model in a folder."""
+    """Return the hash of the manifest of each model in a folder."""
     digests = {}
     for path in sorted(path for path in folder.iterdir() if path.is_dir()):
         written = inspect_folder(path)
@@ -389,5 +389,5 @@ def _leave(opened: ExitStack, failed: BaseException | None) -> None:
 
 
 def _name(step: int) -> str:
-    """Folder name of the checkpoint of a step."""
+    """Return the folder name of the checkpoint of a step."""
     return f"global_step_{step}"

@@ -73,7 +73,7 @@ def dpo(argv: Sequence[str]) -> int:
 
 
 def check_generator(argv: Sequence[str]) -> int:
-    """test a generator of one's own, without a model: overrides as those of rl"""
+    """test a custom generator without a model; takes the overrides of rl"""
     return run("skyrl train check-generator", check_generator.__doc__, SkyRLTrainConfig, _check_generator, argv)
 
 

@@ -67,7 +67,7 @@ SCHEDULES: dict[str, Callable[[_Place], float]] = {
 
 
 def learning_rate_factor(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Factor of `optimizer.lr` in an optimizer step.
+    """Return the factor of `optimizer.lr` in an optimizer step.
 
     The warm-up rises linearly from 0; `constant` has none. After `total_steps`, the factor stays constant.
 
@@ -83,7 +83,7 @@ def learning_rate_factor(optimizer: OptimizerConfig, step: int, total_steps: int
 
 
 def adam_params(optimizer: OptimizerConfig, factor: float) -> AdamParams:
-    """Parameters of a step whose learning rate is `optimizer.lr` times `factor`; epsilon is torch's default."""
+    """Return the parameters of a step with learning rate `optimizer.lr` times `factor`; epsilon is torch's default."""
     beta1, beta2 = optimizer.adam_betas
     return AdamParams(
         learning_rate=optimizer.lr * factor,

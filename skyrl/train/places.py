@@ -48,7 +48,7 @@ class Place:
         return str(self.folder)
 
     def shown(self, path: Path) -> Where:
-        """Final path or URL of a path in `folder`."""
+        """Return the final path or URL of a path in `folder`."""
         return path
 
     def claim(self) -> bool:
@@ -60,16 +60,16 @@ class Place:
         tidy(self.folder)
 
     def names(self, below: str = "") -> list[str]:
-        """Names of the files and complete folders in the place, or in a folder of it."""
+        """Return the names of the files and complete folders in the place, or in one of its folders."""
         folder = self.folder / below
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
     def leftovers(self) -> list[str]:
-        """Names of incomplete folders, which have no effect."""
+        """Return the names of incomplete folders, which have no effect."""
         return []
 
     def read(self, name: str) -> bytes | None:
-        """Content of a file; None if it does not exist. Raises OSError of the disk."""
+        """Return the content of a file; None if it does not exist. Raises OSError of the disk."""
         try:
             return (self.folder / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):

@@ -48,7 +48,7 @@ SET = ("target_modules", "exclude_modules", "dropout")
 
 
 def adapter_settings(lora: SkyRLLoraConfig) -> dict[str, str | list[str] | float | None]:
-    """Settings of `SET` that differ from their defaults."""
+    """Return the settings of `SET` that differ from their defaults."""
     given = {name: getattr(lora, name) for name in SET}
     return {name: value for name, value in given.items() if value != getattr(SkyRLLoraConfig(), name)}
 
@@ -80,11 +80,11 @@ def check_identity(path: Path, stored: Mapping[str, Any], given: Mapping[str, An
 
 
 def _value(identity: Mapping[str, Any], path: str) -> Any:
-    """Value of a setting in an identity, which is the default if it is missing."""
+    """Return the value of a setting in an identity; a missing setting has its default."""
     name = path.rpartition(".")[2]
     return identity.get(path, getattr(SkyRLLoraConfig(), name) if name in SET else None)
 
 
 def _own(name: str) -> str:
-    """Name of a setting in SFT whose RL name belongs to the policy."""
+    """Return the SFT name of a setting whose RL name belongs to the policy."""
     return name.removeprefix("trainer.policy.")

@@ -182,7 +182,7 @@ def _check_lengths(data: Sequence[Datum], max_context_length: int) -> None:
 
 
 def _targets(data: Sequence[Datum], loss_fn: str, vocab_size: int) -> list[np.ndarray]:
-    """`target_tokens` of every datum, int32."""
+    """Return `target_tokens` of every datum as int32."""
     arrays = [datum.loss_fn_inputs["target_tokens"] for datum in data]
     for i, targets in enumerate(arrays):
         if targets.dtype.kind not in "iu":

@@ -19,7 +19,7 @@ class Learner(Protocol):
     """
 
     def info(self) -> BackendInfo:
-        """Facts about the base model, such as the longest sequence."""
+        """Return facts about the base model, such as the longest sequence."""
         ...
 
     async def create(self, lora_config: LoraConfig, value_head: bool = False) -> None:

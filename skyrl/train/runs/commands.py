@@ -48,7 +48,7 @@ def list_runs(argv: Sequence[str]) -> int:
 
 
 def show(argv: Sequence[str]) -> int:
-    """show a run: settings that are not the defaults, last metrics, checkpoints"""
+    """show a run: settings that differ from the defaults, last metrics, checkpoints"""
     parser = _parser("show", show)
     parser.add_argument("run", help="its ckpt_path, which may be a URL")
     parser.add_argument("--all", action="store_true", help="metrics of time and sizes too")
@@ -122,7 +122,7 @@ def compare(argv: Sequence[str]) -> int:
 
 
 def plot(argv: Sequence[str]) -> int:
-    """draw metrics of runs over their steps, a PNG for each"""
+    """plot metrics of runs over steps, one PNG per metric"""
     parser = _parser("plot", plot)
     parser.add_argument("runs", nargs="+", metavar="run", help="ckpt_path of each, which may be a URL")
     parser.add_argument("--metric", action="append", metavar="NAME", help="may be given several times")

@@ -100,7 +100,7 @@ class RunFolder:
         return "loss_type" in self.settings
 
     def differences(self) -> dict[str, Any]:
-        """Settings that differ from their defaults, by path."""
+        """Return the settings that differ from their defaults, by path."""
         if not self.settings:
             return {}
         by_examples = DPOConfig if self._is_dpo else SFTConfig

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 def inspect(argv: Sequence[str]) -> int:
-    """say what an adapter is: base model, rank, modules, tensors, names, what is unusual"""
+    """describe an adapter: base model, rank, modules, tensors, names, unusual options"""
     parser = _parser("inspect", "Say what an adapter is. Nothing is changed.")
     given = parser.parse_args(argv)
     return _told("inspect", lambda: print(described(read_adapter(given.adapter))))
 
 
 def merge(argv: Sequence[str]) -> int:
-    """write the model that an adapter makes of its base model, in Hugging Face format"""
+    """merge an adapter into its base model and write the result in Hugging Face format"""
     parser = _parser("merge", "Add an adapter to its base model, tensor by tensor, and write the model that it makes.")
     parser.add_argument("--base", type=Path, required=True, metavar="FOLDER", help="base model in Hugging Face format")
     _add_output(parser)
@@ -88,7 +88,7 @@ def convert(argv: Sequence[str]) -> int:
 
 
 def import_(argv: Sequence[str]) -> int:
-    """make a training checkpoint on a server of an adapter in a file"""
+    """create a training checkpoint on a server from an adapter file"""
     parser = _parser("import", "Upload an adapter to a server, where training goes on from it. Prints its path there.")
     parser.add_argument("--base-model", metavar="NAME", help="which it was trained on (default: what the server has)")
     parser.add_argument("--project", metavar="ID", help="project that its run is listed under")
