@@ -17,7 +17,7 @@ def plot_metrics(
     """Plot metrics over steps as a PNG, one line per metric. Returns and raises as `plot_lines`.
 
     Args:
-        rows: "step" and metrics, as returned by `tracking.read_metrics`. Metrics may be missing in some rows.
+        rows: "step" and metrics, as returned by `tracker.read_metrics`. Metrics may be missing in some rows.
         names: Names of the metrics.
         path: Output file.
         title: Title of the plot.
