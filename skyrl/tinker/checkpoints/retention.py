@@ -39,7 +39,7 @@ from skyrl.tinker.database.tables import (
 )
 from skyrl.tinker.identity.ids import NAMED, folder_of_model
 from skyrl.utils.files.atomic_folders import QUARANTINED, TEMPORARY
-from skyrl.utils.files.stored_folders import Kept, folders_below, stored_bytes
+from skyrl.utils.files.stored_folders import BucketFolder, folders_below, stored_bytes
 
 log = logging.getLogger(__name__)
 
@@ -503,7 +503,7 @@ def old_folders(config: EngineConfig, now: float) -> Iterator[str]:
             yield name
 
 
-def _remote_folders(config: EngineConfig) -> Mapping[str, Kept]:
+def _remote_folders(config: EngineConfig) -> Mapping[str, BucketFolder]:
     try:
         return {} if config.checkpoints_bucket is None else folders_below(config.checkpoints_bucket, DEPTH)
     except StorageError as error:

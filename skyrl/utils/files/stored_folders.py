@@ -140,7 +140,7 @@ def modified_at(path: str) -> float:
     return max((stored.modified for stored in store.list(name)), default=0.0)
 
 
-class Kept(NamedTuple):
+class BucketFolder(NamedTuple):
     """A folder in a bucket, which may be incomplete."""
 
     is_whole: bool
@@ -149,15 +149,15 @@ class Kept(NamedTuple):
     """Time of the last write of an object of the folder."""
 
 
-def folders_below(url: str, depth: int) -> dict[str, Kept]:
+def folders_below(url: str, depth: int) -> dict[str, BucketFolder]:
     """Return the folders at a depth below a URL, by relative name. Raises `StorageError`."""
-    found: dict[str, Kept] = {}
+    found: dict[str, BucketFolder] = {}
     for key, stored in _objects_below(url):
         parts = key.split("/")
         if len(parts) > depth and not parts[0].startswith("."):
             name, is_manifest = "/".join(parts[:depth]), parts[depth:] == [MANIFEST]
-            before = found.get(name, Kept(False, 0, 0.0))
-            found[name] = Kept(
+            before = found.get(name, BucketFolder(False, 0, 0.0))
+            found[name] = BucketFolder(
                 before.is_whole or is_manifest,
                 before.size_bytes + stored.size,
                 max(before.modified, stored.modified),
