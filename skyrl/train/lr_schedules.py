@@ -17,7 +17,7 @@ DEFAULT_TIMESCALE = 10_000
 """Number of steps in which `inverse_sqrt` without warm-up falls by a factor of the square root of 2."""
 
 
-class _Place(NamedTuple):
+class _SchedulePosition(NamedTuple):
     """Position of an optimizer step in the part of a run after the warm-up."""
 
     step: int
@@ -31,29 +31,29 @@ class _Place(NamedTuple):
         return min(1.0, (self.step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
 
 
-def _one(place: _Place) -> float:
+def _one(place: _SchedulePosition) -> float:
     return 1.0
 
 
-def _linear(place: _Place) -> float:
+def _linear(place: _SchedulePosition) -> float:
     return 1.0 - place.progress
 
 
-def _cosine(place: _Place) -> float:
+def _cosine(place: _SchedulePosition) -> float:
     return (1.0 + math.cos(math.pi * place.progress)) / 2
 
 
-def _polynomial(place: _Place) -> float:
+def _polynomial(place: _SchedulePosition) -> float:
     end = POLYNOMIAL_END / place.lr
     return (1.0 - end) * (1.0 - place.progress) + end
 
 
-def _inverse_sqrt(place: _Place) -> float:
+def _inverse_sqrt(place: _SchedulePosition) -> float:
     timescale = place.warmup_steps or DEFAULT_TIMESCALE
     return math.sqrt(timescale / (place.step - place.warmup_steps + timescale))
 
 
-SCHEDULES: dict[str, Callable[[_Place], float]] = {
+SCHEDULES: dict[str, Callable[[_SchedulePosition], float]] = {
     "constant": _one,
     "constant_with_warmup": _one,
     "linear": _linear,
@@ -79,7 +79,7 @@ def learning_rate_factor(optimizer: OptimizerConfig, step: int, total_steps: int
     warmup_steps = optimizer.num_warmup_steps
     if step < warmup_steps and optimizer.scheduler != "constant":
         return step / warmup_steps
-    return SCHEDULES[optimizer.scheduler](_Place(step, warmup_steps, total_steps, optimizer.lr))
+    return SCHEDULES[optimizer.scheduler](_SchedulePosition(step, warmup_steps, total_steps, optimizer.lr))
 
 
 def adam_params(optimizer: OptimizerConfig, factor: float) -> AdamParams:
