@@ -77,7 +77,7 @@ def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, 
     return options | given
 
 
-class Own(NamedTuple):
+class ModelFields(NamedTuple):
     """Fields that exist for each of policy, critic and ref."""
 
     nodes: int
@@ -87,17 +87,17 @@ class Own(NamedTuple):
     fsdp: FSDPConfig
 
 
-def own_of(trainer: TrainerConfig, model: str) -> Own:
+def own_of(trainer: TrainerConfig, model: str) -> ModelFields:
     """Return the fields of one model."""
     places, policy, critic, ref = trainer.placement, trainer.policy, trainer.critic, trainer.ref
     if model == "policy":
         counts = places.policy_num_nodes, places.policy_num_gpus_per_node
-        return Own(*counts, policy.sequence_parallel_size, policy.fsdp_config)
+        return ModelFields(*counts, policy.sequence_parallel_size, policy.fsdp_config)
     if model == "critic":
         counts = places.critic_num_nodes, places.critic_num_gpus_per_node
-        return Own(*counts, critic.sequence_parallel_size, critic.fsdp_config)
+        return ModelFields(*counts, critic.sequence_parallel_size, critic.fsdp_config)
     counts = places.ref_num_nodes, places.ref_num_gpus_per_node
-    return Own(*counts, ref.sequence_parallel_size, ref.fsdp_config)
+    return ModelFields(*counts, ref.sequence_parallel_size, ref.fsdp_config)
 
 
 def options_apart(config: SkyRLTrainConfig, model: str) -> dict[str, Any]:
