@@ -11,7 +11,7 @@ from skyrl.errors import ConfigError
 from skyrl.train.config import EnvironmentConfig
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.episode import Prompt
-from skyrl.train.rollouts.generators.conformance import PretendedPolicy, check_generator
+from skyrl.train.rollouts.generators.conformance import RandomPolicy, check_generator
 from skyrl.train.rollouts.generators.generator import Generated, Generator
 from skyrl.train.rollouts.metrics import rollout_metrics
 from skyrl.train.rollouts.rows import rows_of
@@ -306,6 +306,6 @@ def test_a_generator_that_breaks_a_rule_is_told_which(chatml, cls):
 
 
 def test_the_pretended_policy_answers_alike_and_of_each_session_otherwise(chatml):
-    policy, params = PretendedPolicy(Chat(chatml)), generator().sampling_params
+    policy, params = RandomPolicy(Chat(chatml)), generator().sampling_params
     first, second, other = (asyncio.run(policy.sample([1, 2], params, name)) for name in ("a", "a", "b"))
     assert first == second != other

@@ -45,7 +45,7 @@ class Finding(NamedTuple):
     """Violation of the requirement; None if it holds."""
 
 
-class PretendedPolicy:
+class RandomPolicy:
     """A sampler that answers at random, by its session and its input alone.
 
     Args:
@@ -119,7 +119,7 @@ class _Checks:
         prompts: Sequence[Prompt],
         timeout_s: float,
     ):
-        self._make: Callable[[PretendedPolicy], Generator] = lambda policy: cls(policy, chat, config, environment)
+        self._make: Callable[[RandomPolicy], Generator] = lambda policy: cls(policy, chat, config, environment)
         self._config, self._chat, self._prompts, self._timeout_s = config, chat, prompts, timeout_s
 
     def all(self) -> list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]]:
@@ -155,7 +155,7 @@ class _Checks:
                 await asyncio.wait(left, timeout=GRACE_S)
         return None
 
-    async def _made(self, policy: PretendedPolicy, at_a_time: bool = True) -> dict[str, Generated]:
+    async def _made(self, policy: RandomPolicy, at_a_time: bool = True) -> dict[str, Generated]:
         """Trajectories of all prompts by session."""
         generator = self._make(policy)
         params, made = self._config.sampling_params, {}
@@ -173,7 +173,7 @@ class _Checks:
         return made
 
     async def _gives_trajectories(self) -> None:
-        made = await self._made(PretendedPolicy(self._chat))
+        made = await self._made(RandomPolicy(self._chat))
         if not any(generated.turns for generated in made.values()):
             raise _Broken("no trajectory has a turn, so that there is nothing to train on")
         for generated in made.values():
@@ -181,7 +181,7 @@ class _Checks:
             merge_turns(generated.turns)
 
     async def _turns_are_calls(self) -> None:
-        policy = PretendedPolicy(self._chat)
+        policy = RandomPolicy(self._chat)
         for session, generated in (await self._made(policy)).items():
             calls = policy.calls.get(session, [])
             if generated.turns and not calls:
@@ -194,14 +194,14 @@ class _Checks:
                     raise _Broken(f"prompt_ids of turn {number} are not what the policy was given; keep them")
 
     async def _do_not_mix(self) -> None:
-        together = await self._made(PretendedPolicy(self._chat))
-        apart = await self._made(PretendedPolicy(self._chat), at_a_time=False)
+        together = await self._made(RandomPolicy(self._chat))
+        apart = await self._made(RandomPolicy(self._chat), at_a_time=False)
         for session, generated in together.items():
             if _told(generated) != _told(apart[session]):
                 raise _Broken(f"{session} is another one where others are made at a time; keep state in `generate`")
 
     async def _repeats(self) -> None:
-        first, second = [await self._made(PretendedPolicy(self._chat)) for _ in range(2)]
+        first, second = [await self._made(RandomPolicy(self._chat)) for _ in range(2)]
         for session, generated in first.items():
             if _told(generated) != _told(second[session]):
                 raise _Broken(
@@ -211,14 +211,14 @@ class _Checks:
 
     async def _inputs_fit(self) -> None:
         limit = self._config.max_input_length
-        policy = PretendedPolicy(self._chat)
+        policy = RandomPolicy(self._chat)
         await self._made(policy)
         longest = max((len(prompt) for calls in policy.calls.values() for prompt, _, _ in calls), default=0)
         if limit is not None and longest > limit:
             raise _Broken(f"the policy was given {longest} tokens, and may be given {limit}")
 
     async def _keeps_params(self) -> None:
-        policy = PretendedPolicy(self._chat)
+        policy = RandomPolicy(self._chat)
         await self._made(policy)
         ours = self._config.sampling_params
         for _, params, _ in (call for calls in policy.calls.values() for call in calls):
@@ -230,7 +230,7 @@ class _Checks:
                     )
 
     async def _fails_with_the_policy(self) -> None:
-        policy = PretendedPolicy(self._chat, failing=True)
+        policy = RandomPolicy(self._chat, failing=True)
         try:
             await self._make(policy).generate(self._prompts[0], self._config.sampling_params, "session")
         except Exception:
@@ -239,7 +239,7 @@ class _Checks:
             raise _Broken("the policy failed and it gave a trajectory; let errors of the policy out")
 
     async def _is_cancelled(self) -> None:
-        policy = PretendedPolicy(self._chat, hanging=True)
+        policy = RandomPolicy(self._chat, hanging=True)
         made = self._make(policy).generate(self._prompts[0], self._config.sampling_params, "session")
         task = asyncio.create_task(made)
         called = asyncio.create_task(policy.called.wait())
