@@ -7,7 +7,7 @@ from pathlib import Path
 
 from skyrl.utils.adapters.experts import named_experts, named_weights
 from skyrl.utils.adapters.layouts import FUSED, INTERLEAVED
-from skyrl.utils.adapters.naming import Names, Pairs, pairs_of
+from skyrl.utils.adapters.naming import NameCounts, Pairs, pairs_of
 from skyrl.utils.adapters.stored import StoredAdapter
 from skyrl.utils.files.hf_files import ALTERING, OFF
 
@@ -36,7 +36,7 @@ def described(adapter: StoredAdapter) -> str:
     return "\n".join(lines)
 
 
-def _naming(names: Names) -> str:
+def _naming(names: NameCounts) -> str:
     parts = ["without PEFT's prefix" if names.bare else "PEFT's"]
     parts += [f"with the adapter's name {end}" if end else "without .weight" for end in names.ends]
     return ", ".join(parts)

@@ -43,7 +43,7 @@ def padded(pair: Pair, rank: int) -> Pair:
     return Pair(np.pad(pair.a, ((0, missing), (0, 0))), np.pad(pair.b, ((0, 0), (0, missing)))) if missing else pair
 
 
-class Names(NamedTuple):
+class NameCounts(NamedTuple):
     """Unusual parts of names, as counts of tensors."""
 
     bare: int
@@ -52,7 +52,7 @@ class Names(NamedTuple):
     """Number of names by the adapter name in them; "" counts names without .weight at the end."""
 
 
-def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, Names]:
+def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, NameCounts]:
     """Return the pairs formed by tensors. Copies of base model weights are left out.
 
     Raises RequestError for a tensor that belongs to no pair, and for an incomplete pair.
@@ -99,7 +99,7 @@ def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, N
                 f"{where}: lora_A of {module} is {list(shapes[0])} and lora_B {list(shapes[1])}; the first axis of "
                 "lora_A and the last one of lora_B are the rank and have to be equal"
             )
-    return {module: Pair(half["lora_A"], half["lora_B"]) for module, half in halves.items()}, Names(bare, ends)
+    return {module: Pair(half["lora_A"], half["lora_B"]) for module, half in halves.items()}, NameCounts(bare, ends)
 
 
 def rate_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
