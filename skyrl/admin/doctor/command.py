@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import httpx
 
 from skyrl.admin.doctor import machine, model, server, state
-from skyrl.admin.doctor.finding import Named, examine, name_of
+from skyrl.admin.doctor.finding import CheckFinding, examine, name_of
 from skyrl.tinker.config import EngineConfig, options_parser, read_config, url_of
 
 WIDTH = 80
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     return int(any(one.finding.level == "problem" for one in found))
 
 
-def check_installation(config: EngineConfig, skipped: Sequence[str] = ()) -> list[Named]:
+def check_installation(config: EngineConfig, skipped: Sequence[str] = ()) -> list[CheckFinding]:
     """Check this machine, the model and state that the options name, and the server if it is running."""
     subject = state.State(config)
     found = examine(machine.CHECKS, config, skipped) + examine(model.CHECKS, config, skipped)
@@ -50,13 +50,13 @@ def check_installation(config: EngineConfig, skipped: Sequence[str] = ()) -> lis
     return found
 
 
-def check_server(url: str, skipped: Sequence[str] = ()) -> list[Named]:
+def check_server(url: str, skipped: Sequence[str] = ()) -> list[CheckFinding]:
     """Check a running server."""
     with httpx.Client(base_url=url) as http:
         return examine(server.CHECKS, server.Server(url.rstrip("/"), http), skipped)
 
 
-def report(found: Sequence[Named]) -> Iterator[str]:
+def report(found: Sequence[CheckFinding]) -> Iterator[str]:
     """Yield the lines of a report for a terminal."""
     column = max(len(one.check) for one in found) + 2
     for one in found:

@@ -22,7 +22,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Named:
+class CheckFinding:
     """A finding with the name of its check."""
 
     check: str
@@ -46,12 +46,12 @@ def problem(seen: str, remedy: str) -> Finding:
 
 def examine(
     checks: Sequence[Callable[[Subject], Finding | None]], subject: Subject, skipped: Sequence[str] = ()
-) -> list[Named]:
+) -> list[CheckFinding]:
     """Return the findings of all checks except those `skipped`. A check without a subject returns None.
 
     If a check raises, that is reported as a problem, and the other checks run.
     """
-    found: list[Named] = []
+    found: list[CheckFinding] = []
     for check in checks:
         name = name_of(check)
         if name in skipped:
@@ -61,7 +61,7 @@ def examine(
         except Exception as error:  # whatever it is, other checks may show the cause
             finding = problem(f"the check itself failed: {type(error).__name__}: {error}", "see what else is wrong")
         if finding is not None:
-            found.append(Named(name, finding))
+            found.append(CheckFinding(name, finding))
     return found
 
 
