@@ -31,7 +31,7 @@ SPREAD = 0.2
 """Start of b_post: streams differ, so that what they hold differs after a layer."""
 
 
-class Plain:
+class PlainResidual:
     """The residual connection of a model with one stream."""
 
     @staticmethod

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from skyrl.tx.design.design import Attention, DeltaNet, Design, Experts, LatentAttention, LayerGroup
 from skyrl.tx.layers.attention import attention
 from skyrl.tx.layers.cached_attention import Pages
-from skyrl.tx.layers.connector import Connector, Plain
+from skyrl.tx.layers.connector import Connector, PlainResidual
 from skyrl.tx.layers.linear import Linear
 from skyrl.tx.layers.lora import Lora
 from skyrl.tx.layers.norm import RMSNorm, normalised
@@ -131,12 +131,12 @@ class Layer(nnx.Module):
 
     def _connection(
         self, name: str, x: Stream, lora: Lora | None, norm: RMSNorm | None
-    ) -> tuple[Plain | Connector, Hidden]:
+    ) -> tuple[PlainResidual | Connector, Hidden]:
         """Connection of a sub-block with the residual stream, or with several, and what the sub-block reads.
 
         Streams of a sub-block without a norm are normalised without weights for their connector.
         """
-        residual = Plain()
+        residual = PlainResidual()
         if x.ndim == 4:
             assert lora is not None, "several streams are those of an adapter"
             of_each = norm or (lambda x: normalised(x, self.norm_eps).astype(x.dtype))
