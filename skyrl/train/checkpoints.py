@@ -24,8 +24,8 @@ from uuid import uuid4
 
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config.machinery.changes import changes
-from skyrl.train.places import Place, Where, place_of
-from skyrl.train.ranking import Best, Ranking
+from skyrl.train.places import StorageLocation, Where, place_of
+from skyrl.train.ranking import BestEvaluation, Ranking
 from skyrl.train.run_identity import Fields, check_identity, check_same_model
 from skyrl.train.tracking.dumps import plain
 from skyrl.train.tracking.tracker import METRICS_FILE
@@ -54,7 +54,7 @@ class Checkpoint(NamedTuple):
     """Configuration of that run; empty for checkpoints of older versions."""
     best: dict[str, Any] | None = None
     """Best evaluation of that run so far, if evaluations are compared."""
-    source: Place | None = None
+    source: StorageLocation | None = None
     """Bucket that the checkpoint was downloaded from, if any."""
 
     @property
@@ -105,7 +105,7 @@ class CheckpointStore:
         self._identity = dict(identity)
         self._max_to_keep = max_to_keep
         self._ranking = ranking
-        self.best: Best | None = None
+        self.best: BestEvaluation | None = None
         """Best evaluation, whose checkpoint exists or will be written next."""
         self._settings = json.loads(json.dumps(dict(settings or {}), default=plain))
         self.run_id = uuid4().hex

@@ -29,12 +29,12 @@ Where = Path | str
 """A path on disk, or a URL."""
 
 
-def place_of(path: str | Path) -> "Place":
+def place_of(path: str | Path) -> "StorageLocation":
     """Return the place of a path or URL. Raises `RequestError` for a URL with an unsupported scheme."""
-    return Bucket(str(path)) if is_url(path) else Place(Path(path).expanduser())
+    return Bucket(str(path)) if is_url(path) else StorageLocation(Path(path).expanduser())
 
 
-class Place:
+class StorageLocation:
     """A folder on disk. Names are relative to it; all methods raise `StorageError` if the disk or the store fails."""
 
     is_disk = True
@@ -110,7 +110,7 @@ class Place:
         """Restore a growing file in `folder` from its last upload."""
 
 
-class Bucket(Place):
+class Bucket(StorageLocation):
     """A folder in a bucket, with a folder on disk for writing. Raises `RequestError` as `ObjectStore`."""
 
     is_disk = False

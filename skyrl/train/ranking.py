@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from skyrl.errors import ConfigError
 
 
-class Best(NamedTuple):
+class BestEvaluation(NamedTuple):
     """The best evaluation so far."""
 
     step: int
@@ -29,7 +29,7 @@ class Ranking(NamedTuple):
         """Create the ranking of a configuration; None if no metric is named. The mode is max or min."""
         return None if metric is None else cls(field, metric, mode == "max")
 
-    def better(self, best: Best | None, step: int, metrics: Mapping[str, float]) -> Best | None:
+    def better(self, best: BestEvaluation | None, step: int, metrics: Mapping[str, float]) -> BestEvaluation | None:
         """Return the evaluation after a step if it is better than the best, else None. NaN is never better.
 
         Raises ConfigError if the metrics have no such name.
@@ -43,14 +43,14 @@ class Ranking(NamedTuple):
         sign = 1 if self.highest else -1
         if math.isnan(value) or (best is not None and sign * value <= sign * best.value):
             return None
-        return Best(step, float(value))
+        return BestEvaluation(step, float(value))
 
-    def restored(self, stored: Mapping[str, Any] | None) -> Best | None:
+    def restored(self, stored: Mapping[str, Any] | None) -> BestEvaluation | None:
         """Return the best evaluation of a stored run, or None if that run used another metric or direction."""
         if not stored or (stored["metric"], stored["highest"]) != (self.metric, self.highest):
             return None
-        return Best(stored["step"], stored["value"])
+        return BestEvaluation(stored["step"], stored["value"])
 
-    def stored(self, best: Best) -> dict[str, Any]:
+    def stored(self, best: BestEvaluation) -> dict[str, Any]:
         """Return `best` as JSON values, for `restored`."""
         return {"metric": self.metric, "highest": self.highest, **best._asdict()}

@@ -8,7 +8,7 @@ import asyncio
 from pathlib import Path
 from typing import NamedTuple
 
-from skyrl.train.places import Place, Where, place_of
+from skyrl.train.places import StorageLocation, Where, place_of
 from skyrl.train.policies import Learner
 from skyrl.train.tracking.tracker import set_aside
 
@@ -22,7 +22,7 @@ class Result(NamedTuple):
     folder: Path
     is_adapter: bool
     """True for an adapter in PEFT format, False for a whole model in Hugging Face format."""
-    place: Place | None = None
+    place: StorageLocation | None = None
     """Place of the folder, if it may be in a bucket."""
 
     @property
@@ -60,7 +60,7 @@ def result_in(folder: str | Path, rank: int, is_merged: bool) -> Result:
     return Result(place.folder / RESULT, rank > 0 and not is_merged, place)
 
 
-def _set_aside(place: Place, name: str) -> None:
+def _set_aside(place: StorageLocation, name: str) -> None:
     """Rename a folder in a bucket to the first free name: model.1."""
     if place.has(name):
         taken = set(place.names())

@@ -23,7 +23,7 @@ from skyrl.train.checkpoints import (
     begin_writing,
 )
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.ranking import Best, Ranking
+from skyrl.train.ranking import BestEvaluation, Ranking
 from skyrl.train.run_identity import identity_of
 from skyrl.utils.failpoints import CRASH_POINTS
 from skyrl.utils.files.atomic_folders import read_folder, write_folder
@@ -281,7 +281,7 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_beside_the_newest(tmp_pat
     run = ranked(tmp_path, mode)
     assert evaluated(run, {1: 0.5, 2: 0.25, 3: 0.75, 4: float("nan"), 5: 0.125, 6: 0.75}) == best
     assert steps(tmp_path) == kept and (tmp_path / BEST).read_text() == str(kept[0])
-    assert run.best == Best(kept[0], {"max": 0.75, "min": 0.125}[mode])
+    assert run.best == BestEvaluation(kept[0], {"max": 0.75, "min": 0.125}[mode])
 
 
 def test_a_resumed_run_knows_its_best_and_one_that_is_compared_otherwise_begins_anew(tmp_path):
@@ -313,7 +313,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_knows_the_best_until_then(t
     evaluated(ranked(tmp_path, keep=-1), {1: 0.5, 2: 0.25, 3: 0.75})
     run = ranked(tmp_path, keep=-1)
     run.resume("from_path", str(tmp_path / "global_step_2"))
-    assert run.best == Best(1, 0.5)
+    assert run.best == BestEvaluation(1, 0.5)
 
 
 def test_a_metric_that_evaluations_do_not_have_is_named_with_those_that_they_have(tmp_path):

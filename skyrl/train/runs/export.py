@@ -20,7 +20,7 @@ from skyrl.backends.registry import find_backend, options_of
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.checkpoints import MARKER, STATE, Checkpoint, CheckpointStore
 from skyrl.train.config import SFTConfig
-from skyrl.train.places import Place
+from skyrl.train.places import StorageLocation
 from skyrl.train.results import RESULT, Result
 from skyrl.train.strategy.base_model import check_base_model
 from skyrl.train.strategy.registry import find_strategy
@@ -141,7 +141,7 @@ def _checkpoint_of(given: str | Path) -> tuple[str, str]:
     )
 
 
-def _state_of(place: Place, name: str) -> Mapping[str, Any]:
+def _state_of(place: StorageLocation, name: str) -> Mapping[str, Any]:
     try:
         content = place.read(f"{name}/{STATE}")
         if content is None:
