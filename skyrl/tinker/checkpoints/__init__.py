@@ -1,1 +1,1 @@
-"""Checkpoint folders on disk: how much they take, how long they stay, how they leave (archives, trash, adoption)."""
+"""Checkpoint folders on disk: disk budget, retention, downloads and uploads, trash, adoption."""

@@ -1,4 +1,4 @@
-"""Checkpoints whose files are there and whose rows are not: of a database that was put back, or out of the trash."""
+"""Recovery of checkpoints that have files but no row, after a database restore or a move out of the trash."""
 
 import re
 
@@ -16,21 +16,21 @@ _FOLDER = re.compile(r"([^/]+)/(weights|sampler_weights|external_weights)/(.+)@(
 
 
 def nameless_checkpoints(config: EngineConfig, database: Database, there: set[str]) -> list[CheckpointRow]:
-    """Rows for checkpoints that have none, in the order of their saves. None is stored yet.
+    """Return rows for checkpoints without a row, in the order of their saves. The rows are not stored yet.
 
-    The database has to know the model, which says whose it is and what is trained; the name must be free, and all files
-    there. What a checkpoint was saved with besides, metadata and a time to live, is not known any more; it is private.
+    The row of the model must exist, as it has the tenant and the LoRA configuration. The name must be free, and all
+    files must exist. Metadata and time to live are lost, and the checkpoint is private.
 
     Args:
-        config: Of the server.
-        database: Lacks the rows.
-        there: Folders below the folder or bucket of checkpoints.
+        config: Configuration of the server.
+        database: Database without the rows.
+        there: Existing folders, below the checkpoint folder or bucket.
     """
     return database.read_now(lambda session: _rows(session, config, there - named_folders(session)))
 
 
 def path_of(row: CheckpointRow) -> str:
-    """The path that clients load a checkpoint by."""
+    """Return the `tinker://` path of a checkpoint."""
     return f"{ids.SCHEME}{row.model_id}/{row.kind}/{row.name}"
 
 
@@ -40,7 +40,7 @@ def _rows(session: Session, config: EngineConfig, nameless: set[str]) -> list[Ch
     taken = set(session.exec(select(*columns)).all())
     found: list[CheckpointRow] = []
     matches = [match for folder in nameless if (match := _FOLDER.fullmatch(folder)) is not None]
-    for match in sorted(matches, key=lambda match: int(match[4]), reverse=True):  # of two of a name, the later save
+    for match in sorted(matches, key=lambda match: int(match[4]), reverse=True):  # the latest save of a name first
         model, kind, name = models.get(match[1]), match[2], match[3]
         written = inspect_stored(config.path_of(match[0]))
         if model is None or written is None or (model.model_id, kind, name) in taken:

@@ -1,4 +1,4 @@
-"""Removes what may go, inside a running server every so often. Where none runs, `skyrl gc` does (`offline.py`)."""
+"""Periodic garbage collection in a running server. Without a running server, use `skyrl gc` (`offline.py`)."""
 
 import asyncio
 import logging
@@ -33,25 +33,26 @@ Job = Walk[Any] | Callable[..., list[Removal]]
 
 OFTEN = (*retention.OFTEN, surplus_versions)
 SELDOM_S = 3600
-"""Seconds between two looks through everything."""
+"""Seconds between two full rounds."""
 LATE_S = 300
-"""Seconds that a round may come late. If it comes later, nobody could be heard meanwhile: the machine slept, or its
-clock was set."""
+"""Maximum delay of a round in seconds. A longer delay means that the machine was suspended or its clock was set, so
+that no heartbeats could arrive."""
 
 
 class Collector:
-    """Removes what is past its time, one round after the other.
+    """Removes expired rows and files, one round at a time.
 
     Args:
-        config: How long things live.
-        database: Of the server.
-        discard: Removes files, unless something reads them still; then they are found without a name later on.
-        forget: Told which rows have changed.
-        refresh: Writes down which clients were heard of, before it is decided who was silent.
-        heard_since: When clients could first be heard.
-        force: Remove what nothing names, and surplus checkpoints, however many there are (see `guard`).
-        tell: Told why a round leaves them, once, and again when there are more or less.
-        sampled: When versions were last sampled since then. None: that is not known, so none is taken for unused.
+        config: Lifetimes and limits.
+        database: Database of the server.
+        discard: Removes files that are not being read. Other files become unreferenced, and a later round removes them.
+        forget: Called with the ids of changed rows.
+        refresh: Stores the latest heartbeats, before silent sessions are determined.
+        heard_since: Time from which heartbeats could arrive.
+        force: Remove unreferenced folders and surplus checkpoints without the safety limit of `guard`.
+        tell: Called with the reason why a round removes none of these, once, and again if their number changes.
+        sampled: Returns the time of the last sample of each version since `heard_since`. None: unknown, so no version
+            counts as unused.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Collector:
         sampled: Callable[[], Mapping[str, float]] | None = None,
     ):
         self.refusal: str | None = None
-        """Reason why the last look at everything took nothing that has no name, if it did not."""
+        """Reason why the last full round removed no unreferenced folders. None if it did not refuse."""
         self._config = config
         self._database = database
         self._discard = discard
@@ -83,18 +84,18 @@ class Collector:
         self._turn = asyncio.Lock()
 
     async def run(self) -> None:
-        """Collect every so often, until cancelled."""
+        """Collect every `session_cleanup_interval_sec` seconds, until cancelled. A negative interval disables this."""
         while self._config.session_cleanup_interval_sec >= 0:
             try:
                 await self.collect()
             except DatabaseFull as error:
                 log.warning("garbage collection skipped: %s", error)
-            except Exception as error:  # the next round may do better; without any the disk would fill
+            except Exception as error:  # the next round may succeed; with no more rounds the disk would fill up
                 log.error("collecting failed", exc_info=error)
             await asyncio.sleep(max(1, self._config.session_cleanup_interval_sec))
 
     async def collect(self) -> list[Removal]:
-        """One round: what is past its time; at first and every hour also what takes a look at everything."""
+        """Run one round. The first round, and then one per `SELDOM_S`, is a full round, which scans everything."""
         async with self._turn:
             await self._refresh()
             self._look_at_the_clock()
@@ -129,25 +130,25 @@ class Collector:
         return await self._database.write(lambda session: job.remove(session, rules, now, found)) if found else []
 
     async def _look_at_stake(self) -> None:
-        """Spare what the guard does not let go."""
+        """Apply the safety limit of `guard`: exclude folders and checkpoints that it does not allow to remove."""
         first = self._seldom_at == 0.0
         stake = await asyncio.to_thread(at_stake, self._config, self._database, self._rules, first)
         self.refusal = stake.refusal if stake.too_much else None
         if self.refusal is not None:
-            if stake.surplus:  # what becomes surplus from now on does so one by one, as it should
+            if stake.surplus:  # checkpoints that become surplus later, one at a time, are expected
                 self._rules = replace(self._rules, surplus_since=time.time())
             if self._refused is None or self._refused.nameless != stake.nameless:
                 self._tell(self.refusal)
         self._refused = stake if stake.too_much else None
 
     def _look_at_the_clock(self) -> None:
-        """Silence counts from now on where this round comes too late."""
+        """Restart the count of silence if this round is too late."""
         last, self._last_round = self._last_round, time.time()
         if self._last_round - last > max(1, self._config.session_cleanup_interval_sec) + LATE_S:
             self._rules = replace(self._rules, heard_since=self._last_round)
 
     async def _remove(self, removals: list[Removal]) -> list[Removal]:
-        """Remove what rows that are gone have left."""
+        """Remove the files of deleted rows. Returns the removals with their sizes."""
         done = []
         for removal in removals:
             self._forget(removal.changed)
@@ -163,9 +164,9 @@ class Collector:
 
 
 def past_its_time(config: EngineConfig) -> list[Removal]:
-    """Entries that have been in the trash for long enough, and uploads that have expired. They are still there.
+    """List expired trash entries and expired uploads, without removing them.
 
-    Raises `StorageError` of a bucket.
+    Raises `StorageError` if the bucket fails.
     """
     base, now = config.checkpoints_folder, time.time()
     emptied = [_emptied(entry) for entry in trash.entries(config) if entry.since <= now - config.trash_retention_sec]
@@ -184,7 +185,7 @@ def _remove_past_its_time(config: EngineConfig) -> list[Removal]:
 
 
 def remove_for_good(config: EngineConfig, removal: Removal) -> None:
-    """Remove an entry of the trash, or an upload."""
+    """Delete a trash entry or an upload permanently."""
     assert removal.files is not None
     name = removal.files.folder
     remove_folder(config.checkpoints_folder / name)
@@ -202,7 +203,7 @@ def _expired(stored: Stored) -> Removal:
 
 
 def summary(removals: list[Removal]) -> str:
-    """Number of things, and their size."""
+    """Return the number and total size of removals, in words."""
     count = "1 thing" if len(removals) == 1 else f"{len(removals)} things"
     waiting = sum(removal.files is not None and removal.files.to_trash for removal in removals)
     where = f" ({waiting} of them to {trash.NAME})" if waiting else ""
@@ -210,5 +211,5 @@ def summary(removals: list[Removal]) -> str:
 
 
 def mebibytes(size_bytes: int) -> str:
-    """A size in words."""
+    """Format a size in MiB."""
     return f"{size_bytes / MIB:.1f} MiB"

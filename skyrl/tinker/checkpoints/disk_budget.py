@@ -1,7 +1,7 @@
-"""The folder of checkpoints: held by one server, tidied when it starts, and kept within its limits.
+"""The checkpoint folder: its lock, its cleanup at startup, and its size limits.
 
-What it holds is known from the rows of checkpoints, versions and snapshots, so that asking costs a query and not a walk
-through the folder. What the disk has left is asked of the disk.
+Used bytes are computed from the rows of checkpoints, versions and snapshots: one query instead of a directory walk.
+Free bytes are read from the file system.
 """
 
 import asyncio
@@ -34,34 +34,34 @@ log = logging.getLogger(__name__)
 LOCK = ".server.lock"
 EPHEMERAL = "ephemeral"
 KINDS = ("weights", "sampler_weights", "external_weights", EPHEMERAL, "snapshots")
-"""Folders of a model. Others are not ours."""
+"""Names of a model's subfolders. All others are ignored."""
 DEPTH = 3
-"""Parts of the name of what is saved: MODEL/KIND/NAME."""
+"""Number of parts of the name of a saved folder: MODEL/KIND/NAME."""
 _TOP = re.compile(r"[0-9a-f-]{36}-train-\d+|\.(trash|uploads|state-id|server\.lock|engine\.lock|running|crashes\.json)")
-"""Names below the folder that are ours: whoever cannot enter those reaches nothing further down."""
+"""Names of the server's own entries in the checkpoint folder. Their permissions protect everything below them."""
 MIB, GIB = 2**20, 2**30
 _MODEL = re.compile(r"[0-9a-f-]{36}-train-\d+")
-"""Name of a model's folder. Others are not ours, such as what a file system keeps in its root."""
+"""Name of a model's folder. All others are ignored, such as `lost+found` in the root of a file system."""
 WAY_OUT = "delete checkpoints (tinker checkpoint delete), finish sessions, or start the server with"
 
 
 def hold_folder(base: Path, finish_writes: bool = True, stopping: threading.Event | None = None) -> Lease:
-    """Take the folder for this process.
+    """Lock the checkpoint folder for this process.
 
     Args:
-        base: The folder. It is made if it is missing.
-        finish_writes: Finish, or take back, what a killed server was writing, and take from others what an earlier
-            one let them read.
-        stopping: Set when there is no use any more in waiting for a server that is about to end.
+        base: Checkpoint folder. Created if missing.
+        finish_writes: Complete or roll back interrupted writes of a killed server, and remove the access of other
+            users that an earlier version granted.
+        stopping: Set to stop waiting for a server that is about to exit.
 
     Raises:
-        RequestError: It cannot be written, or another server uses it.
+        RequestError: The folder is not writable, or another server uses it.
     """
     option = f"checkpoints_base={base}"
     try:
         lease = Lease(base / LOCK, option, "--checkpoints-base", stopping)
         try:
-            tempfile.TemporaryFile(dir=base).close()  # the first save is not to be the one to find out that this fails
+            tempfile.TemporaryFile(dir=base).close()  # fail at startup rather than at the first save
             if finish_writes:
                 _make_private(base)
                 for parent in (*folders_of_kinds(base), base / trash.NAME):
@@ -76,24 +76,27 @@ def hold_folder(base: Path, finish_writes: bool = True, stopping: threading.Even
 
 
 def _make_private(base: Path) -> None:
-    """The user's alone, but for the folder itself, which others may have a part in."""
+    """Remove the access of group and others from the server's own entries. The folder itself may be shared."""
     for path in base.iterdir():
         if _TOP.fullmatch(path.name):
-            with suppress(OSError):  # it is somebody else's, or gone
+            with suppress(OSError):  # owned by another user, or removed meanwhile
                 mode = stat.S_IMODE(path.stat().st_mode)
                 if mode & (stat.S_IRWXG | stat.S_IRWXO):
                     path.chmod(mode & stat.S_IRWXU)
 
 
 def folders_of_kinds(base: Path) -> Iterator[Path]:
-    """The folders MODEL/KIND, which hold all that is saved."""
+    """Yield the folders MODEL/KIND, the parents of all saved folders."""
     for model in base.iterdir():
         if model.is_dir() and not model.name.startswith("."):
             yield from (kind for kind in model.iterdir() if kind.is_dir())
 
 
 def saved_folders(base: Path, bucket: str | None = None) -> set[str]:
-    """MODEL/KIND/NAME of all that is saved, as the database names it. Raises `StorageError` of the bucket."""
+    """Return MODEL/KIND/NAME of all saved folders on disk and in the bucket, as in the database.
+
+    Raises `StorageError` if the bucket fails.
+    """
     kinds = (kind for kind in folders_of_kinds(base) if kind.name in KINDS)
     paths = (path for kind in kinds for path in kind.iterdir() if path.is_dir() and not path.name.startswith("."))
     remote = {} if bucket is None else folders_below(bucket, DEPTH)
@@ -101,55 +104,55 @@ def saved_folders(base: Path, bucket: str | None = None) -> set[str]:
 
 
 def remove_empty_folders(base: Path, kind: Path | None = None) -> None:
-    """Remove the folders MODEL/KIND, and then MODEL, that hold nothing. A save that needs one makes it again.
+    """Remove empty folders MODEL/KIND, then empty folders MODEL. Saves recreate them as needed.
 
     Args:
-        base: Folder of checkpoints.
-        kind: Look at this one and its MODEL only.
+        base: Checkpoint folder.
+        kind: The only MODEL/KIND folder to check, together with its MODEL. None: all.
     """
     kinds = list(folders_of_kinds(base)) if kind is None else [kind]
     models = {path.parent for path in kinds} if kind is not None else set(base.iterdir())
     ours = {model for model in models if model.parent == base and _MODEL.fullmatch(model.name)}
     for path in (*(kind for kind in kinds if kind.parent in ours), *ours):
-        with suppress(OSError):  # it is not empty, or gone
+        with suppress(OSError):  # not empty, or already removed
             path.rmdir()
 
 
 class Disk:
-    """Refuses what would not fit.
+    """Disk budget of checkpoints. Rejects saves that would exceed it.
 
     Args:
         config: `checkpoints_base` and its limits.
-        database: Knows what has been saved.
+        database: Source of the sizes of saved folders.
     """
 
     def __init__(self, config: EngineConfig, database: Database):
         self._config = config
         self._database = database
         self.collect: Callable[[], Awaitable[object]] | None = None
-        """Removes what nobody needs any more, as soon as there is something that does so."""
+        """Runs garbage collection. None until the collector exists."""
 
     async def found(self) -> tuple[dict[str, int], int]:
-        """(bytes of what is saved, by kind; bytes that the disk has left)."""
+        """Return (saved bytes by kind, free bytes of the disk)."""
         free = shutil.disk_usage(self._config.checkpoints_folder).free
         return await self._database.read(stored_bytes), free
 
     async def make_room(self, model_id: str, sampler: bool) -> None:
-        """See to it that a save of a model fits; what can go goes first, then the trash, the oldest of it first.
+        """Make room for a save of a model. Runs garbage collection first, then removes the oldest trash entries.
 
         Args:
-            model_id: The model that is to be saved.
-            sampler: Whether only its weights are saved, not its optimizer.
+            model_id: Model to be saved.
+            sampler: True if only the weights are saved, without optimizer state.
 
         Raises:
-            RequestError: It does not fit. The message says what is taken, what may be, and a way out.
+            RequestError: The save does not fit. The message has the usage, the limit and a way out.
         """
         await self.make_room_for(
             await self._database.read(partial(_expected_bytes, model_id=model_id, sampler=sampler))
         )
 
     async def make_room_for(self, size: int) -> None:
-        """See to it that so many bytes fit. Raises as `make_room`."""
+        """Make room for `size` bytes. Raises as `make_room`."""
         if await self._refusal(size) is None:
             return
         if self.collect is not None:
@@ -157,7 +160,7 @@ class Disk:
         left = await asyncio.to_thread(_trash_of, self._config)
         in_trash = sum(entry.size_bytes for entry in left)
         if (refusal := await self._refusal(size, without=in_trash)) is not None:
-            raise RequestError(refusal)  # it would not fit without the trash either
+            raise RequestError(refusal)  # emptying the trash would not be enough
         while (refusal := await self._refusal(size)) is not None:
             if not left:
                 raise RequestError(refusal)
@@ -165,7 +168,7 @@ class Disk:
             await asyncio.to_thread(left.pop(0).remove)
 
     async def _refusal(self, size: int, without: int = 0) -> str | None:
-        """Reason why so many bytes do not fit, also if others went. None if they fit."""
+        """Return the reason why `size` bytes do not fit once `without` bytes are freed. None if they fit."""
         config = self._config
         free = shutil.disk_usage(config.checkpoints_folder).free
         if free + without - size < config.min_free_disk_mib * MIB:
@@ -188,7 +191,7 @@ class Disk:
 
 
 def _trash_of(config: EngineConfig) -> list[trash.Entry]:
-    """Entries of the trash. Raises `RequestError` if the bucket does not tell them."""
+    """List the entries of the trash. Raises `RequestError` if the bucket cannot be listed."""
     try:
         return trash.entries(config)
     except StorageError as error:
@@ -196,7 +199,7 @@ def _trash_of(config: EngineConfig) -> list[trash.Entry]:
 
 
 def stored_bytes(session: Session) -> dict[str, int]:
-    """Bytes of checkpoints, versions without a name and snapshots, as far as they are known."""
+    """Return the total bytes of checkpoints, unnamed versions and snapshots. Rows of unknown size count 0."""
     columns = {
         "checkpoint": col(CheckpointRow.size_bytes),
         "version": col(VersionRow.size_bytes),
@@ -206,7 +209,7 @@ def stored_bytes(session: Session) -> dict[str, int]:
 
 
 def _expected_bytes(session: Session, model_id: str, sampler: bool) -> int:
-    """Bytes that saving a model will take: as many as the last time. 0 where there was none."""
+    """Estimate the bytes of a save of a model from its earlier saves. 0 if there is none."""
     kind = "sampler_weights" if sampler else "weights"
     named = select(CheckpointRow.size_bytes).where(CheckpointRow.model_id == model_id, CheckpointRow.kind == kind)
     sizes = [session.exec(named.order_by(col(CheckpointRow.id).desc()).limit(1)).first()]

@@ -1,7 +1,7 @@
 """Safety limit of garbage collection: a round that would remove a large share of all folders is likely a mistake.
 
-Folders that nothing names are many where the database is not the one that belongs to them, as after it was restored
-from an older backup; checkpoints are many too many where `keep_last_checkpoints` was set by mistake.
+Many unreferenced folders suggest a wrong database, such as one restored from an older backup. Many surplus checkpoints
+suggest that `keep_last_checkpoints` was set by mistake.
 """
 
 import time
@@ -18,21 +18,21 @@ from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.read_only import Readable
 
 FEW = FOLDERS
-"""Folders that may always go."""
+"""Number of folders that a round may always remove."""
 SHARE = 0.2
-"""Share of all folders that may go in one round."""
+"""Maximum share of all folders that a round may remove."""
 
 
 @dataclass(frozen=True)
 class Stake:
-    """Folders and checkpoints that a round would take."""
+    """Numbers of folders and checkpoints that a round would remove."""
 
     nameless: int
-    """Folders that nothing names."""
+    """Number of unreferenced folders."""
     surplus: int
-    """Checkpoints beyond the newest that a model keeps."""
+    """Number of checkpoints beyond `keep_last_checkpoints`."""
     total: int
-    """Folders that there are."""
+    """Number of existing folders."""
 
     @property
     def too_much(self) -> bool:
@@ -40,7 +40,7 @@ class Stake:
 
     @property
     def refusal(self) -> str:
-        """Reason why none of them goes, and what to do."""
+        """Reason why nothing is removed, with a way out."""
         return (
             f"{self.nameless + self.surplus} of {self.total} folders of checkpoints would be removed "
             f"({self.nameless} that the database does not name, {self.surplus} beyond keep_last_checkpoints), which is "
@@ -51,24 +51,30 @@ class Stake:
 
 
 def at_stake(config: EngineConfig, database: Database, rules: Rules, first: bool) -> Stake:
-    """Stake of a round. Only in the `first` are there surplus checkpoints that were not so one by one."""
+    """Compute the stake of a round.
+
+    Surplus checkpoints count only in the `first` round: later ones become surplus one at a time, with each save.
+    """
     surplus = len(database.read_now(partial(retention.surplus, rules=rules))) if first else 0
     names = [removal.files.folder for removal in nameless_folders(config, database) if removal.files is not None]
     whole = [name for name in names if not name.rpartition("/")[2].startswith(".")]
     try:
         there = saved_folders(config.checkpoints_folder, config.checkpoints_bucket)
-    except StorageError:  # then it is a larger share of what is known
+    except StorageError:  # the total is smaller then, so the limit is stricter
         there = saved_folders(config.checkpoints_folder)
     return Stake(_kept(whole), surplus, _kept(there))
 
 
 def _kept(names: Collection[str]) -> int:
-    """Number to be kept. A round takes many versions without a name, and may be killed before their files go."""
+    """Count the folders that are not unnamed versions.
+
+    A normal round removes rows of many unnamed versions, and a kill may leave all of their files.
+    """
     return sum(f"/{EPHEMERAL}/" not in name for name in names)
 
 
 def nameless_folders(config: EngineConfig, database: Readable) -> list[Removal]:
-    """Folders that nothing names. Names are read after the folders, so that none is missed."""
+    """List removals of unreferenced folders. References are read after the folders, so that no new one is missed."""
     folders = list(retention.old_folders(config, time.time()))
     named, busy = database.read_now(retention.named_folders), database.read_now(retention.busy_models)
     return retention.orphans(config, folders, named, busy)

@@ -1,6 +1,6 @@
-"""Maintenance of a stopped server's state by a person: `skyrl gc` collects, `skyrl adopt` ties.
+"""Offline maintenance of a stopped server's state: `skyrl gc` (garbage collection) and `skyrl adopt` (state ids).
 
-Neither makes a database: where there is none, or another program's, the options are wrong.
+Neither creates a database: a missing database, or one of another program, means that the options are wrong.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ Say = Callable[[str], None]
 
 
 def collect(config: EngineConfig, dry_run: bool, say: Say, force: bool = False) -> None:
-    """Collect where no server runs.
+    """Run garbage collection without a server.
 
     Args:
-        config: Of that server.
-        dry_run: Say what would go, and leave it.
-        say: Told each thing, in a line.
-        force: Remove what has no name, and surplus checkpoints, however many there are.
+        config: Configuration of the server.
+        dry_run: Report removals without removing anything.
+        say: Called with each line of the report.
+        force: Remove unreferenced folders and surplus checkpoints without the safety limit.
 
     Raises:
-        RequestError: A server runs, there is nothing to collect from, folder and database do not belong together, or,
-            when all else is done, too much would go.
+        RequestError: A server is running, folder or database is missing, they do not belong together, or, after all
+            other removals, the safety limit was exceeded.
     """
     try:
         with _opened(config, dry_run) as database:
@@ -63,15 +63,15 @@ def collect(config: EngineConfig, dry_run: bool, say: Say, force: bool = False) 
 
 
 def adopt(config: EngineConfig, dry_run: bool, say: Say) -> None:
-    """Tie folder and database, whatever ids they have, and give checkpoints that have lost their names these again.
+    """Write a common id to folder and database, whatever ids they have, and restore missing rows of checkpoints.
 
     Args:
-        config: Of the server.
-        dry_run: Say what there is, and leave it.
-        say: Told that before anything is changed, and then what has been changed.
+        config: Configuration of the server.
+        dry_run: Report without changing anything.
+        say: Called with each line of the report: first the findings, then the changes.
 
     Raises:
-        RequestError: A server runs, or there is no folder or no database.
+        RequestError: A server is running, or folder or database is missing.
     """
     base = config.checkpoints_folder
     with _opened(config, dry_run) as database:
@@ -94,7 +94,7 @@ def adopt(config: EngineConfig, dry_run: bool, say: Say) -> None:
 
 @contextmanager
 def _opened(config: EngineConfig, dry_run: bool) -> Iterator[Database]:
-    """The database, while the folder is held."""
+    """Open the database with the folder and the bucket locked."""
     base = config.checkpoints_folder
     if config.snapshots_bucket is None and not base.is_dir():
         raise RequestError(

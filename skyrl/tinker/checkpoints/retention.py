@@ -1,9 +1,9 @@
-"""Expiry of rows and files that are past their time. Each function removes rows and says which files go with them.
+"""Retention jobs. Each deletes expired rows and returns the files to delete with them.
 
-The functions are jobs of the database's writer; what takes a look at everything is found by a reader (`Walk`), so that
-nobody's writes wait for it. Rows go first and files after the commit, so that a kill in between
-leaves files without a name, which `orphans` finds, and never a name without files. A dry run is the same jobs, rolled
-back. What a revival of a model would read again stays, whatever its age.
+Jobs run in the database's writer. Full scans run in a reader first (`Walk`), so that they do not block writes. Rows are
+deleted first, and files after the commit: a kill in between leaves unreferenced files, which `orphans` finds, but never
+a row without files. A dry run executes the same jobs and rolls them back. Data that the revival of a model needs is
+kept regardless of its age.
 """
 
 import logging
@@ -49,68 +49,67 @@ DAY_S = 24 * 3600
 ENDED_AFTER_S = DAY_S
 """Seconds of silence after which a session counts as ended."""
 HEARD_WITHIN_S = 3600
-"""Seconds that a server listens before it takes a session for silent. Clients say something every 10."""
+"""Minimum seconds after startup before a session can count as silent. Clients send a heartbeat every 10 seconds."""
 RESULT_AGE_S = 600
-"""Seconds that a result stays at least, however large results are."""
+"""Minimum lifetime of a result in seconds, even if the results exceed `max_results_gib`."""
 ORPHAN_AGE_S = 3600
 QUARANTINE_S = 7 * DAY_S
 FOLDERS = 10
-"""Saved folders that lose their names in one transaction. Those that a kill leaves without one are few enough for the
-guard."""
+"""Maximum number of saved folders whose rows one transaction deletes. If a kill leaves that many folders unreferenced,
+`guard` still allows their removal."""
 BATCH = 200
-"""Things that go in one transaction, so that others get their turn."""
+"""Maximum number of rows that one transaction deletes, so that other writers get their turn."""
 MANY_SAMPLERS = 1000
-"""Samplers of a session that go in a transaction of their own."""
+"""Number of samplers of one session that are deleted in a separate transaction."""
 BATCH_BYTES = 64 * 2**20
-"""Bytes of results or bodies that go in one transaction at most, unless a single one is larger."""
+"""Maximum bytes of results or bodies that one transaction deletes, unless a single one is larger."""
 GONE = ("failed", "copy", "expired")
-"""Statuses of models that are never brought back. An unloaded one may have to be, to write what it has published; one
-that is lost may be found again (`request_log.try_lost_models_again`)."""
+"""Statuses of models that are never revived. An unloaded model may be revived to write a published version; a lost
+model may become available again (`request_log.try_lost_models_again`)."""
 NOT_BROUGHT_BACK = (*GONE, "unloaded")
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Lifetimes of things."""
+    """Inputs of the retention jobs."""
 
     config: EngineConfig
     heard_since: float = 0.0
-    """Time at which the server came up: nobody can have been heard of for a while before it."""
+    """Time at which the server started. No heartbeats arrived for some time before it."""
     surplus_since: float = 0.0
-    """Checkpoints from before are not taken for surplus."""
+    """Creation time from which checkpoints can count as surplus."""
     sampled: Mapping[str, float] | None = None
-    """Times at which versions were last sampled since then. None where that is not known."""
+    """Time of the last sample of each version since `heard_since`. None if unknown."""
     results_since: float = 0.0
-    """Results that ended before are too many (`oldest_result`)."""
+    """Results that ended before this time exceed the size limit (`oldest_result`)."""
 
 
 @dataclass(frozen=True)
 class Removal:
-    """Something that has gone, in words, and the files that go with it."""
+    """A description of something removed, and the files to delete with it."""
 
     what: str
     size_bytes: int = 0
     files: UnreferencedFiles | None = None
     changed: tuple[str, ...] = ()
-    """Ids of rows that changed or went."""
+    """Ids of changed and deleted rows."""
 
 
 @dataclass(frozen=True)
 class Walk(Generic[Found]):
-    """A job that walks through a table: a reader finds what may go, the writer looks at that again and removes it."""
+    """A job that scans a table: a reader finds candidates, and the writer checks them again and removes them."""
 
     find: Callable[[Session, Rules, float], Sequence[Found]]
     remove: Callable[[Session, Rules, float, Sequence[Found]], list[Removal]]
 
     def __call__(self, session: Session, rules: Rules, now: float) -> list[Removal]:
-        """Both in one transaction."""
+        """Find and remove in one transaction."""
         found = self.find(session, rules, now)
         return self.remove(session, rules, now, found) if found else []
 
 
 def results(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Results that nobody has asked for in a long time, or that are too many. What remains still tells an equal request
-    apart."""
+    """Delete results that ended long ago or exceed the size limit. The request row stays, to detect duplicates."""
     since = max(now - rules.config.result_retention_sec, min(rules.results_since, now - RESULT_AGE_S))
     oldest = select(ResultRow.request_id, ResultRow.size_bytes).where(col(ResultRow.finished_at) < since)
     found = session.exec(oldest.order_by(col(ResultRow.finished_at)).limit(BATCH)).all()
@@ -121,7 +120,7 @@ def results(session: Session, rules: Rules, now: float) -> list[Removal]:
 
 
 def oldest_result(session: Session, max_bytes: float) -> float:
-    """End of the oldest result that still fits if all later ones are kept. 0.0 where all do."""
+    """Return the time from which results fit into `max_bytes`, newest first. 0.0 if all fit, or `max_bytes` is 0."""
     size = col(ResultRow.size_bytes)
     if max_bytes == 0 or (session.exec(select(func.sum(size))).one() or 0) <= max_bytes:
         return 0.0
@@ -132,8 +131,10 @@ def oldest_result(session: Session, max_bytes: float) -> float:
 
 
 def _unneeded_bodies() -> Any:
-    """(request, bytes) of bodies of finished requests that no revival repeats: failed, part of a snapshot, or of a
-    model that is gone."""
+    """Select (request id, bytes) of bodies that no revival replays.
+
+    These are bodies of finished requests that failed, are part of a snapshot, or belong to a model in `GONE`.
+    """
     covered = select(ModelRow.model_id).where(
         ModelRow.model_id == RequestRow.model_id,
         col(ModelRow.status).not_in(GONE),
@@ -161,7 +162,7 @@ bodies = Walk(_find_bodies, _empty_bodies)
 
 
 def _up_to_batch_bytes(sized: Iterable[tuple[str, int]]) -> tuple[list[str], int]:
-    """The ids that go in one transaction, and the bytes that they hold."""
+    """Return the ids to delete in one transaction, and their total bytes."""
     ids, total = [], 0
     for request_id, size in sized:
         if not ids or total + size <= BATCH_BYTES:
@@ -183,11 +184,11 @@ def _remove_expired(session: Session, rules: Rules, now: float, found: Sequence[
 
 
 expired_checkpoints = Walk(_find_expired, _remove_expired)
-"""Checkpoints whose time to live is over."""
+"""Removes checkpoints whose time to live has passed."""
 
 
 def _crowded(session: Session, rules: Rules, now: float) -> Sequence[tuple[str, str]]:
-    """(model, kind) of more checkpoints than the newest `keep_last_checkpoints`. Public ones do not count."""
+    """Return (model, kind) with more than `keep_last_checkpoints` private checkpoints. Empty if the option is 0."""
     keep = rules.config.keep_last_checkpoints
     groups = select(CheckpointRow.model_id, CheckpointRow.kind).where(col(CheckpointRow.public).is_(False))
     groups = groups.group_by(CheckpointRow.model_id, CheckpointRow.kind).having(func.count() > keep)
@@ -205,12 +206,12 @@ def _beyond(session: Session, rules: Rules, crowded: Sequence[tuple[str, str]]) 
 
 
 def surplus(session: Session, rules: Rules) -> list[CheckpointRow]:
-    """Checkpoints that `surplus_checkpoints` would take."""
+    """Return the checkpoints beyond `keep_last_checkpoints`."""
     return _beyond(session, rules, _crowded(session, rules, 0.0))
 
 
 def _find_surplus(session: Session, rules: Rules, now: float) -> Sequence[tuple[str, str]]:
-    """(model, kind) of which something may go, as many as one transaction may take something of."""
+    """Return up to `FOLDERS` pairs (model, kind) with removable checkpoints."""
     crowded = _crowded(session, rules, now)
     needed = folders_to_load(session) if crowded else set()
     may_go = (group for group in crowded if any(row.folder not in needed for row in _beyond(session, rules, [group])))
@@ -223,7 +224,7 @@ def _remove_surplus(session: Session, rules: Rules, now: float, crowded: Sequenc
 
 
 surplus_checkpoints = Walk(_find_surplus, _remove_surplus)
-"""All but the newest `keep_last_checkpoints` of a model and kind. Public ones stay and do not count."""
+"""Removes all but the newest `keep_last_checkpoints` per model and kind. Public checkpoints stay and do not count."""
 
 
 def _unnamed(session: Session, rules: Rules, rows: Any, what: str) -> list[Removal]:
@@ -239,14 +240,14 @@ def _unnamed(session: Session, rules: Rules, rows: Any, what: str) -> list[Remov
 
 
 def _ended_versions(rules: Rules, now: float) -> Any:
-    """Versions without a name whose sessions are over, and inflight ones that a newer one has replaced."""
+    """Select unnamed versions of ended sessions, and inflight versions that a newer one has replaced."""
     over = _ended(rules, now, rules.config.ephemeral_grace_sec)
     sampled_on = select(SamplerRow.sampler_id).where(SamplerRow.version == VersionRow.version)
     elsewhere = sampled_on.where(col(SamplerRow.session_id).not_in(over))
     current = select(ModelRow.model_id).where(ModelRow.inflight_version == VersionRow.version)
     ended = and_(col(VersionRow.session_id).in_(over), ~elsewhere.exists())
     replaced = and_(~sampled_on.exists(), ~current.exists())
-    # What is still being written would be written again; it goes once it is there, or will not be.
+    # A version that is being written would be written again; it is removed once it is on disk, or a day old.
     settled = or_(col(VersionRow.digest).is_not(None), col(VersionRow.created_at) < now - DAY_S)
     return select(VersionRow).where(settled, or_(ended, replaced))
 
@@ -269,8 +270,7 @@ ended_versions = Walk(_find_ended_versions, _forget_ended_versions)
 
 
 def _overwritten(rules: Rules, now: float) -> Any:
-    """(version, folder) of files whose name went to a later save, which only samplers of ended sessions have used
-    since."""
+    """Select (version, folder) of overwritten checkpoints that only samplers of ended sessions use."""
     over = _ended(rules, now, rules.config.ephemeral_grace_sec)
     named = select(CheckpointRow.id).where(CheckpointRow.version == SamplerRow.version)
     other = aliased(SamplerRow)
@@ -299,7 +299,10 @@ overwritten_checkpoints = Walk(_find_overwritten, _forget_overwritten)
 
 
 def older_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Versions of ended sessions that samplers and models name, but no row: of servers that kept none."""
+    """Remove versions of ended sessions that samplers and models name, but that have no row.
+
+    Such versions were written by an earlier version of the server, which had no rows of versions.
+    """
     over = _ended(rules, now, rules.config.ephemeral_grace_sec)
     known = select(VersionRow.version)
     samplers = select(SamplerRow.version, SamplerRow.folder).where(
@@ -315,7 +318,10 @@ def older_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
 def forget_version(
     session: Session, version: str, folder: str, size_bytes: int, removed_by: str | None = None
 ) -> Removal:
-    """Take a version away from all that sample it, which from then on say why, where it was a limit."""
+    """Clear a version from all samplers and models that name it.
+
+    `removed_by` is the limit that removed it, for the errors of its samplers. None if no limit did.
+    """
     samplers = session.exec(select(SamplerRow).where(SamplerRow.version == version)).all()
     models = session.exec(select(ModelRow).where(ModelRow.inflight_version == version)).all()
     for sampler in samplers:
@@ -329,14 +335,14 @@ def forget_version(
 
 
 def _is_pending(session: Session, row: VersionRow) -> bool:
-    """Return True if the request that publishes a version has not ended."""
+    """Return True if the request that publishes a version is pending."""
     seq_id = int(row.version.rpartition("@")[2])
     query = select(RequestRow.status).where(RequestRow.model_id == row.model_id, RequestRow.seq_id == seq_id)
     return session.exec(query).first() == "pending"
 
 
 def _ended_models(rules: Rules, now: float) -> Any:
-    """Models that will not be asked for again, with what they would be brought back from: snapshots, logged bodies."""
+    """Select models that will not be used again and that still have revival data: a snapshot or logged bodies."""
     waiting = select(RequestRow.request_id).where(
         RequestRow.model_id == ModelRow.model_id, RequestRow.status == "pending"
     )
@@ -353,7 +359,7 @@ def _find_ended_models(session: Session, rules: Rules, now: float) -> list[str]:
 
 
 def _forget_snapshots(session: Session, rules: Rules, now: float, found: Sequence[str]) -> list[Removal]:
-    """Models of sessions that are finished are unloaded; those of sessions that were silent for too long expire."""
+    """Delete the revival data of models. Their status becomes "unloaded" (finished session) or "expired" (silent)."""
     removals = []
     for row in session.exec(_ended_models(rules, now).where(col(ModelRow.model_id).in_(found))).all():
         if row.snapshot_folder is not None:
@@ -371,7 +377,7 @@ snapshots = Walk(_find_ended_models, _forget_snapshots)
 
 
 def _unwritten() -> ColumnElement[bool]:
-    """Return True if a model has published something that is not on disk."""
+    """Build the condition that a model has a published version that is not on disk."""
     versions = select(VersionRow.version).where(
         VersionRow.model_id == ModelRow.model_id, col(VersionRow.digest).is_(None)
     )
@@ -385,7 +391,7 @@ def _snapshot_removal(row: ModelRow) -> Removal:
 
 
 def old_requests(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Log entries of models of sessions that ended long ago, which are not brought back any more."""
+    """Delete log entries of models that are not revived any more, of sessions that ended long ago."""
     models = select(ModelRow.model_id).where(
         col(ModelRow.session_id).in_(_ended(rules, now, rules.config.session_retention_sec)),
         col(ModelRow.status).in_(NOT_BROUGHT_BACK),
@@ -399,7 +405,7 @@ def old_requests(session: Session, rules: Rules, now: float) -> list[Removal]:
 
 
 def old_losses(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Custom losses of sessions that ended long ago, once no request of theirs is logged that might be repeated."""
+    """Delete custom losses of sessions that ended long ago, once no request is logged that might be replayed."""
     logged = select(RequestRow.request_id).where(RequestRow.model_id == ModelRow.model_id)
     needing = select(ModelRow.model_id).where(
         ModelRow.session_id == CustomLossRow.session_id,
@@ -414,7 +420,7 @@ def old_losses(session: Session, rules: Rules, now: float) -> list[Removal]:
 
 
 def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """All that is known of sessions that ended long ago, unless a checkpoint of theirs is left."""
+    """Delete all rows of sessions that ended long ago and have no checkpoints and versions left."""
     saved = (
         select(CheckpointRow.id)
         .join(ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id))
@@ -455,11 +461,14 @@ OFTEN = (
     older_versions,
 )
 SELDOM = (snapshots, old_requests, old_losses, old_sessions)
-"""Jobs of every round, and those that look at more than there is to do."""
+"""`OFTEN`: jobs of every round. `SELDOM`: jobs of full rounds, as they scan more than they remove."""
 
 
 def _ended(rules: Rules, now: float, for_s: float) -> Any:
-    """Ids of sessions that ended so long ago: finished, or silent for so long that they count as ended."""
+    """Select ids of sessions that ended more than `for_s` seconds ago.
+
+    A session ends when its client finishes it, or after `ENDED_AFTER_S` of silence.
+    """
     heard = col(SessionRow.last_seen_at)
     conditions = [col(SessionRow.finished_at) < now - for_s]
     if rules.heard_since < now - HEARD_WITHIN_S:
@@ -468,7 +477,7 @@ def _ended(rules: Rules, now: float, for_s: float) -> Any:
 
 
 def named_folders(session: Session) -> set[str]:
-    """Every folder that something still needs."""
+    """Return all folders that rows reference or revivals need."""
     columns = (
         CheckpointRow.folder,
         VersionRow.folder,
@@ -481,14 +490,15 @@ def named_folders(session: Session) -> set[str]:
 
 
 def busy_models(session: Session) -> set[str]:
-    """Models with requests that have not ended, whose folders may get a name yet."""
+    """Return models with pending requests, whose folders may get a row yet."""
     return set(session.exec(select(RequestRow.model_id).where(RequestRow.status == "pending").distinct()).all())
 
 
 def old_folders(config: EngineConfig, now: float) -> Iterator[str]:
-    """MODEL/KIND/NAME of folders that are old enough to go if nothing names them: an hour, damaged ones a week.
+    """Yield MODEL/KIND/NAME of folders old enough to be removed if unreferenced.
 
-    Those of a bucket that does not answer are left to another time.
+    The minimum age is `ORPHAN_AGE_S`, and `QUARANTINE_S` for damaged folders. If the bucket fails, its folders are
+    skipped.
     """
     base = config.checkpoints_folder
     for kind in folders_of_kinds(base):
@@ -512,13 +522,13 @@ def _remote_folders(config: EngineConfig) -> Mapping[str, BucketFolder]:
 
 
 def orphans(config: EngineConfig, folders: Iterable[str], named: set[str], busy: set[str]) -> list[Removal]:
-    """Folders that nothing names: what crashes left, replaced snapshots, damaged folders.
+    """List removals of unreferenced folders: leftovers of crashes, replaced snapshots, damaged folders.
 
     Args:
-        config: Says where the folders are, and whether they go to the trash.
-        folders: `old_folders`.
-        named: `named_folders`.
-        busy: `busy_models`.
+        config: Configuration of the trash.
+        folders: Result of `old_folders`.
+        named: Result of `named_folders`.
+        busy: Result of `busy_models`.
     """
     skipped = {folder_of_model(model_id) for model_id in busy}
     removals = []
@@ -532,7 +542,7 @@ def orphans(config: EngineConfig, folders: Iterable[str], named: set[str], busy:
 
 
 def measured(removal: Removal, config: EngineConfig) -> Removal:
-    """With the bytes that its files take on disk or in the bucket, as far as that says."""
+    """Set the size of a removal from its files on disk or in the bucket. Unchanged if the bucket fails."""
     if removal.files is None:
         return removal
     try:

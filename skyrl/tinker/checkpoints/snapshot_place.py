@@ -1,7 +1,7 @@
-"""Place of snapshots and unnamed versions: on disk, or in the bucket, to which they move when the option is first set.
+"""Location of snapshots and unnamed versions: the disk, or the bucket once `snapshots_in_bucket` is set.
 
-The id of the state (`state_id`) is where they are, and goes there last. So a move that is cut short is done again, and
-a server that is started without the option finds out that they are elsewhere.
+They move to the bucket at the first start with the option. The state id (`state_id`) is stored with them and moves
+last. So an interrupted move is repeated, and a server started without the option detects that they are in the bucket.
 """
 
 import logging
@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 
 
 def check_place(config: EngineConfig, may_move: bool) -> None:
-    """See to it that snapshots are where the options say, in the folder and bucket that this process holds.
+    """Check that snapshots are at the configured location. Call with the folder and the bucket locked.
 
     Args:
-        config: Of the server.
-        may_move: Move those on disk to the bucket if they belong there.
+        config: Configuration of the server.
+        may_move: Move snapshots from disk to the bucket if the option is set.
 
     Raises:
-        RequestError: They are in the bucket, and the option is not set.
-        StorageError: The bucket refuses something.
+        RequestError: Snapshots are in the bucket, and the option is not set.
+        StorageError: An operation on the bucket failed.
     """
     if config.checkpoints_bucket is None:
         return
@@ -66,7 +66,7 @@ def _move(config: EngineConfig, store: ObjectStore, in_bucket: bytes | None) -> 
 
 
 def _on_disk(config: EngineConfig) -> Iterator[str]:
-    """MODEL/KIND/NAME of snapshots and unnamed versions that are whole."""
+    """Yield MODEL/KIND/NAME of complete snapshots and unnamed versions on disk."""
     for kind in folders_of_kinds(config.checkpoints_folder):
         for folder in sorted(kind.iterdir()) if kind.name not in NAMED else ():
             if not folder.name.startswith(".") and inspect_folder(folder) is not None:

@@ -1,8 +1,8 @@
-"""A folder of checkpoints and a database that belong together: both hold the same random id.
+"""State id: a random id in both the checkpoint folder and the database shows that they belong together.
 
-A server that finds another id in one than in the other, or none, goes on only where nothing can be lost by it; else a
-person has to look (`skyrl adopt`). Both ids cannot be written at once: the database first takes down which id is about
-to be written into the folder, so that a kill in between leaves what the next start finishes.
+If the ids differ or one is missing, the server starts only if no data can be lost. Otherwise an operator has to run
+`skyrl adopt`. The two ids cannot be written atomically: the database first records the id that is about to be written
+to the folder, so that the next start can complete an interrupted write.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from skyrl.utils.files.object_store import ObjectStore
 FILE = ".state-id"
 TIED = "state_id"
 TO_BE_TIED = "state_id_of_folder_to_be"
-"""Settings: the id of the folder, and one that is being written into it."""
+"""Names of settings: the confirmed id of the folder, and the id that is being written to it."""
 
 
 @dataclass(frozen=True)
 class Ids:
-    """Ids that each side names."""
+    """State ids of the folder and of the database. None if missing. `to_be` is an id whose write is unconfirmed."""
 
     folder: str | None
     database: str | None
@@ -43,18 +43,18 @@ class Ids:
 
 @dataclass(frozen=True)
 class FolderContents:
-    """Contents of a folder, and what a database names of it."""
+    """Saved folders on disk and in the database."""
 
     there: set[str]
-    """Folders that are there."""
+    """Existing folders."""
     written: set[str]
-    """Folders that the database names and that have been there."""
+    """Folders that the database references and that were written completely."""
     models: set[str]
-    """Folders of models that the database knows."""
+    """Folders of the models in the database."""
 
     @property
     def known(self) -> set[str]:
-        """Folders that are there of models that the database knows."""
+        """Existing folders of models in the database."""
         return {folder for folder in self.there if folder.partition("/")[0] in self.models}
 
     @property
@@ -70,10 +70,12 @@ class FolderContents:
 
 
 async def tie(config: EngineConfig, database: Database) -> None:
-    """See to it that a folder and a database belong together. A new pair, and one from before there were ids, is tied.
+    """Check that the folder and the database belong together.
+
+    Writes a common id if both are new, or are older than state ids.
 
     Raises:
-        RequestError: They do not. The message says how to find out more, and what to do.
+        RequestError: They do not belong together. The message says how to inspect and fix this.
     """
     if (why := await asyncio.to_thread(refusal, config, database)) is not None:
         raise RequestError(why)
@@ -81,7 +83,7 @@ async def tie(config: EngineConfig, database: Database) -> None:
 
 
 async def tie_anyway(config: EngineConfig, database: Database) -> None:
-    """Write the same id into both, unless it is there."""
+    """Write the same id to folder and database, unless they already agree. Does not check that they belong together."""
     ids = await asyncio.to_thread(read, config, database)
     if ids.agree and ids.to_be is None:
         return
@@ -97,7 +99,7 @@ async def tie_anyway(config: EngineConfig, database: Database) -> None:
 
 
 def refusal(config: EngineConfig, database: Readable) -> str | None:
-    """Reason why a server must not go on with these two, if it must not."""
+    """Return the reason why a server must not use this folder with this database, or None."""
     ids = read(config, database)
     if ids.agree:
         return None
@@ -118,7 +120,7 @@ def refusal(config: EngineConfig, database: Readable) -> str | None:
 
 
 def read(config: EngineConfig, database: Readable) -> Ids:
-    """Ids that each side names now."""
+    """Read the current ids of the folder and the database."""
 
     def settings(session: Session) -> list[str | None]:
         rows = (session.get(SettingRow, name) for name in (TIED, TO_BE_TIED))
@@ -128,7 +130,7 @@ def read(config: EngineConfig, database: Readable) -> Ids:
 
 
 def _of_folder(config: EngineConfig) -> str | None:
-    """Id of the folder, or of the bucket if snapshots are there."""
+    """Read the id of the folder, or of the bucket if snapshots are stored in it. Returns None if there is none."""
     bucket = config.snapshots_bucket
     try:
         data = (config.checkpoints_folder / FILE).read_bytes() if bucket is None else ObjectStore(bucket).get(FILE)
@@ -145,7 +147,7 @@ def _of_folder(config: EngineConfig) -> str | None:
 
 
 def _write(config: EngineConfig, state_id: str) -> None:
-    """Raises `StorageError`."""
+    """Write the id to the folder or bucket. Raises `StorageError`."""
     if config.snapshots_bucket is None:
         replace_file(config.checkpoints_folder / FILE, state_id.encode())
     else:
@@ -153,7 +155,7 @@ def _write(config: EngineConfig, state_id: str) -> None:
 
 
 def contents(config: EngineConfig, database: Readable) -> FolderContents:
-    """Contents of both sides. Raises `RequestError` if a bucket does not tell its own."""
+    """List the saved folders on disk and in the database. Raises `RequestError` if the bucket cannot be listed."""
     try:
         there = saved_folders(config.checkpoints_folder, config.checkpoints_bucket)
     except StorageError as error:
@@ -168,7 +170,7 @@ def contents(config: EngineConfig, database: Readable) -> FolderContents:
 
 
 def written_folders(session: Session) -> set[str]:
-    """Folders that the database names and that have been there."""
+    """Return the folders that the database references and that were written completely."""
     written = {*session.exec(select(CheckpointRow.folder)).all()}
     written |= {folder for folder in session.exec(select(ModelRow.snapshot_folder)).all() if folder is not None}
     return written | {*session.exec(select(VersionRow.folder).where(col(VersionRow.digest).is_not(None))).all()}

@@ -1,4 +1,4 @@
-"""Hold on the folder of checkpoints, and on the bucket if there is one: one server at a time."""
+"""Exclusive locks on the checkpoint folder and on the bucket, if any: one server at a time."""
 
 import threading
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from skyrl.utils.locks.remote_claim import LEASE_S, RemoteClaim
 
 
 class StateLocks:
-    """Both locks, from `hold` to `release`.
+    """Locks on the folder and the bucket, from `hold` to `release`.
 
     Args:
-        lease: On the folder.
-        claim: On the bucket.
+        lease: Lock on the folder.
+        claim: Lock on the bucket. None without a bucket.
     """
 
     def __init__(self, lease: Lease, claim: RemoteClaim | None):
@@ -31,11 +31,11 @@ class StateLocks:
         self.release()
 
     def ending(self) -> None:
-        """Tell who waits for the folder that this process is about to end."""
+        """Tell processes that wait for the folder that this process is about to exit."""
         self._lease.ending()
 
     def release(self) -> None:
-        """Let the next one have both."""
+        """Release both locks."""
         if self._claim is not None:
             self._claim.release()
         self._lease.release()
@@ -47,13 +47,13 @@ def hold(
     stopping: threading.Event | None = None,
     on_lost: Callable[[str], object] = lambda why: None,
 ) -> StateLocks:
-    """Take folder and bucket for this process. Arguments and errors as those of `hold_folder`.
+    """Lock folder and bucket for this process. Errors as those of `hold_folder`.
 
     Args:
-        config: Names them.
-        finish_writes: Also move snapshots to where the options say.
-        stopping: Set when there is no use any more in waiting for a server that is about to end.
-        on_lost: Told, in a thread, why the bucket is not ours any more.
+        config: Configuration with the folder and the bucket.
+        finish_writes: As for `hold_folder`; also move snapshots to the configured location.
+        stopping: Set to stop waiting for a server that is about to exit.
+        on_lost: Called in a thread with the reason when the lock on the bucket is lost.
     """
     lease = hold_folder(config.checkpoints_folder, finish_writes, stopping)
     holding = StateLocks(lease, None)
@@ -71,7 +71,7 @@ def hold(
 
 
 def _claim(bucket: str, on_lost: Callable[[str], object]) -> RemoteClaim:
-    """Raises `InUse`, `StorageError`."""
+    """Lock the bucket. Raises `InUse` or `StorageError`."""
     option = f"checkpoints_base={bucket}"
     why = (
         f"{option}: another server has taken the bucket, because this one did not renew its lock for {LEASE_S:.0f} s; "

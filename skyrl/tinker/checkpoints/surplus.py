@@ -1,8 +1,8 @@
-"""Versions without a name beyond what a model may keep: a long run publishes one at each of its steps.
+"""Eviction of unnamed versions beyond the limits per model. A long run publishes one version per step.
 
-A model keeps its newest ones and those in use: one that was made or sampled within `ephemeral_idle_sec`, one that a
-sample waits for, the one that inflight samplers sample, and those that are not on disk yet. The oldest of the others go
-while their session goes on. Their samplers stay known, the newest of them, and say which limit it was.
+A model keeps its newest versions and those in use: created or sampled within `ephemeral_idle_sec`, needed by a queued
+sample, current for inflight samplers, or not on disk yet. All others beyond the limits are removed while the session
+still runs. The newest samplers of removed versions are kept, and their errors name the limit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,11 @@ from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.tables import ModelRow, SamplerRow, VersionRow
 
 KNOWN_SAMPLERS = 1000
-"""Samplers of a model that are still known after their versions have gone."""
+"""Maximum number of samplers per model that are kept after their versions were removed."""
 
 
 def _crowded(session: Session, rules: Rules, now: float) -> Sequence[str]:
-    """Models with too many versions. None where it is not known what is sampled."""
+    """Return models with too many versions. Empty if it is unknown when versions were last sampled."""
     config = rules.config
     limits = []
     if config.keep_last_ephemeral:
@@ -52,7 +52,7 @@ surplus_versions = Walk(_crowded, _remove)
 
 
 def _going(session: Session, model_id: str, rules: Rules, now: float) -> Iterator[tuple[VersionRow, str]]:
-    """Versions of `_beyond` that may go now."""
+    """Yield the versions of `_beyond` that are not in use."""
     model = session.get(ModelRow, model_id)
     for row, limit in _beyond(session, model_id, rules.config):
         is_current = model is not None and model.inflight_version == row.version
@@ -61,7 +61,7 @@ def _going(session: Session, model_id: str, rules: Rules, now: float) -> Iterato
 
 
 def _beyond(session: Session, model_id: str, config: EngineConfig) -> Iterator[tuple[VersionRow, str]]:
-    """(version, the limit that it exceeds), newest first."""
+    """Yield (version, limit that it exceeds), newest first."""
     rows = session.exec(select(VersionRow).where(VersionRow.model_id == model_id)).all()
     most, taken = config.max_ephemeral_gib * GIB, 0
     for number, row in enumerate(sorted(rows, key=_place, reverse=True)):
@@ -73,7 +73,7 @@ def _beyond(session: Session, model_id: str, config: EngineConfig) -> Iterator[t
 
 
 def _place(row: VersionRow) -> int:
-    """Place in its model's order at which it was published."""
+    """Return the seq_id of the request that published a version."""
     return int(row.version.rpartition("@")[2])
 
 
@@ -84,7 +84,7 @@ def _in_use(row: VersionRow, rules: Rules, now: float) -> bool:
 
 
 def _forgotten_samplers(session: Session, model: ModelRow) -> list[Removal]:
-    """Forget the oldest samplers of a model that have lost their versions, when they are too many."""
+    """Delete the oldest samplers of a model without a version, beyond `KNOWN_SAMPLERS`."""
     session.flush()
     gone = select(SamplerRow).where(
         SamplerRow.session_id == model.session_id,
@@ -99,7 +99,7 @@ def _forgotten_samplers(session: Session, model: ModelRow) -> list[Removal]:
 
 
 def limit_that_removed(sampler: SamplerRow, config: EngineConfig) -> str | None:
-    """Reason why a sampler has no weights any more, if they were too many."""
+    """Return the error of a sampler whose version was removed by a limit. None for other samplers."""
     if sampler.removed_by is None:
         return None
     option = sampler.removed_by.partition("=")[0]

@@ -1,8 +1,7 @@
-"""Trash: files that the collector has taken wait there, in case somebody misses them: `.trash`, below checkpoints_base.
+"""Trash: removed folders are kept for a while in `.trash`, below checkpoints_base, so that users can restore them.
 
-Each folder has an entry of its own, `.trash/{time}-{bytes}-{random}/MODEL/KIND/NAME`, so that what is there, since when
-and how large it is can be told from names alone, and whoever moves it back sees where it was. What was in a bucket
-waits in the bucket.
+Each folder has its own entry, `.trash/{time}-{bytes}-{random}/MODEL/KIND/NAME`. The name alone has the content, the
+time of removal, the size and the original location. Folders of a bucket go to the trash of that bucket.
 """
 
 import calendar
@@ -37,27 +36,27 @@ _ENTRY = re.compile(r"(\d{8}T\d{6}Z)-(\d+)-[0-9a-f]{8}")
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """A folder in the trash. The one that has been there longest is the least."""
+    """A folder in the trash. The oldest entry sorts first."""
 
     since: float
-    """Time at which it came, in unix seconds."""
+    """Time of removal, in unix seconds."""
     place: str
     """Path or URL of the entry."""
     size_bytes: int
     what: str
-    """MODEL/KIND/NAME of what it holds."""
+    """MODEL/KIND/NAME of the folder."""
 
     @property
     def name(self) -> str:
         return f"{NAME}/{self.place.rpartition('/')[2]}"
 
     def remove(self) -> None:
-        """Remove it for good. Raises `StorageError`."""
+        """Delete the entry permanently. Raises `StorageError`."""
         remove_below(self.place) if is_url(self.place) else remove_folder(self.place)
 
 
 def discard(config: EngineConfig, folder: str, to_trash: bool) -> None:
-    """Remove a folder that the database named, or put it into the trash."""
+    """Remove a folder, or move it to the trash. Failures are logged."""
     try:
         if is_url(path := config.path_of(folder)):
             _discard_remote(config, folder, path, to_trash)
@@ -66,7 +65,7 @@ def discard(config: EngineConfig, folder: str, to_trash: bool) -> None:
         else:
             remove_folder(path)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # what is to make room needs some in the trash
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # moving to the trash needs disk space, too
             log.warning("%s is removed at once, as %s has no room for it: %s", folder, NAME, error)
             remove_folder(config.checkpoints_folder / folder)
         else:
@@ -85,12 +84,15 @@ def _throw_away(config: EngineConfig, folder: str) -> None:
         target.parent.mkdir(parents=True)
         os.rename(source, target)
     except OSError:
-        remove_folder(base / NAME / entry)  # its name says that it takes room
+        remove_folder(base / NAME / entry)  # an entry counts as used space by its name
         raise
 
 
 def _discard_remote(config: EngineConfig, folder: str, url: str, to_trash: bool) -> None:
-    """In a bucket, moving is copying. What a kill leaves at both places goes from the first one with the next round."""
+    """Remove a folder from the bucket, or copy it to the trash first.
+
+    If a kill leaves it in both places, the next round removes the original.
+    """
     if to_trash and inspect_stored(url) is not None:
         copy_stored(url, f"{config.checkpoints_bucket}/{NAME}/{_new_entry(stored_bytes(url))}/{folder}")
     remove_stored(url)
@@ -101,7 +103,7 @@ def _new_entry(size_bytes: int) -> str:
 
 
 def entries(config: EngineConfig) -> list[Entry]:
-    """Entries of the trash, oldest first. What is named otherwise is not ours. Raises `StorageError` of a bucket."""
+    """List the entries of the trash, oldest first. Other names are ignored. Raises `StorageError` if a bucket fails."""
     return sorted([*_on_disk(config), *_in_bucket(config)])
 
 

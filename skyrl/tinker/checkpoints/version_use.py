@@ -1,6 +1,6 @@
-"""Versions in use: those that a sample needs now, and when the others were last sampled. In memory.
+"""Versions in use: versions of arriving samples, and the time of the last sample of each version. In memory.
 
-A server that has just started knows nothing of what was sampled before; who asks takes its start for the last time.
+Samples of earlier servers are unknown; callers use the start of the server as the time of the last sample.
 """
 
 import math
@@ -10,38 +10,41 @@ from collections import OrderedDict
 from skyrl.backends.operations import Sample
 
 KEPT_VERSIONS = 20_000
-"""Versions whose last use is remembered."""
+"""Maximum number of versions whose last use is recorded."""
 
 
 class VersionUse:
-    """Told of each sample before anything is awaited that its version could go in. Times are unix seconds."""
+    """Use of versions. Times are unix seconds.
+
+    Call `begin` for each sample before the first await, so that its version cannot be removed in between.
+    """
 
     def __init__(self) -> None:
         self._entering: dict[str, tuple[str, str]] = {}
-        """Version of each sample that is being looked at, and not taken in yet, and the path that it is read from."""
+        """(version, path of its folder) of each sample that is being validated and not queued yet, by request id."""
         self._last: OrderedDict[str, float] = OrderedDict()
 
     def begin(self, request_id: str, version: str | None, path: str | None) -> None:
-        """A sample has come, of this version (None: of the base model)."""
+        """Record the arrival of a sample. `version` is None for the base model."""
         if version is not None and path is not None:
             self._entering[request_id] = version, path
             self._note(version)
 
     def taken_in(self, request_id: str) -> None:
-        """The sample was taken in, or refused."""
+        """Record that a sample was queued or rejected."""
         self._entering.pop(request_id, None)
 
     def ended(self, sample: Sample) -> None:
-        """A sample is done, or was given up."""
+        """Record that a sample is done or was cancelled."""
         if sample.version is not None:
             self._note(sample.version)
 
     def enters(self, path: str) -> bool:
-        """Return True if a sample is about to read the folder at this path."""
+        """Return True if an arriving sample needs the folder at `path`."""
         return any(path == entering for _, entering in self._entering.values())
 
     def last(self) -> dict[str, float]:
-        """Time at which each version was last sampled; infinity for those that are about to be."""
+        """Return the time of the last sample of each version. Infinity for versions of arriving samples."""
         return {**self._last, **{version: math.inf for version, _ in self._entering.values()}}
 
     def _note(self, version: str) -> None:

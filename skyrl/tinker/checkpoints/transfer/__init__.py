@@ -1,1 +1,1 @@
-"""Files of checkpoints on their way to clients (`tar_stream`, `age_encryption`), and from them (`uploads`)."""
+"""Transfer of checkpoint files to clients (`tar_stream`, `age_encryption`) and from clients (`uploads`)."""

@@ -1,9 +1,9 @@
-"""Weights for use elsewhere: the files of a sampler checkpoint, encrypted for their readers if that is asked for.
+"""Encryption of external weights: the files of a sampler checkpoint for use elsewhere, encrypted on request.
 
-Encryption is age (https://age-encryption.org), by the package `pyrage` of the optional extra `age`. The engine writes
-plain files; they are replaced by encrypted ones before the save is recorded, so no link to a plain file is ever given.
+The format is age (https://age-encryption.org), by the package `pyrage` of the optional extra `age`. The engine writes
+plain files. They are replaced by encrypted files before the save is recorded, so no client gets a link to a plain file.
 
-The package is written in Rust. Its panics, which some keys cause, arrive as a `BaseException` that is no `Exception`.
+`pyrage` is written in Rust. Some keys cause a panic, which is raised as a `BaseException` that is not an `Exception`.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ SUFFIX = ".age"
 MAX_RECIPIENTS = 10
 FIELD = "age_encryption_recipients"
 NOT_PANICS = (KeyboardInterrupt, SystemExit, asyncio.CancelledError)
-"""Other exceptions that are no `Exception`, and none of the package's."""
+"""Exceptions that are not an `Exception`, and not panics of `pyrage`."""
 
 
 def read_recipients(texts: Sequence[str]) -> list[Any]:
-    """Public keys to encrypt for: `age1...`, or an SSH public key. Raises `RequestError` for anything else."""
+    """Parse the public keys to encrypt for: `age1...`, or SSH public keys. Raises `RequestError` for anything else."""
     if not 1 <= len(texts) <= MAX_RECIPIENTS:
         raise RequestError(
             f"{FIELD} has {len(texts)} keys; give 1 to {MAX_RECIPIENTS}, or leave it out for plain files"
@@ -51,14 +51,14 @@ def read_recipients(texts: Sequence[str]) -> list[Any]:
 
 
 def encrypt_folder(folder: str, recipients: Sequence[Any], target: str | None = None) -> Written:
-    """Replace the files of a folder by encrypted ones, named `.age`. Done a second time, it leaves them as they are.
+    """Replace the files of a folder by encrypted files with the suffix `.age`. Idempotent.
 
     Args:
-        folder: On disk.
-        recipients: Those who can read them.
-        target: Folder that the encrypted ones go to, also in a bucket. None: the same one.
+        folder: Folder on disk.
+        recipients: Parsed public keys.
+        target: Folder or bucket URL for the encrypted files. None: the same folder.
 
-    Raises `StorageError`, also where it cannot be encrypted.
+    Raises `StorageError`, also if encryption fails.
     """
     target = target or folder
     if (written := inspect_stored(target)) is not None and target != folder:
@@ -78,7 +78,7 @@ def encrypt_folder(folder: str, recipients: Sequence[Any], target: str | None = 
 def _encrypt(name: str, reader: BinaryIO, recipients: Sequence[Any], writer: BinaryIO) -> None:
     try:
         _pyrage().encrypt_io(reader, writer, recipients)
-    except (OSError, *NOT_PANICS):  # a disk's fault is told as such
+    except (OSError, *NOT_PANICS):  # storage errors are reported as such
         raise
     except BaseException as error:
         raise StorageError(
@@ -88,5 +88,5 @@ def _encrypt(name: str, reader: BinaryIO, recipients: Sequence[Any], writer: Bin
 
 
 def _pyrage() -> Any:
-    """The package, which only servers that are asked to encrypt need."""
+    """Import `pyrage`, which is needed only for encryption."""
     return importlib.import_module("pyrage")

@@ -1,6 +1,6 @@
-"""Files of checkpoints on their way out, in pieces of constant size: one by one, or all in a tar archive.
+"""Streaming downloads of checkpoints in pieces of constant size: single files, or all files as a tar archive.
 
-What the hash of a file belies is never sent whole: its last piece is held back until the hash is known to be right.
+A file with a wrong hash is never sent completely: its last piece is sent only after the hash was verified.
 """
 
 import hashlib
@@ -19,24 +19,24 @@ COMPLETE = "checkpoint_complete"
 
 @dataclass(frozen=True)
 class Stream:
-    """Bytes to send. Their number is known before the first is read."""
+    """Bytes to send. The total size is known before the first byte is read."""
 
     size_bytes: int
     pieces: Iterator[bytes]
 
 
 def stream_file(folder: str, name: str) -> Stream:
-    """A file of a checkpoint. Raises `UnknownName`, or `StorageError`."""
+    """Stream a file of a checkpoint. Raises `UnknownName`, or `StorageError`."""
     return _opened(_file(folder, name))
 
 
 def stream_archive(folder: str) -> Stream:
-    """All files of a checkpoint as a tar archive. Raises `StorageError`."""
+    """Stream all files of a checkpoint as a tar archive. Raises `StorageError`."""
     return _opened(_archive(folder))
 
 
 def _opened(parts: Iterator[int | bytes]) -> Stream:
-    """A generator that yields its size once all it needs is open, then its pieces."""
+    """Open a generator that yields the total size first, once its files are open, and then the pieces."""
     size = next(parts)
     assert isinstance(size, int)
     return Stream(size, parts)  # pyright: ignore[reportArgumentType]
@@ -73,7 +73,7 @@ def _padding(size_bytes: int) -> int:
 
 
 def _checked(file: StoredFile) -> Iterator[bytes]:
-    """The bytes of a file. Raises `StorageError` in place of the last ones if they are not what was written."""
+    """Yield the bytes of a file. Raises `StorageError` instead of yielding the last piece if the hash is wrong."""
     hashed, held = hashlib.sha256(), b""
     while piece := file.reader.read(PIECE_BYTES):
         hashed.update(piece)

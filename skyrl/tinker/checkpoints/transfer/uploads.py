@@ -1,10 +1,10 @@
-"""Uploads: files that clients send one by one, on their way to becoming a checkpoint.
+"""Uploads: files that clients send one by one, to be imported as a checkpoint.
 
-They lie in `.uploads/{tenant}/{expires}-{id}/{file}`, below checkpoints_base. So whose they are, and how long they may
-stay, is told from names alone, and a server that comes after a killed one counts and removes them as that one would
-have. A file has its name only when it is complete.
+They are stored in `.uploads/{tenant}/{expires}-{id}/{file}`, below checkpoints_base. The name alone has the tenant and
+the expiry time, so that a restarted server counts and removes them like its predecessor. A file gets its final name
+only when it is complete.
 
-What is reserved is reserved before it is read, and shared between tenants as in `quota`.
+Space is reserved before data is read, and shared between tenants as in `quota`.
 """
 
 import asyncio
@@ -26,26 +26,26 @@ from skyrl.utils.quota import Busy, Quota
 
 NAME = ".uploads"
 LIFETIME_S = 3600
-"""Seconds that an upload may take from its start."""
+"""Seconds from the start of an upload to its expiry."""
 LARGEST_AT_A_TIME = 8
-"""Files of the largest size that there is room for, of all tenants together."""
+"""Total size limit of all tenants' uploads, in files of maximum size."""
 MOST_OPEN = 32
-"""Uploads of a tenant that may have files at a time."""
+"""Maximum number of uploads per tenant that have files."""
 MOST_FINISHING = 4
-"""Uploads that a sharer may finish at a time. One is finished, the others wait for that."""
+"""Maximum number of uploads per sharer that are being finished: one in progress, the others queued."""
 STEP_BYTES = 16 * 2**20
-"""Bytes that are reserved at a time for a body that does not announce its length."""
+"""Bytes reserved at a time for a body without Content-Length."""
 WRITTEN_BYTES = 2**20
-"""Bytes that are written at a time."""
+"""Bytes written at a time."""
 _FOLDER = re.compile(r"(\d+)-([0-9a-f]{32})")
 
 MakeRoom = Callable[[int], Awaitable[None]]
-"""Sees to it that so many bytes have room on the disk. Raises `RequestError`."""
+"""Makes room on the disk for a number of bytes. Raises `RequestError`."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """An upload, by the parts of its folder's name."""
+    """An upload, with the parts of its folder's name."""
 
     tenant: str
     expires: int
@@ -54,27 +54,27 @@ class Upload:
 
     @classmethod
     def begin(cls, tenant: str) -> "Upload":
-        """A new one, which expires after `LIFETIME_S`."""
+        """Return a new upload, which expires after `LIFETIME_S`."""
         return cls(tenant, int(time.time()) + LIFETIME_S, uuid4().hex)
 
     @property
     def folder(self) -> str:
-        """Its folder, below checkpoints_base."""
+        """Folder of the upload, below checkpoints_base."""
         return f"{NAME}/{self.tenant}/{self.expires}-{self.id}"
 
 
 class Stored(NamedTuple):
-    """Files of an upload that are on disk."""
+    """Size of an upload on disk."""
 
     upload: Upload
     size_bytes: int
     """Bytes of all files."""
     partial_bytes: int
-    """Bytes of files that are not complete."""
+    """Bytes of incomplete files."""
 
 
 def stored_uploads(base: Path) -> list[Stored]:
-    """Uploads with files. What is named otherwise is not ours."""
+    """List uploads that have files. Other names are ignored."""
     found = []
     for tenant in _names(base / NAME):
         for name in _names(base / NAME / tenant):
@@ -87,27 +87,27 @@ def stored_uploads(base: Path) -> list[Stored]:
 
 
 class Uploads:
-    """Files of uploads, below one folder of checkpoints, which this process holds.
+    """Files of uploads, below the checkpoint folder, which this process has locked.
 
     Args:
-        base: The folder.
+        base: Checkpoint folder.
     """
 
     def __init__(self, base: Path):
         self._base = base
         self._arriving: Counter[str] = Counter()
-        """Bytes by tenant that are reserved for files without a name yet."""
+        """Bytes by tenant that are reserved for incomplete files."""
         self._turn = asyncio.Lock()
-        """Held while bytes are counted and reserved, and while a file gets its name and is reserved for no more."""
+        """Makes two steps atomic: counting and reserving bytes, and renaming a file and releasing its reservation."""
         self._importing = asyncio.Lock()
-        """Held while an adapter is in memory, so that one is at a time."""
+        """Lock of an import, so that only one adapter is in memory at a time."""
         self._lines: dict[str, asyncio.Lock] = {}
-        """By sharer, what is held by the one of its finishes that has a place in the line for `_importing`."""
+        """Lock per sharer, so that only one finish of each sharer waits for `_importing`."""
         self._finishing: Counter[str] = Counter()
-        """Finishes that are served or wait, by sharer."""
+        """Number of running and waiting finishes per sharer."""
 
     def tidy(self) -> None:
-        """Remove what a killed server was writing or removing. While nothing arrives."""
+        """Remove leftovers of interrupted writes and removals. Call before any file is received."""
         for path in (*self._base.glob(f"{NAME}/*/.*"), *self._base.glob(f"{NAME}/*/*/.*")):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -115,7 +115,7 @@ class Uploads:
                 path.unlink(missing_ok=True)
 
     def path(self, upload: Upload, name: str) -> Path:
-        """Path of a file."""
+        """Return the path of a file."""
         return self._base / upload.folder / name
 
     async def receive(
@@ -129,21 +129,21 @@ class Uploads:
         largest: int,
         make_room: MakeRoom,
     ) -> None:
-        """Store a file. One that was there before is replaced, once this one is complete.
+        """Store a file. An existing file of this name is replaced once the new one is complete.
 
         Args:
-            upload: Whose file it is.
-            name: Its name.
-            pieces: Its content.
-            announced: Its length; 0 where that is not known.
-            limit: Its largest length.
-            largest: That of the largest file of any upload.
-            make_room: Asked before anything is read.
+            upload: Upload of the file.
+            name: Name of the file.
+            pieces: Content of the file.
+            announced: Length of the file in bytes; 0 if unknown.
+            limit: Maximum length of this file in bytes.
+            largest: Maximum length of any file of an upload.
+            make_room: Makes room on the disk before data is read.
 
         Raises:
-            RequestError: It is too large, or the tenant has no room for it.
+            RequestError: The file is too large, or exceeds the tenant's quota.
             UnknownName: The upload has expired or is finished.
-            StorageError: The disk refuses it.
+            StorageError: Writing to the disk failed.
         """
         reserved = 0
 
@@ -181,13 +181,13 @@ class Uploads:
 
     @asynccontextmanager
     async def turn_to_import(self, sharer: str) -> AsyncIterator[None]:
-        """Wait until an adapter may be in memory: one at a time, and sharers by turns.
+        """Wait for the turn to import an adapter. One import runs at a time, and sharers take turns.
 
         Args:
-            sharer: Who finishes an upload; see `Caller.sharer`.
+            sharer: Sharer that finishes an upload; see `Caller.sharer`.
 
         Raises:
-            Busy: As many of the sharer's as may be are served or wait.
+            Busy: `MOST_FINISHING` finishes of the sharer are running or waiting.
         """
         if self._finishing[sharer] >= MOST_FINISHING:
             raise Busy(
@@ -204,9 +204,9 @@ class Uploads:
                 del self._finishing[sharer], self._lines[sharer]
 
     async def remove(self, upload: Upload) -> None:
-        """Forget an upload's files."""
+        """Remove the files of an upload."""
         await asyncio.to_thread(remove_folder, self._base / upload.folder)
-        with suppress(OSError):  # it has others
+        with suppress(OSError):  # the tenant has other uploads
             (self._base / upload.folder).parent.rmdir()
 
     async def _reserve(self, upload: Upload, amount: int, limit: int, make_room: MakeRoom) -> None:
@@ -220,7 +220,7 @@ class Uploads:
                 )
             quota = Quota("uploads of {} bytes")
             for one in stored:
-                quota.add(one.upload.tenant, one.size_bytes - one.partial_bytes)  # those are part of what arrives
+                quota.add(one.upload.tenant, one.size_bytes - one.partial_bytes)  # rest: in `_arriving`
             for tenant, size in self._arriving.items():
                 quota.add(tenant, size)
             if not quota.has_room(upload.tenant, amount, limit):
@@ -239,7 +239,7 @@ class Uploads:
 
     @asynccontextmanager
     async def _temporary(self, upload: Upload, name: str) -> AsyncIterator[BinaryIO]:
-        """A new file beside the one of this name, which is gone at the end of the block unless it has another name."""
+        """Create a temporary file next to `name`. It is removed at the end of the block unless it was renamed."""
         path = self.path(upload, f".{name}.{uuid4().hex}")
         file = await asyncio.to_thread(_open_new, path)
         try:
@@ -255,7 +255,7 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
-    """Names and bytes of the files in a folder, as long as they are there."""
+    """Yield names and bytes of the files in a folder. Files that disappear meanwhile are skipped."""
     for name in _names(folder):
         with suppress(FileNotFoundError):
             yield name, os.lstat(folder / name).st_size
