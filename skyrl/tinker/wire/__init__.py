@@ -1,14 +1,13 @@
-"""Bodies of requests and answers: bytes to typed requests and back, as JSON or protobuf, in threads where they are
-large.
+"""Decoding of request bodies and encoding of answers, as JSON or protobuf. Large bodies are processed in threads.
 
-parsing                        where a body comes in
-schemas, management_schemas    what it may say
-codec, tensors                 training passes and samples, as arrays
-too_large, legacy_json         bodies that are not read to the end; answers for older clients
-json_numbers, strict_json      JSON in pieces, in and out
-protobuf_scan                  a look at a protobuf body before it is parsed
-protobuf_writer                large arrays in protobuf
-pace                           pauses of long work
+parsing                        from a body to a typed request; read this first
+schemas, management_schemas    schemas of JSON requests and responses
+codec, tensors                 training passes and samples as arrays
+too_large, legacy_json         oversized bodies; JSON answers for older clients
+json_numbers, strict_json      incremental decoding and encoding of JSON
+protobuf_scan                  limits of a protobuf body, checked before it is parsed
+protobuf_writer                encoding of large arrays
+pace                           pauses in long work, for the event loop
 sharing                        memory and threads, shared between senders
-proto                          protobuf's messages
+proto                          protobuf messages
 """

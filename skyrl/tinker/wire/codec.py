@@ -1,9 +1,9 @@
-"""Training passes and samples between bytes and NumPy arrays, as protobuf or JSON.
+"""Decoding of training passes and encoding of training results and samples, as protobuf or JSON with NumPy arrays.
 
-Decoding separates two failures. A body of which nothing can be made, not even whose it is, raises `MalformedBody`. Any
-other fault, from an image to an impossible tensor, is told in `PassRequest.error`, so that the request can fail in its
-place in the model's order. Protobuf paths make no Python object per token, and whatever a body declares, decoding takes
-no more memory for arrays than `max_bytes`.
+There are two kinds of decoding errors. A body without a readable address (model_id, seq_id) raises `MalformedBody`. Any
+other fault, such as an image or an invalid tensor, goes to `PassRequest.error`, so that the request can fail at its
+position in the model's order. Protobuf paths create no Python object per token. Decoding allocates at most `max_bytes`
+for arrays, whatever the body declares.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ from skyrl.tinker.wire.tensors import Budget, check_dimensions, dense, densified
 from skyrl.types import Datum, ForwardBackwardOutput, SampleOutput, TokenMatrix, TokenTable
 
 PROTOBUF = "application/x-protobuf"
-"""Media type of the binary requests and results."""
+"""Media type of protobuf requests and results."""
 
 DTYPES = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -44,16 +44,16 @@ DTYPES = {
 DTYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 MAX_JSON_BYTES = 64 * 2**20
-"""Bytes of a request as JSON, which takes longer to read than protobuf."""
+"""Maximum bytes of a JSON request, which takes longer to parse than protobuf."""
 ZSTD_PIECE = 1024
-"""Bytes decompressed at once. Even a bomb expands to no more than 32 MiB from these, so it is noticed in time."""
+"""Maximum compressed bytes per decompression step. They expand to at most 32 MiB, so a zip bomb is detected in time."""
 ZSTD_MAKES = 2**20
-"""Bytes that a piece is to become. The interpreter is held while they are copied, so pieces of a bomb are smaller."""
+"""Target size of a decompressed piece in bytes. Copying holds the interpreter lock, so steps shrink for a zip bomb."""
 
 
 @dataclass(frozen=True)
 class PassRequest:
-    """A forward_backward or forward request, not checked yet; without contents where there is an error."""
+    """A decoded forward_backward or forward request, not validated yet. Its contents are empty if `error` is set."""
 
     model_id: str
     seq_id: int
@@ -62,7 +62,7 @@ class PassRequest:
     loss_fn: str = ""
     loss_fn_config: dict[str, float | str] = field(default_factory=dict)
     error: str | None = None
-    """Fault that makes the request unusable, for its sender."""
+    """Decoding error, as a message to the client; None if there was none."""
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -71,16 +71,18 @@ class PassRequest:
 def decode_forward_backward(
     body: bytes, content_type: str, content_encoding: str | None, max_bytes: int, max_parts: int = MAX_PARTS
 ) -> PassRequest:
-    """Read the body of `forward_backward` (protobuf or JSON) or `forward` (JSON).
+    """Decode the body of `forward_backward` (protobuf or JSON) or `forward` (JSON).
 
-    Sparse tensors come back dense, with 0 where they have no value. Raises `MalformedBody`, and `BodyTooLarge`.
+    Sparse tensors are converted to dense ones, with 0 where they have no value. Raises `MalformedBody`, and
+    `BodyTooLarge`.
 
     Args:
-        body: As received.
-        content_type: Its media type.
+        body: Body as received.
+        content_type: Media type of the body.
         content_encoding: None, "", "identity" or "zstd".
-        max_bytes: Bound on the body after decompression, and on the arrays made of it.
-        max_parts: Fields that a protobuf body may have, in all its messages.
+        max_bytes: Limit of the decompressed body, and of the arrays decoded from it, in bytes.
+        max_parts: Maximum number of fields of a protobuf body, in all its messages. Above `MAX_PARTS`, JSON is not
+            limited.
     """
     body = decompress(body, content_encoding, max_bytes)
     media_type = content_type.partition(";")[0].strip().lower()
@@ -92,7 +94,7 @@ def decode_forward_backward(
 
 
 def decompress(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
-    """The body without its content encoding. Raises `MalformedBody`, and `BodyTooLarge` for more than `max_bytes`."""
+    """Undo the content encoding of a body. Raises `MalformedBody`, and `BodyTooLarge` for more than `max_bytes`."""
     if content_encoding == "zstd":
         body = _unzstd(body, max_bytes)
     elif content_encoding not in (None, "", "identity"):
@@ -103,7 +105,7 @@ def decompress(body: bytes, content_encoding: str | None, max_bytes: int) -> byt
 
 
 def prompt_tokens(model_input: ModelInput) -> np.ndarray:
-    """Tokens int32 of a JSON model input, its chunks joined. Raises `RequestError` for anything but text."""
+    """Concatenate the chunks of a JSON model input to int32 tokens. Raises `RequestError` for anything but text."""
     parts = []
     for chunk in model_input.chunks:
         if chunk.kind != "encoded_text":
@@ -118,7 +120,7 @@ def prompt_tokens(model_input: ModelInput) -> np.ndarray:
 
 
 def target_matrix(tensor: TensorData) -> TokenMatrix:
-    """The token ids of `target_prompt_logprobs`, int32, in their layout. Raises `RequestError`."""
+    """Decode the token ids of `target_prompt_logprobs` to int32, dense or CSR as sent. Raises `RequestError`."""
     name = "target_prompt_logprobs"
     if tensor.dtype != "int64":
         raise RequestError(f"{name}: dtype={tensor.dtype}; send int64 token ids")
@@ -128,7 +130,7 @@ def target_matrix(tensor: TensorData) -> TokenMatrix:
         raise RequestError(f"{name}: shape={shape}; send [tokens of the prompt - 1, K]")
     values = _json_values(name, tensor)
     limits = np.iinfo(np.int32)
-    values = values.clip(limits.min, limits.max).astype(np.int32)  # what is beyond is in no vocabulary either
+    values = values.clip(limits.min, limits.max).astype(np.int32)  # clipped ids are in no vocabulary either
     if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
         if min(shape) < 0 or shape[0] * shape[1] != values.size:
             raise RequestError(f"{name}: shape={shape} does not fit {values.size} values; send the shape of the data")
@@ -197,7 +199,7 @@ def _with_error(envelope: PassRequest, error: str) -> PassRequest:
 
 
 def _fault(body: bytes, max_parts: int) -> str | None:
-    """Fault that keeps a protobuf body from being parsed whole."""
+    """Return the reason why a protobuf body must not be parsed completely, or None."""
     try:
         check_parts(body, max_parts)
     except RequestError as error:
@@ -218,7 +220,7 @@ def _protobuf_datum(i: int, message: pb.Datum, budget: Budget, loss_fn: str) -> 
 
 
 def _sampled(spans: Sequence[pb.ProvenanceSpan], length: int) -> np.ndarray | None:
-    """Mask of the targets that a sampler drew, bool `[length]`, as provenance spans say; None without spans."""
+    """Build the mask of sampled targets, bool `[length]`, from provenance spans. None without spans."""
     if not spans:
         return None
     lengths = [getattr(span, span.WhichOneof("span") or "prompt_tokens").length for span in spans]
@@ -312,9 +314,10 @@ def _json_indices(name: str, tensor: TensorData) -> tuple[np.ndarray, np.ndarray
 
 
 def encode_forward_backward(output: ForwardBackwardOutput) -> bytes:
-    """The result of a pass as protobuf. Every field of the outputs is sent.
+    """Encode the result of a pass as protobuf, with every field of the outputs.
 
-    Neighbours share an `ArrayRecord` while the shapes behind their first dimension are equal ([N, K] targets of one K).
+    Consecutive datums share an `ArrayRecord` if their shapes are equal except for the first dimension, such as [N, K]
+    targets with the same K.
     """
     message = pb.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
     for _, group in groupby(output.loss_fn_outputs, _trailing_shapes):
@@ -326,9 +329,9 @@ def encode_forward_backward(output: ForwardBackwardOutput) -> bytes:
 
 
 def forward_backward_json(output: ForwardBackwardOutput) -> dict[str, Any]:
-    """The result of a pass for clients without protobuf, as `json_text` writes it.
+    """Convert the result of a pass to JSON for clients without protobuf, to be written by `strict_json`.
 
-    Its numbers may be NaN where the model's are.
+    Numbers may be NaN.
     """
     return {
         "loss_fn_output_type": output.loss_fn_output_type,
@@ -344,7 +347,7 @@ def forward_backward_json(output: ForwardBackwardOutput) -> dict[str, Any]:
 
 
 def encode_sample(output: SampleOutput) -> bytes:
-    """The samples of one prompt as protobuf."""
+    """Encode the samples of one prompt as protobuf."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=output.prompt_cache_hit_tokens)
     for sequence in output.sequences:
         sampled = message.sequences.add(
@@ -369,7 +372,7 @@ def encode_sample(output: SampleOutput) -> bytes:
 
 
 def sample_json(output: SampleOutput) -> dict[str, Any]:
-    """The samples of one prompt for clients without protobuf, as `json_text` writes them.
+    """Convert the samples of one prompt to JSON for clients without protobuf, to be written by `strict_json`.
 
     Undefined prompt logprobs are null.
     """
@@ -399,11 +402,11 @@ def sample_json(output: SampleOutput) -> dict[str, Any]:
 
 
 EMPTY_CELL = -99999.0
-"""Logprob of a cell of a top-k table that holds nothing."""
+"""Logprob that marks an empty cell of a top-k table."""
 
 
 def _topk_parts(table: TokenTable) -> list[Part]:
-    """`TopkLogprobs` of a whole prompt."""
+    """Encode the `TopkLogprobs` of a whole prompt."""
     token_ids, logprobs = table
     length, k = token_ids.shape
     return [
@@ -420,7 +423,7 @@ def _fill_topk(message: pb.TopkLogprobs, table: TokenTable) -> None:
 
 
 def _topk_json(table: TokenTable) -> Iterator[list[tuple[int, float]] | None]:
-    """The table row by row: as objects it is fifty times as large."""
+    """Yield the table row by row: as Python objects it is fifty times as large."""
     for ids, logprobs in zip(*table, strict=True):
         row = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
         yield None if not row or row[0][1] == EMPTY_CELL else row
@@ -482,7 +485,7 @@ def _unzstd(body: bytes, max_bytes: int) -> bytes:
     decompressor = zstandard.ZstdDecompressor().decompressobj()
     whole, read, piece, pace = BytesIO(), 0, ZSTD_PIECE // 32, Pace()
     try:
-        if body and zstandard.frame_content_size(body) > max_bytes:  # as it says of itself, if it does
+        if body and zstandard.frame_content_size(body) > max_bytes:  # the declared size, -1 if unknown
             raise BodyTooLarge(too_large_pass(max_bytes))
         while read < len(body) and not decompressor.eof:
             made = whole.write(decompressor.decompress(body[read : read + piece]))
@@ -501,7 +504,7 @@ def _unzstd(body: bytes, max_bytes: int) -> bytes:
 
 
 def too_large_pass(max_bytes: int) -> str:
-    """Fault of a pass with more bytes than the configuration allows."""
+    """Return the error message of a pass with more bytes than configured."""
     return (
         f"the body has more than {max_bytes} bytes; send fewer sequences per request, or start the server with a "
         "larger --max-body-bytes"

@@ -1,8 +1,8 @@
-"""JSON text as values, its long lists of numbers as NumPy arrays.
+"""JSON parser that decodes long lists of numbers to NumPy arrays.
 
-A parser of JSON lets nobody else have the interpreter before it has come to the end, and makes an object of each
-number. So the lists that may be long are read by themselves, in pieces of bounded work. What is left goes through the
-parser with a mark in the place of each, and may not be large.
+An ordinary JSON parser holds the interpreter lock until the end of the text, and creates an object per number. So long
+lists are parsed separately, in small pieces. Each is replaced by a placeholder in the rest of the text, which has a
+size limit and goes through the ordinary parser.
 """
 
 import re
@@ -16,20 +16,20 @@ from pydantic_core import from_json
 from skyrl.tinker.wire.pace import Pace
 
 NAMES = ("tokens", "data", "sparse_crow_indices", "sparse_col_indices")
-"""Fields whose lists may be long."""
+"""Names of fields that may have long lists."""
 LONG_BYTES = 64
-"""Shorter lists are left to the parser."""
+"""Minimum bytes of a long list. The ordinary parser reads shorter lists."""
 PIECE_BYTES = 32 * 1024
-"""Bytes of a list, read at once in less than a millisecond."""
+"""Bytes of a list that are parsed at once, in less than a millisecond."""
 
 MAX_REST_BYTES = 2 * 2**20
-"""Bytes of a text without its long lists: four times what 1024 datums take."""
+"""Maximum bytes of a text without its long lists: four times the size for 1024 datums."""
 MAX_MARKS = 2**18
-"""Quotes and opening brackets in it, which bound the objects that are made of it."""
+"""Maximum number of quotes and opening brackets in the rest, which limits the number of parsed objects."""
 
 TOKENS_BYTES = 2**20
 TOKEN_BYTES = 32
-"""Bytes of text that the tokens of a prompt may have, the larger of both: so many, or so many for each of a context."""
+"""A prompt's tokens may take `TOKENS_BYTES` of text, or `TOKEN_BYTES` per token of the context if that is more."""
 
 _SCALAR = rb'"[^"\\]{0,1024}"|-?\d{1,20}|true|false|null'
 _MEMBER = rb'"\w{1,64}"\s{0,64}:\s{0,64}(?:' + _SCALAR + rb")"
@@ -37,28 +37,28 @@ _FIRST = re.compile(rb"\s{0,64}\{\s{0,64}(" + _MEMBER + rb"(?:\s{0,64},\s{0,64}"
 _LAST = re.compile(rb",\s{0,64}(" + _MEMBER + rb"(?:\s{0,64},\s{0,64}" + _MEMBER + rb"){0,15})\s{0,64}\}\s{0,64}$")
 _NAME_OF_LARGE = re.compile(rb'\s{0,64},?\s{0,64}"(\w{1,64})"\s{0,64}:\s{0,64}[{\[]')
 _OUTER_BYTES = 4096
-"""At the ends of a text that is not parsed, in which its simple members are."""
+"""Bytes at the beginning and the end of an unparsed text that are searched for scalar members."""
 
 _NAME = re.compile(rb'[{,\s]"(' + "|".join(NAMES).encode() + rb')"\s{0,8}:\s{0,8}$')
 _NAME_BYTES = 64
-"""Bytes of the text before a list, in which its name is."""
+"""Bytes before a list that are searched for its name."""
 _MARK = f"{token_hex(16)}:"
-"""Text that no client knows, so that none can send it."""
+"""Prefix of placeholders. Random, so that no client can send it."""
 
 
 class JsonTooLarge(ValueError):
-    """The text is of more than can be read without holding up others."""
+    """The text is too large to be parsed without blocking other work."""
 
 
 def parse(text: bytes, max_tokens: int | None = None, bounded: bool = True) -> Any:
-    """The value of a JSON text, in which long lists of numbers in fields of `NAMES` are arrays, int64 or float64.
+    """Parse a JSON text. Long lists of numbers in the fields `NAMES` become int64 or float64 arrays.
 
-    Raises `ValueError` where it is no JSON, and `JsonTooLarge`.
+    Raises `ValueError` for invalid JSON, and `JsonTooLarge`.
 
     Args:
-        text: A body.
-        max_tokens: How many tokens there may be in all lists of that name together, roughly.
-        bounded: Whether it may be too much.
+        text: Body to parse.
+        max_tokens: Approximate limit of the total number of tokens in fields `tokens`. None: no limit.
+        bounded: True to limit the size of the text without its long lists.
     """
     rest, arrays, pace = [], [], Pace()
     at = end = tokens_bytes = rest_bytes = 0
@@ -74,7 +74,7 @@ def parse(text: bytes, max_tokens: int | None = None, bounded: bool = True) -> A
             tokens_bytes += end - begin
             _check_tokens(tokens_bytes, max_tokens)
         if (array := _array(text, begin + 1, end, pace)) is None:
-            continue  # the parser will say what is wrong with it
+            continue  # the ordinary parser reads it, or reports the error
         rest += [text[at:begin], f'"{_MARK}{len(arrays)}"'.encode()]
         rest_bytes += begin - at + len(rest[-1])
         arrays.append(array)
@@ -84,16 +84,16 @@ def parse(text: bytes, max_tokens: int | None = None, bounded: bool = True) -> A
 
 
 def parse_short(text: bytes, bounded: bool = True) -> Any:
-    """The value of a JSON text. Raises `ValueError` where it is none, and `JsonTooLarge` where it may be."""
+    """Parse a JSON text. Raises `ValueError` for invalid JSON, and, if `bounded`, `JsonTooLarge`."""
     if bounded and (len(text) > MAX_REST_BYTES or sum(map(text.count, (b'"', b"[", b"{"))) > MAX_MARKS):
         raise _too_much()
     return from_json(text)
 
 
 def outer_members(text: bytes) -> dict[str, Any]:
-    """Words and numbers among the first members of an object and its last ones, without a look at what is between.
+    """Return scalar members at the beginning and the end of a JSON object, without parsing the text in between.
 
-    Of the member behind the first ones there is the name, with None.
+    A list or object right after the first scalar members is returned with the value None.
     """
     members: dict[str, Any] = {}
     first, last = _FIRST.match(text[:_OUTER_BYTES]), _LAST.search(text[-_OUTER_BYTES:])
@@ -123,7 +123,10 @@ def _too_much() -> JsonTooLarge:
 
 
 def _array(text: bytes, at: int, end: int, pace: Pace) -> np.ndarray | None:
-    """The numbers of a list without its brackets. None where anything else is in it, or none, or none of 64 bits."""
+    """Parse the numbers of a list, `text[at:end]` without brackets.
+
+    Returns None for an empty list, for other values than numbers, and for integers that do not fit into 64 bits.
+    """
     parts = []
     while at <= end:
         stop = end if end - at <= PIECE_BYTES else text.rfind(b",", at, at + PIECE_BYTES)
@@ -146,7 +149,7 @@ def _array(text: bytes, at: int, end: int, pace: Pace) -> np.ndarray | None:
 
 
 def _with_arrays(value: Any, arrays: list[np.ndarray]) -> Any:
-    """The value with its arrays in the place of their marks."""
+    """Replace the placeholders in a value by their arrays."""
     if isinstance(value, list):
         return [_with_arrays(child, arrays) for child in value]
     if not isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""Protobuf results as JSON, for clients before 0.25 that do not accept protobuf.
+"""Conversion of protobuf results to JSON, for clients before 0.25, which do not accept protobuf.
 
-Results are stored once, in protobuf; who asks for JSON gets it made from that.
+Results are stored only as protobuf, and converted when a client requests JSON.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from skyrl.types import ForwardBackwardOutput, GeneratedSequence, SampleOutput, 
 
 
 def as_json(request_id: str, result: bytes) -> Iterator[bytes]:
-    """The JSON form of what `wire.encode_sample` or `wire.encode_forward_backward` made, in pieces."""
+    """Convert a result of `codec.encode_sample` or `codec.encode_forward_backward` to JSON, in pieces."""
     payload = sample_json(_sample(result)) if is_sample(request_id) else forward_backward_json(_pass(result))
     yield from strict_json.pieces(payload)
 

@@ -1,6 +1,6 @@
 """JSON of the management endpoints: runs, checkpoints, sessions, keys. Searches are in `search_schemas`.
 
-The SDK checks responses strictly: a field of another type, a missing one, or a time without a zone is an error there.
+The SDK validates responses strictly: a wrong type, a missing field, or a time without a zone raises an error there.
 """
 
 from datetime import UTC, datetime
@@ -20,18 +20,18 @@ CHECKPOINT_TYPES: dict[str, CheckpointType] = {
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
-"""Names in the API of the checkpoints of each `CheckpointKind`."""
+"""Name of each `CheckpointKind` in the API."""
 KINDS = {name: kind for kind, name in CHECKPOINT_TYPES.items()}
-"""The `CheckpointKind` of each of these names."""
+"""`CheckpointKind` of each name in the API."""
 
 
 def moment(seconds: float) -> datetime:
-    """A unix time as the API writes it."""
+    """Convert a unix time to the type of times in the API."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
 def texts(user_metadata: dict[str, Any] | None) -> dict[str, str] | None:
-    """Metadata as the API writes it: values that are no text are written as JSON."""
+    """Convert metadata to strings, as in the API. Other values than strings become JSON texts."""
     if user_metadata is None:
         return None
     return {
@@ -55,7 +55,7 @@ class Checkpoint(BaseModel):
     """A named checkpoint."""
 
     checkpoint_id: str
-    """Its kind and name: weights/NAME."""
+    """Kind and name: weights/NAME."""
     checkpoint_type: CheckpointType
     time: datetime
     tinker_path: str
@@ -71,7 +71,7 @@ class CheckpointsListResponse(BaseModel):
 
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
-    """None: these are all."""
+    """Page of the list. None: the list is complete."""
 
 
 class TrainingRun(BaseModel):
@@ -82,7 +82,7 @@ class TrainingRun(BaseModel):
     model_owner: str
     is_lora: bool = True
     corrupted: bool = False
-    """Its training state is gone, and only its checkpoints are left."""
+    """True if the training state is lost and only checkpoints are left."""
     lora_rank: int | None = None
     last_request_time: datetime
     last_checkpoint: Checkpoint | None = None
@@ -98,13 +98,13 @@ class TrainingRunsResponse(BaseModel):
 
 
 class SetTtlRequest(WireModel):
-    """`.../ttl`. An explicit null removes what was set."""
+    """`.../ttl`. An explicit null removes the time to live."""
 
     ttl_seconds: TtlSeconds | None
 
 
 class CopyWeightsRequest(RequestModel):
-    """`copy_weights`: into a project, or as a model of a session."""
+    """`copy_weights`: to a project, or as a model of a session."""
 
     source_path: str
     destination_project_id: str | None = None
@@ -133,7 +133,7 @@ class CopyWeightsResponse(BaseModel):
 
 
 class UploadStartRequest(RequestModel):
-    """`external_weights_upload_start`: what the adapter is that is to be uploaded."""
+    """`external_weights_upload_start`: description of the adapter to be uploaded."""
 
     base_model: str
     lora_config: ApiLoraConfig
@@ -141,7 +141,7 @@ class UploadStartRequest(RequestModel):
 
 
 class UploadUrl(BaseModel):
-    """An address that a file is to be PUT to, as clients from SDK 0.40 on read it."""
+    """URL for the PUT of a file, in the format of SDK 0.40 and later."""
 
     url: str
     headers: dict[str, str] = Field(default_factory=dict)
@@ -153,7 +153,7 @@ class UploadStartResponse(BaseModel):
 
     upload_id: str
     urls: dict[str, str] | dict[str, UploadUrl]
-    """By name of the file that is to be PUT there."""
+    """URL for the PUT of each file, by file name."""
     expires: datetime
 
 
@@ -191,7 +191,7 @@ class ExternalWeightsUrlsResponse(BaseModel):
     """`.../external_weights_urls`."""
 
     urls: dict[str, str]
-    """By name of the file."""
+    """URL of each file, by file name."""
     expires: datetime
 
 
@@ -241,7 +241,7 @@ class UserDetails(BaseModel):
 
 
 class ApiKeyDetails(BaseModel):
-    """Owner behind a key."""
+    """Details of a key's owner."""
 
     org_details: OrganizationDetails
     user_details: UserDetails
@@ -264,7 +264,7 @@ class TrainingUsage(BaseModel):
 
     type: Literal["training"] = "training"
     forward_only: bool
-    """True for those that add no gradients."""
+    """True for passes without gradients."""
     token_count: int
 
 
@@ -277,16 +277,16 @@ class PrefillUsage(BaseModel):
 
 
 class SampleUsage(BaseModel):
-    """Tokens that were generated."""
+    """Generated tokens."""
 
     type: Literal["sampling_sample"] = "sampling_sample"
     token_count: int
     sample_count: int
-    """Sequences that they are of. This one is ours; hours before the upgrade to this version count none."""
+    """Number of generated sequences. Not part of the SDK's schema; 0 for hours before the upgrade to this version."""
 
 
 class CheckpointUsage(BaseModel):
-    """Named checkpoints that were made."""
+    """Created named checkpoints."""
 
     type: Literal["checkpoint"] = "checkpoint"
     count: int
@@ -311,11 +311,12 @@ class UsageEvent(BaseModel):
     session_id: str | None = None
     project_id: str | None = None
     training_run_id: str | None = None
-    """The run that was trained or sampled; None: the base model. This and the next two are ours."""
+    """Run that was trained or sampled; None: the base model. This field and the next two are not in the SDK's schema.
+    """
     flops: int | None = None
-    """By convention; see docs/operations.md. None where the number of parameters is not known."""
+    """Number of operations, by the convention in docs/operations.md. None if the number of parameters is unknown."""
     device_seconds: float | None = None
-    """Device seconds; those of a sample's prompt are with its generated tokens."""
+    """Device time in seconds. The time of a sample's prompt is counted with its generated tokens."""
     estimated_cost_usd: float | None = None
     effective_rate_usd_per_million_tokens: float | None = None
     effective_rate_usd_per_gigabyte_month: float | None = None
@@ -329,7 +330,7 @@ class UsageSession(BaseModel):
 
 
 class UsageResponse(BaseModel):
-    """`billing/usage/events`, by hour, those of most tokens first."""
+    """`billing/usage/events`, by hour, most tokens first."""
 
     data: list[UsageEvent]
     sessions: dict[str, UsageSession]
@@ -357,7 +358,7 @@ class StoredNowResponse(BaseModel):
 
 
 class AuditEntry(BaseModel):
-    """Something that somebody has done."""
+    """An entry of the audit log."""
 
     timestamp: datetime
     event: str
@@ -368,6 +369,6 @@ class AuditEntry(BaseModel):
 
 
 class AuditResponse(BaseModel):
-    """`audit`, the oldest first."""
+    """`audit`, oldest first."""
 
     entries: list[AuditEntry]

@@ -1,7 +1,7 @@
-"""Long work in a thread that lets the event loop go on.
+"""Short pauses in long work of a thread, so that the event loop can run.
 
-A thread that calls NumPy lets go of the interpreter very often, and has it back before another that waits for it has
-woken up, which then begins to wait anew: it may wait for the whole work. So long work pauses for a moment now and then.
+NumPy calls release the interpreter lock often, but the thread reacquires it before a waiting thread has woken up. The
+waiting thread then restarts its wait, and could starve until the work ends. So long work sleeps briefly at intervals.
 """
 
 import time
@@ -9,11 +9,11 @@ import time
 WORK_S = 0.002
 """Seconds of work between two pauses."""
 PAUSE_S = 0.00005
-"""Seconds of a pause: long enough for a thread that waits to be woken up."""
+"""Seconds of a pause: long enough for a waiting thread to wake up."""
 
 
 class Pace:
-    """To be called after each part of the work, none of which takes long."""
+    """Pauses the thread if a pause is due. Call after each short part of the work."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()

@@ -1,8 +1,8 @@
-"""From a request's bytes to its schema, in two steps: whose it is, then what it says.
+"""Parsing of request bodies in two steps: first the address, then the content.
 
-A request with a place in a model's order must not be turned away at the door for a bad value: the client would never
-send that seq_id again, and everything after it would wait. So the address is read by itself; if the rest does not fit
-the schema, the request goes on with the error instead of its content, and fails in its place.
+A request with a position in a model's order must not be rejected with an HTTP error for a bad value: the client would
+never send that seq_id again, and all later requests would wait for it. So the address is parsed separately. If the
+content does not match the schema, the request is queued with the error instead, and fails at its position.
 """
 
 import reprlib
@@ -24,18 +24,19 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 
 MANY_FAULTS = 1000
+"""Number of validation errors above which only their number is reported."""
 BEGINNING_BYTES = 2**18
-"""Bytes read of a body that is too large. A block of zstd, of which a part is of no use, may have half as many."""
+"""Bytes that are read of an oversized body: twice the maximum block size of zstd, as blocks decode only as a whole."""
 MAX_ERROR = 2000
-"""Characters. A client may send, and so be told, names and values of any length."""
+"""Maximum characters of an error message, which may quote names and values of any length from the request."""
 JSON_FACTOR = 32
-"""Bytes that the values of a JSON text take in memory per byte of it, at most."""
+"""Maximum bytes in memory per byte of a JSON text."""
 
 Int64 = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class TooLarge(MalformedBody):
-    """A body is JSON of more than is read, but for those of its `members` that say whose it is."""
+    """A JSON body is too large to be parsed. `members` has its scalar members, which include the address."""
 
     def __init__(self, message: str, body: bytes):
         super().__init__(message)
@@ -44,37 +45,37 @@ class TooLarge(MalformedBody):
 
 @dataclass(frozen=True)
 class Body:
-    """A request as it was sent."""
+    """A request body as it was received."""
 
     data: bytes
     content_type: str = "application/json"
     content_encoding: str = ""
     too_large: str = ""
-    """Reason why `data` is only its beginning, where it is."""
+    """Error message if the body is too large and `data` is only its beginning; empty otherwise."""
 
 
 class ModelAddress(BaseModel):
-    """A place in a model's order."""
+    """A position in a model's order."""
 
     model_id: str
     seq_id: Int64
 
 
 class WholeModelAddress(BaseModel):
-    """A model; the request's place in its order is where it arrives."""
+    """A model. The request's position in the model's order is the position at which it arrives."""
 
     model_id: str
 
 
 class NewModelAddress(BaseModel):
-    """A model to be made; the request is its number 0."""
+    """A model to be created. The request has its seq_id 0."""
 
     session_id: str
     model_seq_id: Int64
 
 
 class SamplerAddress(BaseModel):
-    """A request to a sampler. The same address means the same request."""
+    """A request to a sampler. Requests with equal addresses are duplicates."""
 
     sampling_session_id: str
     seq_id: Int64
@@ -86,15 +87,15 @@ Address = ModelAddress | WholeModelAddress | NewModelAddress | SamplerAddress
 
 @dataclass(frozen=True)
 class Parsed(Generic[T]):
-    """A request, or what is wrong with it; its address is known either way."""
+    """A parsed request, or its error if `request` is None. The address is known in both cases."""
 
     address: Address
     request: T | None
     error: str = ""
     is_pass: bool = False
-    """True if it was to add gradients, so that the next optimizer step must not go ahead without it."""
+    """True if the request would have added gradients, so that the next optimizer step must not run without it."""
     held_bytes: int = 0
-    """Bytes that the request takes in memory, roughly. A small body may stand for a large one."""
+    """Approximate memory of the request in bytes, which may be much more than the size of its body."""
 
 
 @dataclass(frozen=True)
@@ -102,16 +103,16 @@ class Limits:
     """Limits of a body."""
 
     max_bytes: int
-    """After decompression, and of the arrays made of it."""
+    """Limit of the decompressed body, and of the arrays decoded from it, in bytes."""
     max_parts: int | None = None
-    """Fields of a training pass in protobuf, in all its messages. None: `wire_scan.MAX_PARTS`, and
-    those of `json_numbers` hold for JSON."""
+    """Maximum number of fields of a protobuf training pass, in all its messages. None: `protobuf_scan.MAX_PARTS`, and
+    the limits of `json_numbers` for JSON."""
     max_context_length: int = 2**31
-    """Tokens that a prompt may have, roughly."""
+    """Approximate maximum number of tokens of a prompt."""
 
 
 def json_object(body: Body, parse: Callable[[bytes], Any] = parse_short) -> dict[str, Any]:
-    """The JSON object in a body, read by `parse`. Raises `MalformedBody` if there is none."""
+    """Parse the JSON object in a body with `parse`. Raises `MalformedBody` if there is none."""
     if body.content_encoding not in ("", "identity"):
         raise MalformedBody(f"Content-Encoding: {body.content_encoding} is not served for JSON; send it uncompressed")
     try:
@@ -126,7 +127,7 @@ def json_object(body: Body, parse: Callable[[bytes], Any] = parse_short) -> dict
 
 
 def read_address(kind: type[Address], value: dict[str, Any]) -> Address:
-    """The address in a JSON object, in which null means left out. Raises `MalformedBody` if there is none."""
+    """Read the address in a JSON object; null counts as missing. Raises `MalformedBody` if there is none."""
     try:
         return kind.model_validate({key: child for key, child in value.items() if child is not None})
     except ValidationError as error:
@@ -136,7 +137,7 @@ def read_address(kind: type[Address], value: dict[str, Any]) -> Address:
 def json_parser(
     schema: type[R], address: type[Address] | Callable[[dict[str, Any]], type[Address]]
 ) -> Callable[[Body, Limits], Parsed[R]]:
-    """A function from a JSON body to its request.
+    """Return a function that parses a JSON body to its request.
 
     Args:
         schema: Schema of the request.
@@ -162,7 +163,7 @@ def json_parser(
 
 
 def describe_faults(error: ValidationError) -> str:
-    """Faults against a schema, in one line. Of very many faults only their number: to list them takes seconds."""
+    """Describe validation errors in one line. Above `MANY_FAULTS`, only their number: listing them takes seconds."""
     count = error.error_count()
     if count > MANY_FAULTS:
         return f"{count} values or names do not fit this request; its schema is in /openapi.json"
@@ -170,7 +171,7 @@ def describe_faults(error: ValidationError) -> str:
 
 
 def describe(errors: Sequence[Any]) -> str:
-    """Validation errors of pydantic in one line: "field: value rule; field: ..."."""
+    """Describe the first five pydantic errors in one line: "field: value: rule; field: ..."."""
     return "; ".join(_describe(error) for error in errors[:5])
 
 
@@ -185,7 +186,7 @@ def _describe(error: ErrorDetails) -> str:
 
 
 def brief(error: str) -> str:
-    """An error of which not more comes back than is of use: the field at its beginning, the way out at its end."""
+    """Shorten an error message to `MAX_ERROR` characters. Keeps the beginning (the field) and the end (the way out)."""
     if len(error) <= MAX_ERROR:
         return error
     return f"{error[: MAX_ERROR // 2]} ... {error[-MAX_ERROR // 2 :]}"

@@ -1,8 +1,8 @@
-"""A look at a protobuf body before it is parsed: of how many parts it is made.
+"""Count of the fields of a protobuf body, before it is parsed.
 
-A part takes two bytes to send and a hundred to parse, and compressed almost nothing to send. So a body of a few KB can
-stand for gigabytes of messages, and for seconds of a parser that lets nobody else go on. Here all fields are counted,
-as deep as messages go.
+A field takes two bytes on the wire, almost none if compressed, and a hundred bytes once parsed. So a body of a few KB
+can expand to gigabytes of messages, and block the interpreter for seconds. All fields are counted, including those of
+nested messages.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.wire.schemas import MAX_DATUMS
 
 MAX_PARTS = 2**17
-"""Fields of a request and of the messages in it, such as datums, chunks, tensors and their shapes: 128 for each of the
-1024 datums that clients send at a time, of which one with one chunk and five tensors takes 34."""
+"""Maximum number of fields of a request and its nested messages (datums, chunks, tensors, shapes): 128 for each of the
+1024 datums that clients send at most. A datum with one chunk and five tensors has 34."""
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 
@@ -27,11 +27,11 @@ ADDRESS = (
 )
 
 Table = dict[int, "Table | None"]
-"""Fields of a message that hold more than one value, by their numbers: messages, or (None) numbers."""
+"""Fields with several values, by field number: the table of a nested message, or None for packed numbers."""
 
 
 def _table(message: Any) -> Table:
-    """Table of a message's descriptor."""
+    """Build the table of a message's descriptor."""
     numbers = [field.number for field in message.fields if field.is_repeated and field.is_packed]
     inner = {field.number: _table(field.message_type) for field in message.fields if field.message_type}
     return {**dict.fromkeys(numbers), **inner}
@@ -40,15 +40,15 @@ def _table(message: Any) -> Table:
 REQUEST = _table(pb.ForwardBackwardRequest.DESCRIPTOR)
 KNOWN = set(pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_number)
 PACKED_BYTES = 8
-"""Bytes of numbers without fields of their own, which count for one part together."""
+"""Bytes of packed numbers that count as one part."""
 
 
 def address_of(body: bytes, whole: bool = True) -> bytes:
-    """A request that says only whose the given one is. Raises `DecodeError` where the body is no protobuf.
+    """Extract the address fields of a request, encoded as a request. Raises `DecodeError` if the body is not protobuf.
 
     Args:
-        body: A request, or (not `whole`) its beginning.
-        whole: Whether it is all there.
+        body: Encoded request, or its beginning.
+        whole: False if `body` is only the beginning.
     """
     at, sent = 0, []
     for _ in range(MAX_PARTS):
@@ -67,7 +67,7 @@ def address_of(body: bytes, whole: bool = True) -> bytes:
 
 
 def unknown_field(number: int, what: str) -> RequestError:
-    """Refusal of a message with a field of which this server knows nothing."""
+    """Return the error for a message with an unknown field."""
     return RequestError(
         f"field number {number} of the {what} is not known to this server; "
         "use the client version that this server's documentation names"
@@ -75,11 +75,14 @@ def unknown_field(number: int, what: str) -> RequestError:
 
 
 def check_parts(body: bytes, most: int = MAX_PARTS) -> None:
-    """Raises `RequestError` for more than `most` parts or an unknown one, `DecodeError` where nothing can be read."""
+    """Check the number of fields of a request.
+
+    Raises `RequestError` for more than `most` parts or an unknown field, and `DecodeError` for malformed protobuf.
+    """
     datums = parts = at = 0
     while at < len(body):
         key, content, at = _field(body, at, len(body))
-        if key >> 3 not in KNOWN:  # or it would be parsed, however large, to find that
+        if key >> 3 not in KNOWN:  # rejected before it is parsed, as it may be large
             raise unknown_field(key >> 3, "request")
         parts += 1 + _parts_within(body, key, content, at, REQUEST, most - parts)
         datums += key >> 3 == DATA
@@ -90,7 +93,7 @@ def check_parts(body: bytes, most: int = MAX_PARTS) -> None:
 
 
 def _parts_within(data: bytes, key: int, at: int, end: int, table: Table, most: int) -> int:
-    """Count the parts that a field is made of, or some more than `most`."""
+    """Count the parts of a field. Stops shortly after `most`."""
     if key & 7 != LENGTH or at == end or (inner := table.get(key >> 3, ABSENT)) is ABSENT:
         return 0
     if inner is None:
@@ -108,9 +111,9 @@ ABSENT: Table = {}
 
 
 def _field(data: bytes, at: int, end: int) -> tuple[int, int, int]:
-    """(number and encoding, where the content begins, where the next field does). Raises `DecodeError`.
+    """Read a field: (key, offset of its content, offset of the next field). Raises `DecodeError`.
 
-    There may be very many, so what most of them are is told in few steps.
+    The key has the field number and the wire type. There may be very many fields, so common ones take few steps.
     """
     key, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at, end)
     content, encoding = at, key & 7
@@ -129,7 +132,7 @@ def _field(data: bytes, at: int, end: int) -> tuple[int, int, int]:
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """(value, where the next thing begins)."""
+    """Read a varint: (value, offset of the next byte). Raises `DecodeError`."""
     value = shift = 0
     while at < end and shift < 70:
         byte = data[at]

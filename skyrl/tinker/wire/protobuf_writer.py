@@ -1,7 +1,7 @@
-"""Protobuf fields of large arrays, written a piece at a time.
+"""Protobuf encoding of large arrays in pieces.
 
-A message that serializes itself copies its arrays several times and lets nobody else have the interpreter meanwhile,
-which takes a quarter of a second for 128 MiB.
+`SerializeToString` of a message copies its arrays several times and holds the interpreter lock meanwhile: a quarter of
+a second for 128 MiB.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,23 +12,23 @@ import numpy as np
 from skyrl.tinker.wire.pace import Pace
 
 PIECE_BYTES = 2**20
-"""Copied at once."""
+"""Bytes copied at once."""
 
 Part = bytes | memoryview
 
 
 def field(number: int, parts: Sequence[Part]) -> list[Part]:
-    """A field that holds these bytes: of a message, or of an array."""
+    """Encode a length-delimited field: the bytes of a message or of an array."""
     return [_varint(number << 3 | 2) + _varint(sum(map(len, parts))), *parts]
 
 
 def array(values: np.ndarray, dtype: str) -> memoryview:
-    """The bytes of an array, little-endian."""
+    """Return the bytes of an array in `dtype`, which includes the byte order."""
     return np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8).data
 
 
 def joined(parts: Iterable[Part]) -> bytes:
-    """All of them, one behind the other."""
+    """Concatenate parts."""
     whole, pace = BytesIO(), Pace()
     for part in parts:
         view = memoryview(part)

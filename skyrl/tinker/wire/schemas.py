@@ -1,8 +1,8 @@
 """JSON requests and responses of the API, one class each, for SDK 0.38 and older.
 
-Older clients leave out fields at their default and send explicit nulls; both mean the default here. The constant `type`
-field is accepted and means nothing. Fields that no class knows are refused by name. Options of the protocol that are
-not served yet are fields too: `unserved` names one that is set, the rest of the server never reads them.
+Older clients omit fields or send explicit nulls; both mean the default. The constant field `type` is accepted and
+ignored. Unknown fields are rejected by name. Options of the protocol that are not supported yet are fields, too:
+`unserved` names one that is set, and the rest of the server never reads them.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -35,7 +35,7 @@ from skyrl.types import (
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 FREE_FORM = "user_metadata"
-"""Field whose nulls are the user's."""
+"""Field whose nulls are user data and do not mean defaults."""
 
 
 def _array_of_integers(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
@@ -51,7 +51,7 @@ def _array_of_numbers(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
 
 Integers = Annotated[list[StrictInt], Field(fail_fast=True), WrapValidator(_array_of_integers)]
 Numbers = Annotated[list[StrictInt | StrictFloat], Field(fail_fast=True), WrapValidator(_array_of_numbers)]
-"""Lists that report their first bad entry only. Long ones are arrays already (`json_numbers`), and stay so."""
+"""Lists that report only their first bad entry. Long lists are arrays already (`json_numbers`), and stay arrays."""
 
 
 class RequestModel(WireModel):
@@ -60,7 +60,7 @@ class RequestModel(WireModel):
     type: str | None = None
 
     UNSERVED: ClassVar[dict[str, str]] = {}
-    """Fields that must keep their default for now, and the way out."""
+    """Names of fields that are not supported yet and must have their default, with the advice for the error."""
 
     @model_validator(mode="before")
     @classmethod
@@ -75,7 +75,7 @@ class RequestModel(WireModel):
         return {key: child for key, child in {**value, **nested}.items() if child is not None}
 
     def unserved(self) -> str | None:
-        """Fault of the first option that is set but not served yet, or None."""
+        """Return the error for the first unsupported option that is set, or None."""
         for name, way_out in self.UNSERVED.items():
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
@@ -91,12 +91,12 @@ class OptimizerConfig(WireModel):
 
     @classmethod
     def of(cls, family: OptimizerFamily) -> "OptimizerConfig":
-        """The configuration as clients are told it."""
+        """Return the configuration that clients receive for an optimizer family."""
         return cls(type=family, version=1 if family == "dimuon" else None)
 
 
 MIN_TTL_S, MAX_TTL_S = 3600, 315_360_000
-"""An hour and ten years."""
+"""Limits of a time to live in seconds: an hour and ten years."""
 TtlSeconds = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 
 
@@ -124,7 +124,7 @@ class CustomLossInput(WireModel):
 
 
 class CustomLossNode(WireModel):
-    """A node of a traced loss, as torch.fx records it; arguments as the SDK encodes them."""
+    """A node of a traced loss, as in torch.fx. Arguments are in the SDK's encoding."""
 
     op: str
     name: str
@@ -134,7 +134,7 @@ class CustomLossNode(WireModel):
 
 
 class CustomLossGraph(WireModel):
-    """A traced loss as plain data."""
+    """A traced loss: a serialized graph."""
 
     format: Literal[1] = 1
     nodes: list[CustomLossNode]
@@ -180,11 +180,11 @@ def _is_trainable(value: LoraConfig) -> LoraConfig:
 
 
 ApiLoraConfig = Annotated[LoraConfig, BeforeValidator(_only_options_of_the_api), AfterValidator(_is_trainable)]
-"""`LoraConfig` of the API, which has no alpha, and the optimizer beside it."""
+"""`LoraConfig` of the API, without alpha and without the optimizer, which is a separate field of the request."""
 
 
 class CreateModelRequest(RequestModel):
-    """`create_model`: the model's request number 0."""
+    """`create_model`: the request with seq_id 0 of the model."""
 
     session_id: str
     model_seq_id: Int64
@@ -205,11 +205,11 @@ class GetInfoRequest(ModelRequest):
 
 
 class UnloadModelRequest(ModelRequest):
-    """`unload_model`. Has no place in the model's order: it comes after all that has arrived."""
+    """`unload_model`. It has no seq_id and comes after all requests that have arrived."""
 
 
 class OrderedRequest(ModelRequest):
-    """A request with a place in its model's order."""
+    """A request with a position in its model's order."""
 
     seq_id: Int64
 
@@ -225,7 +225,7 @@ class TensorData(RequestModel):
 
 
 class ModelInputChunk(RequestModel):
-    """A part of a model input. Which kind shows in `type`, or where old clients leave it out, in the fields."""
+    """A part of a model input. `type` has its kind; old clients omit `type`, and the set fields determine the kind."""
 
     tokens: Integers | None = None
     data: str | None = None
@@ -238,7 +238,7 @@ class ModelInputChunk(RequestModel):
 
     @property
     def kind(self) -> str:
-        """`type`, or the kind that has the fields of this chunk."""
+        """`type`, or the kind to which the fields of this chunk belong."""
         if self.type is not None:
             return self.type
         return next((kind for field, kind in self.KINDS.items() if getattr(self, field) is not None), "unknown")
@@ -252,7 +252,7 @@ class ModelInputChunk(RequestModel):
 
 
 class ModelInput(RequestModel):
-    """A prompt or training sequence, in parts that are simply joined."""
+    """A prompt or training sequence: the concatenation of its chunks."""
 
     chunks: Annotated[list[ModelInputChunk], Field(fail_fast=True)] = Field(default_factory=list)
 
@@ -265,7 +265,7 @@ class DatumInput(RequestModel):
 
 
 MAX_DATUMS = 16384
-"""Most sequences in one request. Clients send 1024 at most."""
+"""Maximum number of sequences in one request. Clients send at most 1024."""
 
 
 class PassInput(RequestModel):
@@ -327,11 +327,11 @@ class SaveWeightsExternalRequest(OrderedRequest):
     path: str
     ttl_seconds: TtlSeconds | None = None
     age_encryption_recipients: list[str] | None = None
-    """Public keys. Every file is encrypted for each of them."""
+    """Public keys. Every file is encrypted for all of them."""
 
 
 class LoadWeightsRequest(RequestModel):
-    """`load_weights`: into a model (`model_id`, `seq_id`), or as a new one (`session_id`, `model_seq_id`)."""
+    """`load_weights`: into a model (`model_id`, `seq_id`) or as a new model (`session_id`, `model_seq_id`)."""
 
     model_id: str | None = None
     seq_id: Int64 | None = None
@@ -340,14 +340,14 @@ class LoadWeightsRequest(RequestModel):
     path: str
     """A `tinker://` URI."""
     optimizer: bool = True
-    """False starts the optimizer anew."""
+    """True to load the optimizer state; False to reset the optimizer."""
     base_model: str | None = None
-    """Must be the checkpoint's where it is given."""
+    """If set, must be the base model of the checkpoint."""
     user_metadata: dict[str, JsonValue] | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
-    """Optimizer of a new model, where it starts anew. With the checkpoint's state the family is the checkpoint's."""
+    """Optimizer of a new model if its state is reset. Otherwise the optimizer family of the checkpoint is used."""
     weights_access_token: str | None = None
-    """The key (or token) of whoever owns the checkpoint."""
+    """API key or token of the owner of the checkpoint."""
 
     @model_validator(mode="after")
     def _has_one_address(self) -> "LoadWeightsRequest":
@@ -373,7 +373,7 @@ class CreateSamplingSessionRequest(RequestModel):
 
 
 class SampleRequest(RequestModel):
-    """`asample`. Limits of numbers are those of `check_sample` and `check_scores` of `skyrl.algorithms`."""
+    """`asample`. `check_sample` and `check_scores` of `skyrl.algorithms` define the limits of its numbers."""
 
     sampling_session_id: str
     seq_id: Int64
@@ -383,7 +383,7 @@ class SampleRequest(RequestModel):
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     record_stability_info: bool = False
-    """Changes nothing: what stable_reinforce needs of a sample is in the data that train on it."""
+    """Ignored: the training data contains all that stable_reinforce needs of a sample."""
     base_model: str | None = None
     model_path: str | None = None
     topk_sample_logprobs: int = 0
@@ -402,25 +402,25 @@ class RetrieveFutureRequest(RequestModel):
 
     request_id: str
     allow_metadata_only: bool = False
-    """True if a large result may be announced first."""
+    """True if the answer to a large result may have only its size."""
 
 
 class SamplingSessionTarget(RequestModel):
-    """A client of a sampler: the first (0), or a copy of it with a number of its own."""
+    """A client of a sampler: 0 is the first, and each clone has its own number."""
 
     sampling_session_id: str
     cloned_sampler_id: int = Field(0, ge=0, lt=2**34)
 
 
 class RetrieveFuturesRequest(RequestModel):
-    """`retrieve_futures`: which of a client's samples have ended since `prev_cursor`."""
+    """`retrieve_futures`: samples of a client that have ended since `prev_cursor`."""
 
     target: SamplingSessionTarget
     prev_cursor: Int64 = 0
     timeout: float | None = Field(None, ge=0)
-    """Seconds to wait for one; None: as long as a poll may take."""
+    """Seconds to wait for a sample; None: `long_poll_s`."""
     retrieved_request_ids: list[str] = Field(default_factory=list)
-    """Samples whose results need not be kept any more."""
+    """Samples whose results the server may drop."""
 
 
 class JoinSamplingSessionRequest(RequestModel):
@@ -449,11 +449,11 @@ class HealthResponse(BaseModel):
 
     status: str = "ok"
     engine: dict[str, int] = {}
-    """Counts of the engine about itself, such as the programs that it has compiled."""
+    """Counters of the engine, such as the number of compiled programs."""
 
 
 class ClientConfigResponse(BaseModel):
-    """`client/config`: how the client should talk to this server. Flags not named here keep the client's defaults."""
+    """`client/config`: settings for clients of this server. Flags not listed here keep the client's defaults."""
 
     pjwt_auth_enabled: bool = True
     parallel_fwdbwd_chunks: bool = True
@@ -513,12 +513,12 @@ class ServerCapabilitiesResponse(BaseModel):
 
 
 class FutureResponse(BaseModel):
-    """The answer to every queued request: where to wait for its result."""
+    """Answer to every queued request: the id with which to wait for its result."""
 
     request_id: str
     model_id: str | None = None
     sample_sequence_ids: list[str] | None = None
-    """asample only: one id per sample."""
+    """One id per sample. None for other requests than asample."""
 
 
 class TryAgainResponse(BaseModel):
@@ -538,14 +538,14 @@ class FailedResponse(BaseModel):
 
 
 class MetadataResponse(BaseModel):
-    """`retrieve_future` of a large result: how many bytes it has. The client asks for it again."""
+    """`retrieve_future` of a large result: its size in bytes. The client repeats the call to get the result."""
 
     response_payload_size: int
     status: Literal["complete_metadata"] = "complete_metadata"
 
 
 class SampleEnd(BaseModel):
-    """The end of a sample. Where it failed there is no size, and `retrieve_future` says why."""
+    """The end of a sample. A failed sample has no size; `retrieve_future` returns its error."""
 
     request_id: str
     state: Literal["finished", "failed"]
@@ -553,27 +553,27 @@ class SampleEnd(BaseModel):
 
     @classmethod
     def of(cls, request_id: str, size: int | None) -> "SampleEnd":
-        """`size` is that of its result; None where there is none."""
+        """Create from the size of the result in bytes; None if the sample failed."""
         state: Literal["finished", "failed"] = "failed" if size is None else "finished"
         return cls(request_id=request_id, state=state, response_payload_uncompressed_size=size)
 
 
 class RetrieveFuturesResponse(BaseModel):
-    """`retrieve_futures`. `cursor` is to be sent with the next."""
+    """`retrieve_futures`. The client sends `cursor` with its next call."""
 
     completions: list[SampleEnd]
     cursor: int
 
 
 class JoinSamplingSessionResponse(BaseModel):
-    """`join_sampling_session`: the new client's number, in whose billion it counts its seq_ids."""
+    """`join_sampling_session`: number of the new client. Each client has its own range of one billion seq_ids."""
 
     client_counter: int
     type: str = "join_sampling_session"
 
 
 class ModelData(BaseModel):
-    """Names of a model's base. The client's tokenizer is `tokenizer_id`, or else that of `model_name`."""
+    """Names of a base model. Clients load the tokenizer `tokenizer_id`; if it is None, that of `model_name`."""
 
     arch: str | None = None
     model_name: str | None = None

@@ -1,4 +1,4 @@
-"""JSON of the searches for sessions and checkpoints. A page ends at an entry, which the next page's cursor names."""
+"""JSON of the searches for sessions and checkpoints. The cursor of the next page names the last entry of a page."""
 
 from datetime import datetime
 from typing import Literal
@@ -48,13 +48,14 @@ class SearchCursor(WireModel):
 
 
 class SessionSearchRequest(RequestModel):
-    """`sessions/search`. What is left out matches everything."""
+    """`sessions/search`. An omitted condition matches everything."""
 
     session_id: str | None = None
     project_ids: list[str] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)
     display_name: str | None = Field(None, min_length=1)
-    """Words that a session's name has, whatever their case. With `session_id`, either one matches."""
+    """Words that the session's name must contain, ignoring case. With `session_id`, sessions match either of the two.
+    """
     owner: SearchOwner = SearchOwner()
     statuses: list[SearchStatus] | None = Field(None, min_length=1)
     limit: int = Field(50, ge=1, le=200)
@@ -62,21 +63,21 @@ class SessionSearchRequest(RequestModel):
 
 
 class SessionStatus(BaseModel):
-    """Presence of a session's client."""
+    """Status of a session's client."""
 
     type: Literal["active", "client_finished"]
     reason: FinishReason | None = None
 
 
 class SessionSummary(BaseModel):
-    """A session that was found."""
+    """A session in the results."""
 
     session_id: str
     created_at: datetime
     owner: str
     project_id: str
     status: SessionStatus | None = None
-    """None: it has gone silent without a word."""
+    """Status of the client. None: the client disappeared without finishing the session."""
     checkpoints_count: int
     display_name: str | None = None
     user_metadata: dict[str, str] | None = None
@@ -102,7 +103,7 @@ class CheckpointSearchCursor(WireModel):
 
 
 class CheckpointSearchRequest(RequestModel):
-    """`checkpoints/search`. A condition that is left out matches everything; an empty list matches nothing."""
+    """`checkpoints/search`. An omitted condition matches everything; an empty list matches nothing."""
 
     project_ids: list[str] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)

@@ -1,9 +1,9 @@
-"""JSON that every client can parse: numbers that JSON does not have are sent as "NaN", "Infinity" and "-Infinity".
+"""Standard JSON: non-finite numbers are written as the strings "NaN", "Infinity" and "-Infinity".
 
-The SDK's parser refuses bare NaN, and its models read these words as numbers.
+The SDK's parser rejects bare NaN, and its models read these strings as numbers.
 
-A value may hold NumPy arrays and iterators, which are lists. So a large one need not be there as Python objects, and is
-written in pieces: between two of them a thread that writes lets go of the interpreter.
+Values may contain NumPy arrays and iterators, which are written as lists. So large values need not exist as Python
+objects. They are written in pieces, and the interpreter lock can be released between pieces.
 """
 
 import json
@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 
 PIECE_BYTES = 64 * 1024
-"""Bytes of text in a piece. To write so much takes two milliseconds."""
+"""Bytes of text in a piece, which takes two milliseconds to write."""
 NUMBERS = 1024
-"""Numbers of an array that are written at once."""
+"""Numbers of an array written at once."""
 ITEMS = 32
-"""Items of an iterator that are written at once, each of which may be a short list."""
+"""Items of an iterator written at once. Each may be a short list."""
 
 
 def dumps(value: Any) -> bytes:
-    """The value as UTF-8 JSON."""
+    """Encode a value as UTF-8 JSON."""
     return b"".join(pieces(value))
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """The same in pieces of `PIECE_BYTES`, or little more."""
+    """Encode a value as UTF-8 JSON, in pieces of `PIECE_BYTES` or slightly more."""
     texts: list[str] = []
     size = 0
     for text in _texts(value):
@@ -65,7 +65,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _joined(parts: Iterable[list[Any]]) -> Iterator[str]:
-    """The list of which these are parts, none of them empty."""
+    """Write the concatenation of lists, none of which is empty, as one list."""
     before = "["
     for part in parts:
         yield before + _text(part)[1:-1]

@@ -1,7 +1,7 @@
-"""Tensors of a request as NumPy arrays: from bytes or numbers, dense or CSR, of a bounded size.
+"""Decoding of a request's tensors to NumPy arrays of bounded total size, from bytes or numbers, dense or CSR.
 
-Nothing that a request declares is believed: a tensor that makes no sense raises `RequestError` before anything of its
-declared size is made.
+Declared shapes are not trusted: an inconsistent tensor raises `RequestError` before memory of its declared size is
+allocated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,13 +15,13 @@ from skyrl.types import TokenMatrix
 
 
 class Budget:
-    """Bytes that the arrays of a request may still take."""
+    """Memory budget of a request's arrays in bytes. `left` is the unused part."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes = self.left = max_bytes
 
     def take(self, name: str, shape: Sequence[int], dtype: np.dtype) -> None:
-        """Raises `RequestError` once the request's arrays are too large together."""
+        """Reserve memory for an array. Raises `RequestError` if the budget is exceeded."""
         values = 1
         for size in shape:
             values *= size or 1
@@ -34,7 +34,7 @@ class Budget:
 
 
 def from_bytes(name: str, data: bytes, dtype: np.dtype) -> np.ndarray:
-    """All values in a buffer, not copied."""
+    """View a buffer as an array, without a copy. Raises `RequestError` if its size does not fit `dtype`."""
     if len(data) % dtype.itemsize:
         raise RequestError(
             f"{name}: {len(data)} bytes is not a multiple of the size of {dtype.name}; send every value whole"
@@ -43,14 +43,14 @@ def from_bytes(name: str, data: bytes, dtype: np.dtype) -> np.ndarray:
 
 
 def check_dimensions(name: str, shape: Sequence[int]) -> None:
-    """Raises `RequestError` for a shape that no tensor has here, of which there is more than can be looked at."""
+    """Raise `RequestError` for a shape of more than two dimensions, without reading a very long shape."""
     if len(shape) > 2:
         shown = f"[{', '.join(map(str, shape[:3]))}{', ...' if len(shape) > 3 else ''}]"
         raise RequestError(f"{name}: shape={shown} has {len(shape)} dimensions; send [tokens] or [tokens, K]")
 
 
 def dense(name: str, values: np.ndarray, shape: list[int], budget: Budget) -> np.ndarray:
-    """Flat values in their shape (`[len]` where none is given)."""
+    """Reshape flat values to `shape`; an empty shape means `[len]`. Raises `RequestError` if they do not match."""
     check_dimensions(name, shape)
     if shape == [values.size]:
         budget.take(name, shape, values.dtype)
@@ -65,7 +65,10 @@ def dense(name: str, values: np.ndarray, shape: list[int], budget: Budget) -> np
 def densified(
     name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int], budget: Budget
 ) -> np.ndarray:
-    """A CSR matrix as a dense one, 0 where it has no value. `rows` are its crow_indices."""
+    """Convert a CSR matrix to a dense one, 0 where it has no value. `rows` are its crow_indices.
+
+    Raises `RequestError` for invalid indices.
+    """
     _check_matrix(name, shape)
     budget.take(name, shape, values.dtype)
     matrix = sparse(name, values, rows, columns, shape)
@@ -75,7 +78,7 @@ def densified(
 
 
 def sparse(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int]) -> TokenMatrix:
-    """A CSR matrix as it is, with indices that make sense.
+    """Validate a CSR matrix and return it in its layout. Raises `RequestError` for invalid indices.
 
     `rows` (crow_indices) are offsets into values and columns; row i has those from rows[i] to rows[i + 1].
     """
@@ -105,7 +108,7 @@ def _check_matrix(name: str, shape: list[int]) -> None:
 
 
 def int64s(name: str, values: Iterable[Any]) -> np.ndarray:
-    """Integers of a JSON list."""
+    """Convert a JSON list of integers to int64. Raises `RequestError` for larger integers."""
     try:
         return np.array(values, np.int64)
     except OverflowError:
@@ -113,7 +116,7 @@ def int64s(name: str, values: Iterable[Any]) -> np.ndarray:
 
 
 def float32s(name: str, values: Iterable[Any]) -> np.ndarray:
-    """Numbers of a JSON list."""
+    """Convert a JSON list of numbers to float32. Raises `RequestError` for integers that do not fit into float64."""
     try:
         with np.errstate(over="ignore"):
             return np.array(values, np.float64).astype(np.float32)

@@ -1,7 +1,7 @@
-"""A pass of which more was sent than is read: its beginning says whose it is, so that it can fail in its place.
+"""Oversized training passes: the address is read from the beginning of the body, so that the request fails in order.
 
-Turned away at the door, its place in its model's order would stay empty, and what follows would wait for it in vain.
-SDKs that write protobuf put the address first; those that write JSON put it last, where nobody comes.
+If it were rejected with an HTTP error, its seq_id would stay missing, and all later requests of the model would wait
+for it. SDKs put the address first in protobuf. In JSON they put it last, where it is not read.
 """
 
 from contextlib import suppress
@@ -20,11 +20,11 @@ from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.wire.protobuf_scan import address_of
 
 ADDRESS_BYTES = 4096
-"""Bytes at the beginning of a body, in which the address is."""
+"""Bytes at the beginning of a body that are searched for the address."""
 
 
 def failed_pass(body: Body, error: BodyTooLarge) -> Parsed:
-    """A pass that fails with `error`. Its address is read from the beginning of its body.
+    """Return a pass that fails with `error`. Its address is read from the beginning of its body.
 
     Raises:
         BodyTooLarge: The beginning has no address, and the rest of the body was not read.
@@ -41,12 +41,12 @@ def failed_pass(body: Body, error: BodyTooLarge) -> Parsed:
             f"{error}. The body does not start with its model_id and seq_id, so later requests of that model wait "
             "for it until --gap-timeout-s"
         ) from None
-    # Of protobuf nothing says here that it was for the loss alone.
+    # `forward_only` of protobuf is not read here, so such a pass counts as adding gradients.
     return Parsed(address, None, str(error), is_pass="forward_input" not in members)
 
 
 def _members(body: Body) -> dict[str, Any]:
-    """Members of the request that are in its beginning."""
+    """Return the members at the beginning of the request."""
     beginning = _decompressed(body)[:ADDRESS_BYTES]
     if body.content_type != PROTOBUF:
         return outer_members(beginning)
@@ -57,7 +57,7 @@ def _members(body: Body) -> dict[str, Any]:
 
 
 def _decompressed(body: Body) -> bytes:
-    """Beginning of a body without its content encoding, of `ADDRESS_BYTES` at least where it has as many."""
+    """Decompress the beginning of a body: at least `ADDRESS_BYTES`, if it has that many."""
     if body.content_encoding != "zstd":
         return body.data
     decompressor, beginning = zstandard.ZstdDecompressor().decompressobj(), BytesIO()

@@ -1,1 +1,1 @@
-"""Sharing between senders: memory for bodies (`body_quota`), threads that work on them (`decode_pool`)."""
+"""Fair sharing between senders: memory for bodies (`body_quota`), threads for decoding and encoding (`decode_pool`)."""

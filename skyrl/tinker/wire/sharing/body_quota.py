@@ -1,9 +1,8 @@
-"""Room for the bodies of requests that are being read or worked on, shared between their senders as in `quota`; and for
-answers, shared between those who asked for them.
+"""Memory quota for request bodies that are being read or processed, and for answers, shared as in `quota`.
 
-It is asked for before a body is read, by what is announced, or by what has come of a body that announces nothing. A
-body that finds none is turned away unread (429), which clients send again. Small bodies always find room, so that a
-sender of large ones can still poll and keep its sessions.
+Memory is reserved before a body is read, by its Content-Length, or as it arrives if the length is unknown. If there is
+not enough, the body is rejected unread (429), and the client retries. Small bodies need no reservation, so that a
+sender of large bodies can still poll and keep its sessions alive.
 """
 
 from collections.abc import Iterator
@@ -14,16 +13,16 @@ from starlette.types import Scope
 from skyrl.utils.quota import Quota
 
 MAX_BYTES = 2**30
-"""Bytes of all large bodies together, and of all large answers."""
+"""Maximum total bytes of large bodies; the same limit applies to large answers."""
 SMALL_BYTES = 64 * 2**10
-"""Largest body that needs no room."""
+"""Maximum size of a body that needs no reservation, in bytes."""
 
 
 class BodyQuota:
-    """Holders of the room, and how much each has.
+    """Memory reservations by sharer.
 
     Args:
-        what: Is held, with braces for its bytes.
+        what: Description for errors, with braces for the number of bytes.
     """
 
     def __init__(self, what: str = "bodies of {} bytes") -> None:
@@ -31,7 +30,7 @@ class BodyQuota:
 
     @contextmanager
     def keep(self, sharer: str) -> Iterator["Reservation"]:
-        """Room for a body of a sender, none at first, until the end of the block."""
+        """Create an empty reservation for a body of a sender, and release it at the end of the block."""
         kept = Reservation(self.quota, sharer)
         try:
             yield kept
@@ -41,11 +40,11 @@ class BodyQuota:
 
 
 class Reservation:
-    """Room for one body.
+    """Memory reservation of one body.
 
     Args:
-        quota: What it is a part of.
-        sharer: The body's sender.
+        quota: Quota that the reservation counts against.
+        sharer: Sender of the body.
     """
 
     def __init__(self, quota: Quota, sharer: str):
@@ -54,7 +53,7 @@ class Reservation:
         self.size = 0
 
     def grow_to(self, size: int) -> None:
-        """Make room for so many bytes in all. Raises `Busy` if there is none beside the sender's other bodies."""
+        """Increase the reservation to `size` bytes. Raises `Busy` if that exceeds the sender's share."""
         more = size - self.size
         if size > SMALL_BYTES and more > 0:
             self._quota.check(self._sharer, more, MAX_BYTES, aside=self.size)
@@ -63,6 +62,6 @@ class Reservation:
 
 
 def announced_length(scope: Scope) -> int:
-    """A request's Content-Length; 0 where it has none."""
+    """Return the Content-Length of a request; 0 if it has none."""
     length = dict(scope["headers"]).get(b"content-length", b"0")
     return int(length) if length.isdigit() else 0

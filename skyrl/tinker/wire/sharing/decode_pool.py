@@ -1,9 +1,9 @@
-"""Work on many bytes happens in threads, off the event loop.
+"""Thread pools that decode and encode large bodies off the event loop.
 
-What has been sent, and what is sent as JSON, is worked on in fair order (`skyrl.utils.fairness`): a hundred large
-bodies of one tenant do not delay another's. They are charged by bytes before, and for the time that they took beyond
-what so many bytes are worth afterwards, because a hundred bytes may stand for a million. Results, which come no faster
-than the engine makes them, have a thread of their own.
+Request bodies and JSON answers are processed in fair order (`skyrl.utils.fairness`): a hundred large bodies of one
+tenant do not delay another tenant's. Work is charged by bytes before it runs. Afterwards, its excess CPU time is
+charged, because a compressed body may expand by a factor of thousands. Results have a separate thread, as they arrive
+no faster than the engine computes them.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from skyrl.utils.fairness import Accounts
 T = TypeVar("T")
 
 LARGE_BYTES = 16 * 1024
-"""Work on more bytes than this, which may take a millisecond, happens off the event loop."""
+"""Minimum size of work that runs in a thread. Smaller work takes less than about a millisecond."""
 
 NS_PER_BYTE = 10
-"""Nanoseconds of a thread that a byte is worth. Those of JSON take more, those of protobuf a tenth."""
+"""CPU time per byte in nanoseconds that the charge by bytes covers. JSON takes more, protobuf a tenth."""
 
 THREADS_FOR_BODIES = 2 if (os.cpu_count() or 1) > 2 else 1
-"""For all that clients send and ask for in bulk. Few, because the event loop waits for its turn among those that hold
-the interpreter; on two cores one is the loop's and the engine's."""
+"""Threads for request bodies and bulk answers. Few, because the event loop competes with them for the interpreter
+lock. With two cores, one core is left for the event loop and the engine."""
 
 _FOR_BODIES = ThreadPoolExecutor(THREADS_FOR_BODIES, "bodies")
 _FOR_RESULTS = ThreadPoolExecutor(1, "results")
@@ -40,7 +40,7 @@ class _Turn:
     size: int
     given: asyncio.Future[None]
     taken_ns: int = 0
-    """Nanoseconds that it took of a thread, once that has ended."""
+    """CPU time in nanoseconds, set when the work has ended."""
 
     def do(self, function: Callable[[], T]) -> T:
         begun = time.thread_time_ns()
@@ -56,19 +56,20 @@ class DecodePool:
     def __init__(self) -> None:
         self._accounts = Accounts()
         self._lines: dict[str, deque[_Turn]] = {}
-        """The turns that each tenant waits for. No line is empty."""
+        """Queue of waiting turns of each tenant. No queue is empty."""
         self._turns: Counter[str] = Counter()
-        """Turns that each tenant waits for or has. Its account stays open as long, so that it pays for them all."""
+        """Number of waiting and running turns of each tenant. Its account stays open meanwhile, to be charged for all.
+        """
         self._free = THREADS_FOR_BODIES
 
     async def run(self, tenant: str, size: int, function: Callable[[], T], at_most: int = 0) -> T:
-        """Call `function`, in a thread and when it is the tenant's turn if it works on many bytes.
+        """Call `function`. Large work waits for the tenant's turn and runs in a thread.
 
         Args:
-            tenant: Who sent them, or is sent them.
-            size: How many they are.
-            function: What to do.
-            at_most: What they may grow to, if they are compressed.
+            tenant: Sender or receiver of the bytes.
+            size: Number of bytes.
+            function: Work to do.
+            at_most: Maximum number of bytes after decompression. 0: the body is not compressed.
         """
         if max(size, at_most) <= LARGE_BYTES:
             return function()
@@ -85,13 +86,13 @@ class DecodePool:
             if not turn.given.cancelled():
                 self._end(turn)
             raise
-        # Who leaves now leaves its thread behind, which is taken until it has ended.
+        # If the caller is cancelled now, the thread stays occupied until the function returns.
         running = loop.run_in_executor(_FOR_BODIES, partial(turn.do, function))
         running.add_done_callback(lambda ended: self._end(turn, ended))
         return await asyncio.shield(running)
 
     async def pieces(self, tenant: str, size: int, made: Iterator[T]) -> AsyncIterator[T]:
-        """Pieces that an iterator makes, each of `size` bytes as work of its own."""
+        """Iterate over the pieces of `made` in the pool. Each piece is a separate turn of `size` bytes."""
         nothing = object()
         while (piece := await self.run(tenant, size, partial(next, made, nothing))) is not nothing:
             yield piece  # pyright: ignore[reportReturnType]
@@ -111,9 +112,9 @@ class DecodePool:
                 del self._lines[tenant]
 
     def _end(self, turn: _Turn, ended: asyncio.Future[Any] | None = None) -> None:
-        """A thread is free again."""
+        """Release the thread of a turn, and charge its excess CPU time."""
         if ended is not None and not ended.cancelled():
-            ended.exception()  # is not lost: who still waits has it, and nobody else wants it
+            ended.exception()  # marks it as retrieved; the caller, if still there, gets it from `run`
         self._free += 1
         surplus = turn.taken_ns // NS_PER_BYTE - turn.size
         if surplus > 0:
@@ -123,7 +124,7 @@ class DecodePool:
         self._give_turns()
 
     def _close(self, tenant: str) -> None:
-        """A tenant waits for one turn less, or has one less."""
+        """Remove one turn of a tenant. Closes its account after the last."""
         self._turns[tenant] -= 1
         if not self._turns[tenant]:
             del self._turns[tenant]
@@ -131,7 +132,7 @@ class DecodePool:
 
 
 async def encoded(size: int, function: Callable[[], T]) -> T:
-    """Call `function` on a result, in a thread if that is of many bytes."""
+    """Call `function`, which encodes a result of `size` bytes. Large results are encoded in a thread."""
     if size <= LARGE_BYTES:
         return function()
     return await asyncio.get_running_loop().run_in_executor(_FOR_RESULTS, function)
