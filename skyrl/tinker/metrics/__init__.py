@@ -1,11 +1,11 @@
-"""Metrics of a server, in Prometheus' terms: what `GET /metrics` answers with.
+"""Prometheus metrics of a server, served by `GET /metrics`.
 
-    registry         all of a server's metrics; begin here
-    http_metrics     HTTP requests, by route
-    request_metrics  queued requests: depth and waits, tokens, failures
-    engine_metrics   what the engine tells, its ends, snapshots and replays
+    registry         all metrics of a server; read this first
+    http_metrics     HTTP requests by route
+    request_metrics  queued requests: queue length, wait times, tokens, failures
+    engine_metrics   statistics of the engine, restarts, snapshots and replays
     storage_metrics  bytes on disk
-    tenants          labels of tenants, which are bounded and never keys
+    tenants          labels of tenants: names of keys, limited in number
 
-Labels come from small sets only: names of operations and routes, categories, at most `tenants.MOST_TENANTS` tenants.
+Labels have few values: names of operations and routes, categories, and at most `tenants.MOST_TENANTS` tenants.
 """

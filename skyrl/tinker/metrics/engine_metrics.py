@@ -1,4 +1,4 @@
-"""The engine: what it tells of itself, how often it ended, and what is done so that nothing is lost by that."""
+"""Metrics of the engine: its own statistics, restarts, snapshots and replays."""
 
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -10,11 +10,11 @@ from skyrl.backends.statistics import STATISTICS, StatisticInfo, Statistics
 
 PREFIX = "skyrl_engine_"
 PROGRAMS = "_programs"
-"""End of the names of counts of compiled programs."""
+"""Suffix of the names of counters of compiled programs."""
 
 
 class EngineFacts(Protocol):
-    """Facts about an engine that metrics show (`skyrl.tinker.context.Engine`)."""
+    """Properties of an engine that metrics need (`skyrl.tinker.context.Engine`)."""
 
     @property
     def state(self) -> str: ...
@@ -30,11 +30,11 @@ class EngineFacts(Protocol):
 
 
 class EngineMetrics:
-    """Counts what the API process sees of engines, and shows what the one that runs tells.
+    """Engine events counted by the API process, and statistics reported by the running engine.
 
     Args:
-        registry: Where its metrics are.
-        engine: The engine as it is now.
+        registry: Registry of the metrics.
+        engine: Returns the current engine.
     """
 
     def __init__(self, registry: CollectorRegistry, engine: Callable[[], EngineFacts]):
@@ -51,15 +51,15 @@ class EngineMetrics:
         self.replays = Counter(
             "skyrl_requests_replayed", "Requests that were done again to bring models back.", registry=registry
         )
-        registry.register(self)  # pyright: ignore[reportArgumentType] (it is told by its `collect`)
+        registry.register(self)  # pyright: ignore[reportArgumentType] (a class with `collect` is enough)
         ProcessCollector(namespace="skyrl_engine", pid=lambda: engine().pid or "none", registry=registry)
 
     def restarts_total(self) -> int:
-        """Engines so far that ended by themselves."""
+        """Return the number of unexpected exits of engines so far."""
         return sum(int(sample.value) for metric in self.restarts.collect() for sample in metric.samples)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the last report of the running engine. Counters of a new engine begin at 0 again."""
+        """Yield the last statistics of the running engine. Counters restart at 0 with a new engine."""
         engine = self._engine()
         ready = engine.state == "ready"
         yield GaugeMetricFamily(f"{PREFIX}ready", "1 while the engine is ready, else 0.", value=float(ready))

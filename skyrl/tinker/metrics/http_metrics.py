@@ -1,15 +1,15 @@
-"""HTTP requests by route."""
+"""Metrics of HTTP requests by route."""
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 BUCKETS = (0.01, 0.05, 0.25, 1, 5, 25, 60)
-"""Seconds, up to the longest poll and beyond."""
+"""Histogram buckets in seconds, up to more than the longest poll."""
 METHODS = frozenset({"GET", "POST", "PUT", "DELETE"})
-"""Methods that routes have. Whatever else clients send is counted together."""
+"""Methods with a label of their own. All others share the label "other"."""
 
 
 class HttpMetrics:
-    """Counts answers. `route` is the template of a path, never the path."""
+    """Counts and times responses. `route` is the path template, never the path."""
 
     def __init__(self, registry: CollectorRegistry):
         self._seconds = Histogram(
@@ -24,7 +24,7 @@ class HttpMetrics:
         )
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """A request was answered."""
+        """Record a response."""
         method = method if method in METHODS else "other"
         self._seconds.labels(method, route).observe(seconds)
         self._responses.labels(method, route, str(status)).inc()

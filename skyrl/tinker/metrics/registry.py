@@ -1,4 +1,4 @@
-"""All metrics of a server, and their text."""
+"""All metrics of a server, and their text format."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,15 +13,15 @@ from skyrl.tinker.metrics.tenants import TenantLabels
 
 
 class ServerMetrics:
-    """Metrics of one API process; they begin at 0 with it, as Prometheus expects.
+    """Metrics of one API process. They start at 0 with the process, as Prometheus expects.
 
     Args:
         tenants: Tenants of the server's keys.
-        engine: The engine as it is now.
+        engine: Returns the current engine.
     """
 
     def __init__(self, tenants: Iterable[str], engine: Callable[[], EngineFacts]):
-        prometheus_client.disable_created_metrics()  # a line more for each series, which nobody reads
+        prometheus_client.disable_created_metrics()  # an unused extra line per series
         self._registry = prometheus_client.CollectorRegistry()
         self.http = HttpMetrics(self._registry)
         self.requests = RequestMetrics(self._registry, TenantLabels(tenants))
@@ -30,7 +30,7 @@ class ServerMetrics:
         prometheus_client.ProcessCollector(registry=self._registry)
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """(all metrics, their media type): OpenMetrics for those who accept it, else Prometheus' text format.
+        """Return (text of all metrics, media type). The format is OpenMetrics if accepted, else Prometheus text.
 
         May be called in any thread.
         """

@@ -1,4 +1,4 @@
-"""Queued requests from their acceptance to their outcome: depth and waits by tenant, time, tokens and failures."""
+"""Metrics of queued requests from acceptance to outcome: queue lengths, wait times, durations, tokens, failures."""
 
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -10,18 +10,18 @@ from skyrl.tinker.identity.ids import kind_of
 from skyrl.tinker.results import Failure, Lost, Outcome
 
 BUCKETS = (0.05, 0.25, 1, 5, 15, 60, 300, 1800)
-"""Seconds."""
+"""Histogram buckets in seconds."""
 
 TokenKind = Literal["prompt", "sampled", "trained", "scored"]
-"""Tokens of prompts of samples; those that were drawn; those of passes with gradients, and of passes without."""
+"""Prompt tokens of samples, sampled tokens, tokens of passes with gradients, and tokens of passes without."""
 
 
 class RequestMetrics:
-    """Counts requests. A request waits, runs once the engine has begun with it, and ends.
+    """Counts requests by state. A request is waiting until the engine starts it, then running until it ends.
 
     Args:
-        registry: Where its metrics are.
-        label: Label of a tenant; see `TenantLabels`.
+        registry: Registry of the metrics.
+        label: Returns the label of a tenant; see `TenantLabels`.
     """
 
     def __init__(self, registry: CollectorRegistry, label: Callable[[str], str]):
@@ -66,28 +66,28 @@ class RequestMetrics:
         )
 
     def added(self, tenant: str) -> None:
-        """A request was accepted."""
+        """Record that a request was accepted."""
         self._waiting.labels(self._label(tenant)).inc()
 
     def began(self, tenant: str, waited_s: float) -> None:
-        """The engine has begun with a request that waited."""
+        """Record that the engine started a request after `waited_s` seconds."""
         label = self._label(tenant)
         self._waiting.labels(label).dec()
         self._running.labels(label).inc()
         self._wait.labels(label).observe(waited_s)
 
     def interrupted(self, tenant: str) -> None:
-        """A request that ran waits again."""
+        """Record that a running request is waiting again."""
         label = self._label(tenant)
         self._running.labels(label).dec()
         self._waiting.labels(label).inc()
 
     def left(self, tenant: str, ran: bool) -> None:
-        """A request neither waits nor runs any more."""
+        """Remove a request from the gauges. `ran` is True if it was running."""
         (self._running if ran else self._waiting).labels(self._label(tenant)).dec()
 
     def ended(self, request_id: str, outcome: Outcome, seconds: float) -> None:
-        """A request has its outcome."""
+        """Record the outcome of a request."""
         operation = kind_of(request_id)
         self._seconds.labels(operation).observe(seconds)
         if isinstance(outcome, Failure | Lost):
@@ -95,11 +95,11 @@ class RequestMetrics:
             self._failed.labels(operation, category).inc()
 
     def tokens(self, tenant: str, kind: TokenKind, count: int) -> None:
-        """A request with so many tokens was done."""
+        """Record `count` tokens of a finished request."""
         self._tokens.labels(self._label(tenant), kind).inc(count)
 
     def tenant_totals(self) -> dict[str, dict[str, int]]:
-        """By tenant: requests that wait and run, and tokens of each kind so far."""
+        """Return, by tenant, the numbers of waiting and running requests and of tokens of each kind so far."""
         totals: dict[str, dict[str, int]] = {}
         families = {"waiting": self._waiting, "running": self._running, "": self._tokens}
         for name, family in families.items():
@@ -109,12 +109,12 @@ class RequestMetrics:
         return totals
 
     def ended_totals(self) -> dict[str, int]:
-        """Requests that have had their outcome so far, by operation."""
+        """Return the number of ended requests so far, by operation."""
         counts = (sample for sample in _values(self._seconds) if sample.name.endswith("_count"))
         return {sample.labels["operation"]: int(sample.value) for sample in counts}
 
     def failed_total(self) -> int:
-        """Number of these whose outcome was an error."""
+        """Return the number of failed requests so far."""
         return sum(int(sample.value) for sample in _values(self._failed))
 
 

@@ -1,4 +1,4 @@
-"""Bytes on disk."""
+"""Metrics of disk usage."""
 
 import math
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from prometheus_client import CollectorRegistry, Gauge
 
 
 class StorageMetrics:
-    """Shows what was found on disk last."""
+    """Disk usage at the last measurement."""
 
     def __init__(self, registry: CollectorRegistry):
         self.looked_at = -math.inf
-        """Time of the last look, on the monotonic clock."""
+        """Time of the last measurement, on the monotonic clock."""
         self.stored: dict[str, int] = {}
         self.free: int | None = None
-        """Free bytes. Both this and `stored` are as of the last look."""
+        """Free bytes at the last measurement, as `stored` has the used bytes by kind. None before the first."""
         self._stored = Gauge(
             "skyrl_stored_bytes",
             "Bytes of what is saved below checkpoints_base, its trash aside.",
@@ -24,7 +24,7 @@ class StorageMetrics:
         self._free = Gauge("skyrl_disk_free_bytes", "Bytes left on the disk of checkpoints_base.", registry=registry)
 
     def found(self, stored: Mapping[str, int], free: int) -> None:
-        """Bytes of each kind, and those that the disk has left."""
+        """Record a measurement: used bytes by kind, and free bytes of the disk."""
         self.stored, self.free = dict(stored), free
         for kind, size in stored.items():
             self._stored.labels(kind).set(size)

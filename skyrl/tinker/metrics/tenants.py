@@ -1,18 +1,18 @@
-"""Labels of tenants: names of keys, which are no secret, for as many as a time series database takes well."""
+"""Labels of tenants: the names of keys, which are not secret. Their number is limited, to bound the time series."""
 
 from collections.abc import Iterable
 
 MOST_TENANTS = 50
-"""Tenants with a label of their own, the first that come; the others share one."""
+"""Number of tenants with their own label, in order of appearance. All others share one."""
 EVERYBODY, OTHERS = "local", "other"
-"""Labels of all callers of a server without keys, and of those without a label of their own."""
+"""Labels of all callers of a server without keys, and of tenants without their own label."""
 
 
 class TenantLabels:
     """Labels by tenant.
 
     Args:
-        names: Tenants of the server's keys; none: it has no keys, and each session is a tenant.
+        names: Tenants of the server's keys. Empty for a server without keys, where each session is a tenant.
     """
 
     def __init__(self, names: Iterable[str]):
@@ -20,7 +20,7 @@ class TenantLabels:
         self._labelled: set[str] = set()
 
     def __call__(self, tenant: str) -> str:
-        """The tenant's label, always the same while the server lives."""
+        """Return the label of a tenant, which stays the same while the server runs."""
         if not self._names:
             return EVERYBODY
         if tenant not in self._labelled:
