@@ -1,5 +1,5 @@
-"""Traces: what the requests of a session waited for, to be looked at in Perfetto.
+"""Traces of a session's requests and their phases, for Perfetto.
 
-timelines      moments of each request, of the newest of each session
-trace_events   the same in Chrome's trace event format
+timelines      timestamps of the most recent requests of each session
+trace_events   conversion to Chrome's trace event format
 """

@@ -1,4 +1,4 @@
-"""Moments in the life of requests, kept in memory for the newest of each session."""
+"""Timestamps of requests, kept in memory for the most recent requests of each session."""
 
 import time
 from collections import OrderedDict, deque
@@ -8,34 +8,34 @@ from skyrl.tinker.identity.ids import session_of
 from skyrl.tinker.results import Failure, Outcome
 
 MAX_REQUESTS = 100_000
-"""Ended requests that are kept in all, some 50 MB. Past that the session with most of them loses its older half."""
+"""Maximum number of ended requests, about 50 MB. Above it, the older half of the largest session is dropped."""
 MAX_SESSIONS = 1000
-"""Sessions of which any are kept: those of which a request has ended last."""
+"""Maximum number of sessions. Sessions whose last request ended most recently are kept."""
 
 
 @dataclass(slots=True)
 class Timeline:
-    """Moments of one request, in seconds on the monotonic clock; None: it did not come so far."""
+    """Timestamps of one request, in seconds on the monotonic clock. None: the request has not reached this phase."""
 
     request_id: str
     run: str
-    """Model or sampler that it is of; empty: not to be kept."""
+    """Model or sampler of the request. Empty: the timeline is not kept."""
     accepted: float = field(default_factory=time.monotonic)
     sent: float | None = None
-    """The engine has it."""
+    """Time when the request was sent to the engine."""
     began: float | None = None
-    """The engine computes it, alone or in a batch."""
+    """Time when the engine started the request, alone or in a batch."""
     done: float | None = None
-    """The engine has finished it."""
+    """Time when the engine finished the request."""
     ended: float | None = None
-    """Its outcome is stored, and answered to whoever asks."""
+    """Time when the outcome was stored and available to clients."""
     outcome: str = "pending"
     """pending, answer, lost, or the category of its failure."""
     engines: int = 0
-    """Engines that ended before they had finished it."""
+    """Number of engines that exited before they finished the request."""
 
     def engine_ended(self) -> None:
-        """It waits for another engine, unless it is done."""
+        """Handle an exit of the engine: unless the request is done, it waits for the next engine."""
         if self.sent is not None and self.done is None:
             self.engines += 1
             self.sent = self.began = None
@@ -50,7 +50,7 @@ class Timelines:
         self._count = 0
 
     def end(self, timeline: Timeline, outcome: Outcome) -> float:
-        """A request has ended. Returns the seconds that it took."""
+        """Record the end of a request. Returns its duration in seconds."""
         timeline.ended = time.monotonic()
         timeline.outcome = outcome.category if isinstance(outcome, Failure) else type(outcome).__name__.lower()
         if timeline.run:
@@ -58,7 +58,7 @@ class Timelines:
         return timeline.ended - timeline.accepted
 
     def of_session(self, session_id: str) -> list[Timeline]:
-        """Requests of a session, the first that ended first."""
+        """Return the ended requests of a session, in the order of their ends."""
         return list(self._sessions.get(session_id, ()))
 
     def _keep(self, timeline: Timeline) -> None:

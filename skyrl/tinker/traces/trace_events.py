@@ -1,12 +1,12 @@
-"""Timelines in Chrome's trace event format, as JSON: https://ui.perfetto.dev and chrome://tracing open it.
+"""Timelines in Chrome's trace event format, as JSON for https://ui.perfetto.dev and chrome://tracing.
 
-A model or sampler is a process; its requests are slices on as few threads as keep them apart. Within a request's slice
-lie its phases, without a gap:
+A model or sampler is a process. Its requests are slices on the minimum number of threads without overlaps. The slice
+of a request is divided into its phases, without gaps:
 
-queue     until the engine has it: it is logged, its model is brought back, its version is written, an engine starts
-batch     until the engine computes it: its place in its model's order, its tenant's turn, room in a batch
-compute   until the engine has finished it, with the files that it writes; others may be computed in between
-save      until its outcome is stored and may be answered
+queue     until it is sent to the engine: waits for the log, its model's revival, its version, or the engine's start
+batch     until the engine starts it: waits for earlier requests of its model, its tenant's turn, or room in a batch
+compute   until the engine has finished it, including written files; other requests may be computed in between
+save      until its outcome is stored and available
 
 Format: "Trace Event Format", Google, 2016 (complete events `X`, metadata events `M`; times in microseconds).
 """
@@ -21,19 +21,19 @@ from skyrl.tinker.identity.ids import kind_of
 from skyrl.tinker.traces.timelines import Timeline
 
 PIECE = 64
-"""Requests that are written at a time, in a millisecond."""
+"""Number of requests per piece of text, which takes a millisecond to write."""
 PIECE_BYTES = 40_000
-"""Bytes of their text, roughly."""
+"""Approximate bytes of a piece."""
 
 Event = dict[str, Any]
 
 
 def text(session_id: str, timelines: Iterable[Timeline]) -> Iterator[bytes]:
-    """The text of a trace, in pieces. What has not ended lasts until now.
+    """Yield the JSON text of a trace, in pieces. Pending requests last until now.
 
     Args:
-        session_id: Session that the requests are of.
-        timelines: What is known of them.
+        session_id: Session of the requests.
+        timelines: Timelines of the requests.
     """
     now = time.monotonic()
     to_unix = time.time() - now
@@ -48,7 +48,7 @@ def text(session_id: str, timelines: Iterable[Timeline]) -> Iterator[bytes]:
 
 
 def phases(timeline: Timeline, now: float) -> Sequence[tuple[str, float, float]]:
-    """(name, begin, end) of each phase that a request came to."""
+    """Return (name, begin, end) of each phase that a request has reached."""
     end = now if timeline.ended is None else timeline.ended
     begins = (
         ("queue", timeline.accepted),
@@ -62,15 +62,15 @@ def phases(timeline: Timeline, now: float) -> Sequence[tuple[str, float, float]]
 
 
 class _Lanes:
-    """Processes for models and samplers, and threads of which each has one request at a time."""
+    """Assigns a process to each model or sampler, and its requests to threads without overlaps."""
 
     def __init__(self) -> None:
         self._processes: dict[str, int] = {}
         self._free: dict[str, list[tuple[float, int]]] = {}
-        """By model or sampler, when each of its threads is free."""
+        """Heap of (time from which the thread is free, thread) of each model or sampler."""
 
     def place(self, run: str, begin: float, end: float) -> tuple[int, int, bool]:
-        """(process, thread, whether the process is new)."""
+        """Return (process, thread, True if the process is new)."""
         is_new = run not in self._processes
         process = self._processes.setdefault(run, len(self._processes) + 1)
         free = self._free.setdefault(run, [])
