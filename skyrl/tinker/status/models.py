@@ -32,14 +32,14 @@ def newest(session: Session, limit: int, tenant: str | None) -> tuple[list[Any],
 
 
 def tenants_of(session: Session, model_ids: Collection[str]) -> dict[str, str]:
-    """Owners of models."""
+    """Return the tenant of each model."""
     model_id = col(ModelRow.model_id)
     rows = session.execute(select(model_id, col(ModelRow.tenant)).where(model_id.in_(model_ids)))
     return {row.model_id: row.tenant for row in rows}
 
 
 def described(rows: Collection[Any], states: Mapping[str, State], requests: Requests) -> list[dict[str, Any]]:
-    """Rows of `newest` as JSON. Ages are in seconds."""
+    """Convert rows of `newest` to JSON. Ages are in seconds."""
     loads, now = requests.by_model(), time.time()
     return [
         {

@@ -19,11 +19,11 @@ CACHE = ("cache_pages", "cache_pages_used")
 def overview(
     service: Service, requests: Requests, states: Mapping[str, Any], owners: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The server as JSON: counts since its API process started, ages in seconds. May be called in any thread.
+    """Describe the server as JSON: counts since its API process started, ages in seconds. May be called in any thread.
 
     Args:
         service: The server's shared parts.
-        requests: Its pending requests.
+        requests: Pending requests of the server.
         states: States of models that are not only on disk; see `EngineModels.states`.
         owners: Tenants of models without requests.
     """

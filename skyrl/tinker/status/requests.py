@@ -64,7 +64,7 @@ class Load:
 
 
 class Requests:
-    """Snapshot of all pending requests. Created on the event loop; its methods may run in a thread.
+    """Snapshot of all pending requests. Created on the event loop. Its methods may run in a thread.
 
     Args:
         service: The server's shared parts.
@@ -102,7 +102,7 @@ class Requests:
         return Queued(request_id, SAMPLE, self.shown(waiting.tenant), _model_of(waiting), future, waiting)
 
     def by_model(self) -> dict[Who, Load]:
-        """Requests of each model that has any, by tenant."""
+        """Return the load of each model that has requests, by tenant."""
         loads: defaultdict[Who, Load] = defaultdict(Load)
         for one in self._of_training():
             load = loads[one.model_id, one.tenant]
@@ -112,7 +112,7 @@ class Requests:
             else:
                 load.waiting += 1
                 load.first = load.first or one
-        # Of thousands of samples nothing is made but counts: others wait for the interpreter meanwhile.
+        # Thousands of samples are only counted: creating objects would hold the interpreter lock for long.
         find, groups = self._queue.futures.get, dict[tuple[str | None, str], tuple[Load, list[int]]]()
         for request_id, waiting in self._samples:
             if (future := find(request_id)) is None:
