@@ -6,7 +6,7 @@ from skyrl.tinker.processes import launcher
 
 
 def main() -> int:
-    """Serve with the process's command line. Returns its exit status."""
+    """Run the server with the options of the command line. Returns the exit status."""
     return launcher.run(sys.argv[1:], prog="python -m skyrl.tinker.api")
 
 

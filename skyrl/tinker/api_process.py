@@ -1,6 +1,6 @@
 """Entry point of the API process: parses the options, then serves.
 
-Slow imports happen only after the options were found to be valid.
+Slow modules are imported only after the options were validated.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_config(arguments[end + 1 :], prog=own.prog)
     except SystemExit as end:  # help, or a bad option
-        if not (link.again and end.code):  # of a file, as the options were good before: it may be mended
+        if not (link.again and end.code):  # at a restart, the file of an option became invalid and may be fixed
             link.say_ends()
         raise
     status = _run(config, link)
@@ -68,7 +68,7 @@ def _listen(host: str, port: int) -> socket.socket:
         try:
             listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
             break
-        except OSError as error:  # of the server before this one, whose launcher was killed a moment ago?
+        except OSError as error:  # the previous server may still be exiting
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise
             time.sleep(LOOK_S)

@@ -1,8 +1,8 @@
-"""Options of a server: one frozen class, one parser for every way to start it.
+"""Options of a server: one frozen class, and one parser for all commands.
 
-`EngineConfig` holds the options; `parse_config` reads them from the command line, then `SKYRL_*`, then `TX_*`
-environment variables, then the defaults. `skyrl serve` and `python -m skyrl.tinker.api` both call it. To add an option,
-add a field with a docstring: the flag, its help text and its environment variables follow.
+`EngineConfig` has the options. `parse_config` reads them from the command line, `SKYRL_*` and `TX_*` environment
+variables, in this order of precedence. `skyrl serve` and `python -m skyrl.tinker.api` both call it. To add an option,
+add a field with a docstring: its flag, help text and environment variables are derived from it.
 """
 
 import argparse
@@ -32,22 +32,23 @@ from skyrl.utils.log import LogFormat
 from skyrl.utils.spelling import did_you_mean
 
 ENVIRONMENT_PREFIXES = ("SKYRL_", "TX_")
-"""Environment variables are a prefix and the field's name in capitals; the first prefix that is set wins."""
+"""Prefixes of environment variables; the rest is the field's name in capitals. Earlier prefixes take precedence."""
 
 SEEN = "every user of the machine sees command lines"
 SECRET = ("api_keys", "operator_keys", "tenant_weights", "external_inference_api_key", "database_url")
-"""Options whose values are shown to nobody."""
+"""Options whose values are never printed."""
 KEYS = {"api_keys": "api_keys_file", "operator_keys": "operator_keys_file"}
-"""Options that hold keys, and those of files with more: meant to close doors where they are there, though empty."""
+"""Options with keys, and options with key files. An empty value is an error, because keys are meant to restrict access.
+"""
 
 OPEN_TO_OTHERS = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 
 STATE = data_folder()
-"""Folder of what must survive a server, unless told otherwise."""
+"""Default folder of persistent state."""
 
 
 def without_password(url: str) -> str:
-    """A URL, fit to be shown."""
+    """Return a URL with its password masked."""
     hidden = re.sub(r"(://[^:@/?]*):.*@", r"\1:***@", url)
     return re.sub(r"([?&][^=&]*pass[^=&]*)=[^&]*", r"\1=***", hidden)
 
@@ -75,169 +76,176 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
     base_model: str | None = None
-    """Model to serve: a Hugging Face hub id or a local folder. Without one, a built-in tiny Qwen3 is served."""
+    """Model to serve: a Hugging Face hub id or a local folder. Default: a built-in tiny Qwen3."""
 
     model_aliases: Names = ()
-    """More names that clients may use for the base model, separated by commas."""
+    """Additional names of the base model for clients, separated by commas."""
 
     backend: str | None = None
-    """Backend: "jax", "skyrl_train" (torch; also "fsdp2", "fsdp"), or module:attribute of a class of your own.
-    Left out: skyrl_train where torch is installed and sees a GPU, else jax."""
+    """Backend: "jax", "skyrl_train" (torch; also "fsdp2", "fsdp"), or module:attribute of a custom class. Default:
+    skyrl_train if torch is installed and finds a GPU, otherwise jax."""
 
     backend_config: JsonObject = Field(default_factory=dict)
     """Options of the backend as a JSON object, for example '{"max_lora_rank": 64}'."""
 
     checkpoints_base: Path | str = STATE / "checkpoints"
-    """Folder for checkpoints; or s3://bucket/prefix (also gs:// and az://) for named ones, of which snapshots stay on
-    disk, in buckets/ below the folder of databases."""
+    """Folder for checkpoints, or s3://bucket/prefix (also gs:// and az://) for named checkpoints. Snapshots and unnamed
+    versions then stay on disk, in buckets/ below the data folder, unless snapshots_in_bucket is set."""
 
     snapshots_in_bucket: bool = False
-    """Keep snapshots and unnamed versions in the bucket of checkpoints_base, too. The server can then continue on
-    another machine with the bucket and the database alone."""
+    """Store snapshots and unnamed versions in the bucket of checkpoints_base, too. The server can then continue on
+    another machine with only the bucket and the database."""
 
     database_url: str = f"sqlite:///{STATE / 'tinker.db'}"
     """SQLAlchemy URL of the database (SQLite or PostgreSQL)."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for every interface, which takes keys (api_keys_file)."""
+    """Address to listen on; 0.0.0.0 for every interface, which requires keys (api_keys_file)."""
 
     insecure: bool = False
-    """Without keys, listen also on an address that others reach: everybody there may then use and delete everything."""
+    """Allow listening without keys on an address that other machines can reach. Everybody there can then use and delete
+    everything."""
 
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
 
     public_url: str | None = None
-    """URL at which clients reach this server through a proxy, with the path that the proxy takes off, if any, for
-    example https://host/tinker: links to files begin with it. Left out: what a client's request names as its host."""
+    """URL at which clients reach this server through a proxy, including a path prefix that the proxy strips, for
+    example https://host/tinker. Links to files begin with it. Default: the host in the client's request."""
 
     api_keys_file: Path | None = None
-    """File with the keys that clients may use, one per line, readable only by the owner. Without keys, every key is
-    accepted. A key that replaces another is followed by its name (key-...) and has what that one made."""
+    """File with the API keys of clients, one per line, readable only by the owner. Without keys, every key is
+    accepted. If a line is a key and the name of an older key (key-...), the key replaces the older one and owns its
+    data."""
 
     api_keys: Names = Field((), repr=False)
-    """More keys, separated by commas: only in the environment (SKYRL_API_KEYS), as everybody sees command lines."""
+    """Additional API keys, separated by commas. Only in the environment (SKYRL_API_KEYS), because every user of the
+    machine can see command lines."""
 
     operator_keys_file: Path | None = None
-    """File with the keys of operators, one per line, as api_keys_file: they may read /metrics and use
-    skyrl status, models and requests. On a server with keys nobody else may; without keys and without this, all may."""
+    """File with the keys of operators, one per line, as in api_keys_file. Operators may read /metrics and use skyrl
+    status, models and requests. Without operator keys, everybody may on a server without API keys, and nobody
+    otherwise."""
 
     operator_keys: Names = Field((), repr=False)
-    """More keys of operators, separated by commas: only in the environment (SKYRL_OPERATOR_KEYS)."""
+    """Additional operator keys, separated by commas. Only in the environment (SKYRL_OPERATOR_KEYS)."""
 
     tenant_weights: JsonObject = Field(default_factory=dict, repr=False)
-    """Shares of the machine that keys are given beside others while both wait, as a JSON object of the keys' names
-    (key-...), for example '{"key-ba7816bf8f01cfea": 2}'. Keys that are not in it weigh 1."""
+    """Relative shares of the machine under contention, as a JSON object by names of keys (key-...), for example
+    '{"key-ba7816bf8f01cfea": 2}'. Other keys have weight 1."""
 
     session_timeout_sec: int = Field(300, ge=-1)
-    """Seconds of silence after which a session's models are parked on disk until they are asked for; -1: only when
-    they cannot be asked for any more (session_retention_sec)."""
+    """Seconds of silence after which a session's models are parked on disk until the next request; -1: park them only
+    when they expire (session_retention_sec)."""
 
     session_cleanup_interval_sec: int = Field(60, ge=-1)
-    """Seconds between checks for models to park and state to collect; -1: never."""
+    """Seconds between checks for idle models and rounds of garbage collection; -1: never."""
 
     shutdown_timeout_sec: float = Field(8, ge=0, allow_inf_nan=False)
-    """Seconds that open requests, last snapshots and writes get after SIGTERM or Ctrl-C; unfinished work is
-    replayed at the next start."""
+    """Seconds for open requests, last snapshots and writes after SIGTERM or Ctrl-C; unfinished work is replayed at the
+    next start."""
 
     snapshot_every_steps: int = Field(10, ge=1)
-    """Optimizer steps of a model between two snapshots of it. What came since is repeated after a crash."""
+    """Optimizer steps between two snapshots of a model. After a crash, later requests are replayed."""
 
     snapshot_every_requests: int = Field(64, ge=1)
-    """Requests of a model between two snapshots at most."""
+    """Maximum number of requests between two snapshots of a model."""
 
     snapshot_every_mib: int = Field(64, ge=1)
-    """MiB of requests of a model between two snapshots at most."""
+    """Maximum size of requests between two snapshots of a model, in MiB."""
 
     result_retention_sec: int = Field(24 * 3600, ge=600)
-    """Seconds that the result of a training request can be read again."""
+    """Seconds for which the result of a training request can be read again."""
 
     max_results_gib: float = Field(4, ge=0, allow_inf_nan=False)
-    """GiB that results may take in the database; past it the oldest go, but none before 10 minutes. 0: no limit."""
+    """Maximum size of results in the database, in GiB. Above it, the oldest are removed, but none younger than 10
+    minutes. 0: no limit."""
 
     ephemeral_grace_sec: int = Field(3600, ge=0)
-    """Seconds that versions without a name outlive their session, which ends when finished or silent for a day."""
+    """Seconds for which unnamed versions are kept after the end of their session. A session ends when its client
+    finishes it, or after a day of silence."""
 
     keep_last_ephemeral: int = Field(8, ge=0)
-    """Versions without a name that a model keeps while its session goes on, the newest ones, beside those that are in
-    use (see ephemeral_idle_sec) or not on disk yet; 0: all."""
+    """Number of newest unnamed versions that a model keeps during its session, in addition to those in use (see
+    ephemeral_idle_sec) and those not on disk yet; 0: all."""
 
     max_ephemeral_gib: float = Field(0, ge=0, allow_inf_nan=False)
-    """GiB that a model's versions without a name may take, the newest and those in use aside; the oldest go first.
-    0: no limit."""
+    """Maximum size of a model's unnamed versions, in GiB. Above it, the oldest are removed, except for the newest and
+    those in use. 0: no limit."""
 
     ephemeral_idle_sec: int = Field(600, ge=0)
-    """Seconds after it was made, or last sampled, for which a version without a name counts as in use."""
+    """Seconds after its creation or last sample for which an unnamed version counts as in use."""
 
     session_retention_sec: int = Field(30 * 24 * 3600, ge=0)
-    """Seconds after the end of a session for which its requests are known and, if it was not finished but silent for a
-    day, its models can be asked for again. Checkpoints stay."""
+    """Seconds after the end of a session for which its requests are kept and, if it ended by silence, its models can be
+    used again. Checkpoints are kept longer."""
 
     keep_last_checkpoints: int = Field(0, ge=0)
-    """Checkpoints of a kind that a model keeps, the newest ones, beside public ones; 0: all."""
+    """Number of newest checkpoints that a model keeps per kind, in addition to public ones; 0: all."""
 
     trash_retention_sec: int = Field(7 * 24 * 3600, ge=0)
-    """Seconds that expired and surplus checkpoints, and files without a name, stay in .trash, below checkpoints_base,
-    before they are removed; earlier where a save needs the room. 0: none."""
+    """Seconds for which expired and surplus checkpoints and unreferenced files stay in .trash, below checkpoints_base.
+    They are removed earlier if a save needs the space. 0: no trash."""
 
     max_disk_gib: float = Field(0, ge=0, allow_inf_nan=False)
-    """GiB that checkpoints, versions, snapshots and .trash may take; saves past it are refused. 0: no limit."""
+    """Maximum size of checkpoints, versions, snapshots and .trash in GiB; saves beyond it are rejected. 0: no limit."""
 
     min_free_disk_mib: int = Field(256, ge=0)
-    """MiB that are left free on the disk of checkpoints_base; saves that would take them are refused."""
+    """Minimum free space on the disk of checkpoints_base, in MiB; saves that would leave less are rejected."""
 
     long_poll_s: float = Field(20.0, gt=0, le=40)
-    """Seconds that a retrieve_future request is held open at most (clients give up at 45)."""
+    """Maximum seconds of a retrieve_future request (clients time out after 45)."""
 
     refused_losses: Names = ()
-    """Losses that nobody may train with, separated by commas, such as stable_reinforce (whose estimator is this
+    """Losses that clients must not use, separated by commas, such as stable_reinforce (whose estimator is this
     project's own)."""
 
     max_body_bytes: int = Field(256 * 2**20, ge=2**20)
-    """Largest request body in bytes, after decompression."""
+    """Maximum size of a request body in bytes, after decompression."""
 
     gap_timeout_s: float = Field(300.0, gt=0)
-    """Seconds without anything new of a model after which requests that wait for an earlier seq_id of it fail."""
+    """Timeout in seconds for a missing seq_id: if a model gets no new requests for this time, requests that wait for
+    an earlier seq_id fail."""
 
     engine_heartbeat_timeout_sec: float = Field(60, ge=0, allow_inf_nan=False)
-    """Seconds without a sign of life after which the engine process counts as hung, is killed and started again; 0:
-    never."""
+    """Seconds without a heartbeat after which the engine process counts as hung and is killed and restarted; 0: never.
+    """
 
     compute_timeout_sec: float = Field(3600, ge=0, allow_inf_nan=False)
-    """Seconds that one step of the engine (a batch of passes, an optimizer step, a few decoded tokens; its compilation
-    with it) may take before the engine counts as hung; 0: for ever."""
+    """Timeout in seconds for one step of the engine (a batch of passes, an optimizer step, a few decoded tokens, each
+    with its compilation), after which it counts as hung; 0: no timeout."""
 
     load_timeout_sec: float = Field(3600, ge=0, allow_inf_nan=False)
-    """Seconds that the engine process may take to start, and then for each piece of loading the model that it tells of
-    (such as reading the weights), before it counts as hung; 0: for ever."""
+    """Timeout in seconds for the start of the engine process, and then for each reported stage of loading the model
+    (such as reading the weights), after which it counts as hung; 0: no timeout."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe message to log."""
+    """Lowest severity to log."""
 
     log_format: LogFormat = "text"
-    """Format of the log's lines: text, or json, an object per line."""
+    """Format of log lines: text, or json with one object per line."""
 
     access_log: bool = False
-    """Log a line for each request that is answered: method, route, status, bytes, milliseconds, tenant, address."""
+    """Log a line for each response: method, route, status, bytes, milliseconds, tenant, address."""
 
     external_inference_url: Names = ()
-    """Addresses of vLLM servers that draw samples, separated by commas (backend skyrl_train). The server trains, and
-    samples what they cannot. More about them: backend_config '{"engines": {"max_loras": 4}}'."""
+    """URLs of vLLM servers that generate samples, separated by commas (backend skyrl_train). This server trains, and
+    generates only samples that they do not support. More options: backend_config '{"engines": {"max_loras": 4}}'."""
 
     external_inference_api_key: str | None = Field(None, repr=False)
-    """Key that those ask for. Everybody sees command lines: rather in SKYRL_EXTERNAL_INFERENCE_API_KEY, or
-    VLLM_API_KEY."""
+    """API key of these vLLM servers. Better set SKYRL_EXTERNAL_INFERENCE_API_KEY or VLLM_API_KEY: every user of the
+    machine can see command lines."""
 
     external_inference_lora_base: str | None = None
-    """Folder for adapters that those see at the same path; this server's alone."""
+    """Folder for adapters that these vLLM servers see at the same path. Only this server may use it."""
 
     forwarding_inference_max_connections: int | None = Field(None, ge=1)
-    """Samples that each of those is given at a time: its --max-num-seqs. Left out: 256."""
+    """Maximum number of concurrent samples per vLLM server: its --max-num-seqs. Default: 256."""
 
     @field_validator("refused_losses", mode="after")
     @classmethod
     def _known_losses(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        from skyrl.algorithms.losses import CUSTOM, LOSSES  # with NumPy, which takes a fifth of a second
+        from skyrl.algorithms.losses import CUSTOM, LOSSES  # imports NumPy, which takes 0.2 s
 
         for name in names:
             if name not in (*LOSSES, CUSTOM):
@@ -295,7 +303,7 @@ class EngineConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keys_of_file(cls, values: Any) -> Any:
-        """Keys are in one place from here on."""
+        """Add the keys of key files to `api_keys` and `operator_keys`."""
         for name, file in KEYS.items():
             if isinstance(values, dict) and values.get(file):
                 given = cast(Sequence[str], _comma_separated(values.get(name, ())))
@@ -341,27 +349,27 @@ class EngineConfig(BaseModel):
 
     @property
     def checkpoints_bucket(self) -> str | None:
-        """URL below which named checkpoints are; None if all that is saved is in `checkpoints_folder`."""
+        """URL prefix of named checkpoints; None if they are in `checkpoints_folder`."""
         return self.checkpoints_base if isinstance(self.checkpoints_base, str) else None
 
     @property
     def snapshots_bucket(self) -> str | None:
-        """URL below which snapshots and the id of the state are, too; None if they are in `checkpoints_folder`."""
+        """URL prefix of snapshots and the state id; None if they are in `checkpoints_folder`."""
         return self.checkpoints_bucket if self.snapshots_in_bucket else None
 
     @property
     def checkpoints_folder(self) -> Path:
-        """Folder on disk of all that is saved, but for what is in `checkpoints_bucket`."""
+        """Folder on disk for everything that is not in `checkpoints_bucket`."""
         base = self.checkpoints_base
         return bucket_folder(base) if isinstance(base, str) else base
 
     def path_of(self, folder: str) -> str:
-        """Path or URL of a folder that the database names: MODEL/KIND/NAME."""
+        """Return the path or URL of a folder by its name in the database, MODEL/KIND/NAME."""
         bucket = self.checkpoints_bucket if folder.split("/")[1] in NAMED else self.snapshots_bucket
         return str(self.checkpoints_folder / folder) if bucket is None else f"{bucket}/{folder}"
 
     def folder_of(self, path: str) -> str:
-        """Name in the database of a folder at this path or URL."""
+        """Return the name in the database of a folder by its path or URL."""
         if is_url(path):
             return path.removeprefix(f"{self.checkpoints_bucket}/")
         return str(Path(path).relative_to(self.checkpoints_folder))
@@ -380,7 +388,7 @@ class EngineConfig(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
     def without_secrets(self) -> "EngineConfig":
-        """The same for the engine, which knows keys by their names and opens no database."""
+        """Return the options for the engine: without keys, which it knows by their names, and without the database."""
         hidden = {"api_keys": (), "operator_keys": (), "tenant_weights": self.weights, "database_url": ""}
         return self.model_copy(update=hidden)
 
@@ -398,25 +406,25 @@ class EngineConfig(BaseModel):
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weights of tenants; all others weigh 1."""
+        """Weights by tenant; all other tenants have weight 1."""
         tenants = self.tenants
         return {tenants.get(name, name): weight for name, weight in self.tenant_weights.items()}
 
     @property
     def key_names(self) -> list[str]:
-        """Names of keys, which are no secret."""
+        """Names of keys, which are not secret."""
         return list(dict.fromkeys(self.tenants.values()))
 
     @property
     def tenants(self) -> dict[str, str]:
-        """Tenants by their keys: each key's name, or that of the key which it replaces."""
+        """Tenant of each key: its name, or the name of the key that it replaces."""
         return {key: name or tenant_of_key(key.encode()) for key, name in map(_key_and_name, self.api_keys)}
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if an address reaches programs of this machine only."""
+    """Return True if only this machine can reach the address."""
     name = host.removeprefix("[").removesuffix("]").lower()
-    numbers = re.fullmatch(r"[0-9a-fx.]+", name)  # of which the system takes fewer than four: 127.1
+    numbers = re.fullmatch(r"[0-9a-fx.]+", name)  # the system accepts fewer than four numbers: 127.1
     try:
         address = ipaddress.ip_address(socket.inet_aton(name) if numbers else name)
     except (ValueError, OSError):
@@ -425,14 +433,14 @@ def is_loopback(host: str) -> bool:
 
 
 def url_of(host: str, port: int) -> str:
-    """Address at which programs of this machine reach a server that listens there."""
+    """Return the URL at which programs of this machine reach a server with this host and port."""
     name = host.removeprefix("[").removesuffix("]")
     name = "127.0.0.1" if name in ("0.0.0.0", "::") else f"[{name}]" if ":" in name else name
     return f"http://{name}:{port}"
 
 
 def _names(weights: str) -> list[str]:
-    """Names of a JSON object's members; none where it is no such thing, which is told elsewhere."""
+    """Return the names of a JSON object's members. Empty for anything else, which is reported elsewhere."""
     try:
         given = json.loads(weights)
     except json.JSONDecodeError:
@@ -441,7 +449,7 @@ def _names(weights: str) -> list[str]:
 
 
 def _key_and_name(entry: str) -> tuple[str, str]:
-    """A key, and the name of the one that it replaces, if it does."""
+    """Split an entry: (key, name of the key that it replaces; empty if none)."""
     key, _, last = entry.rpartition(" ")
     return (key.strip(), last) if key and is_key_name(last) else (entry, "")
 
@@ -455,7 +463,7 @@ def _read_keys(option: str, file: Path) -> list[str]:
         raise ValueError(
             f"{option}={file}: it cannot be read ({type(error).__name__}); check its path and permissions"
         ) from None
-    # The group may read what is root's, as of secrets that a container is given: root has chosen the group.
+    # Files of root may be readable by their group, as mounted secrets of containers are: root chose the group.
     if status.st_mode & (OPEN_TO_OTHERS if status.st_uid == 0 else OPEN_TO_OTHERS | stat.S_IRGRP):
         raise ValueError(
             f"{option}={file}: others can read or change it (mode {stat.S_IMODE(status.st_mode):04o}); keep it to "
@@ -474,22 +482,22 @@ def _read_keys(option: str, file: Path) -> list[str]:
 
 
 def _named(key: str) -> str:
-    """A key's name, for messages, which never have keys."""
+    """Return the name of a key, for messages, which must not contain keys."""
     return repr(key) if key.startswith(KEY_PREFIX) else f"the key with the name {tenant_of_key(key.encode())}"
 
 
 def parse_config(
     argv: Sequence[str] | None = None, *, prog: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> EngineConfig:
-    """Options from `argv` (default: the process's), then the environment, then the defaults.
+    """Read options from `argv` (default: the process's arguments), then the environment, then the defaults.
 
-    Prints one line and exits with status 2 on an unknown option or a bad value.
+    Prints one line and exits with status 2 on an unknown option or an invalid value.
     """
     return read_config(options_parser(prog, "Serve the Tinker API."), argv, environ)[0]
 
 
 def options_parser(prog: str | None, description: str) -> ArgumentParser:
-    """A parser of a server's options, for `read_config`; a command may add options of its own."""
+    """Create a parser of the server's options, for `read_config`. Commands may add their own options."""
     parser = _OneLineErrors(
         prog=prog,
         description=description,
@@ -508,7 +516,7 @@ def options_parser(prog: str | None, description: str) -> ArgumentParser:
 def read_config(
     parser: ArgumentParser, argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, dict[str, Any]]:
-    """(the server's options, those that the command has added)."""
+    """Parse options. Returns (options of the server, options that the command added)."""
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     for name in EngineConfig.model_fields:
@@ -538,17 +546,17 @@ def read_config(
 
 
 def _without_value(argument: str) -> str:
-    """A misspelt option, fit to be shown: what is given to it may be a secret."""
+    """Return a misspelt option without its value, which may be a secret."""
     return argument.partition("=")[0] if argument.startswith("--") else "..."
 
 
 def describe(error: ValidationError, origins: Mapping[str, str] | None = None, known: Collection[str] = ()) -> str:
-    """One line of "option=value: what is wrong" for each problem.
+    """Describe validation errors in one line: "option=value: problem; ...".
 
     Args:
-        error: Of a configuration.
-        origins: Names of options as their user wrote them.
-        known: Names of options, the nearest of which is told beside an unknown one.
+        error: Validation error of a configuration.
+        origins: Names of options as the user wrote them.
+        known: Names of options, from which to suggest a correction of an unknown one.
     """
     problems = []
     for problem in error.errors():
@@ -557,7 +565,7 @@ def describe(error: ValidationError, origins: Mapping[str, str] | None = None, k
         if problem["type"] == "extra_forbidden":
             problems.append(f"{name}: there is no such option{did_you_mean(path, known)}")
         else:
-            # A check of several options names them itself.
+            # Errors of cross-field checks name the options themselves.
             value = "" if not path else f"{name}: " if path in SECRET else f"{name}={problem['input']}: "
             problems.append(value + expected([problem]))
     return "; ".join(problems)
@@ -584,7 +592,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
 
 
 def _help(field: FieldInfo) -> str:
-    """The field's docstring and its default, with % escaped for argparse."""
+    """Return the field's docstring and default, with % escaped for argparse."""
     default = field.default
     text = field.description or ""
     if default not in (None, (), PydanticUndefined):

@@ -1,4 +1,4 @@
-"""Shared parts of the routes and the operations: the open database, the directory and the engine."""
+"""State shared by routes and operations: the open database, the directory and the engine."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ from skyrl.tinker.wire.sharing.decode_pool import DecodePool
 from skyrl.types import BackendInfo
 
 BUILTIN_MODEL = "tiny-qwen3"
-"""Name for the built-in model, where that is served."""
+"""Name of the built-in model."""
 
 
 class Engine(Protocol):
@@ -57,7 +57,7 @@ class Engine(Protocol):
     def start(self) -> None: ...
 
     def send(self, frame: ToEngine) -> None:
-        """Send a frame to the engine that runs. Dropped where none is ready: `on_frame` is told when one is."""
+        """Send a frame to the running engine. Dropped if no engine is ready; `on_frame` gets `Ready` when one is."""
         ...
 
     def kill(self) -> None: ...
@@ -66,7 +66,7 @@ class Engine(Protocol):
 
 
 class EngineFactory(Protocol):
-    """Makes an engine that reports to three callbacks, as `EngineSupervisor` does."""
+    """Creates an engine that reports to three callbacks, such as `EngineSupervisor`."""
 
     def __call__(
         self,
@@ -79,7 +79,7 @@ class EngineFactory(Protocol):
 
 
 class Service:
-    """State of a running server. `engine` and `keys` are set by whoever starts it."""
+    """State of a running server. `TinkerServer.start` sets `engine` and `keys`."""
 
     engine: Engine
     keys: Keys
@@ -102,34 +102,34 @@ class Service:
         self.redact = Redaction(config)
         self.metrics = ServerMetrics(config.key_names, lambda: self.engine)
         self.database_probe: asyncio.Task[bool] | None = None
-        """Task of the last question whether the database answers."""
+        """Task of the last database health check."""
         self.became_ready = asyncio.Event()
         self._waited = asyncio.Event()
-        """Set where there is no point in waiting for the base model: it is known, or will not be."""
+        """Set when waiting for the base model is over: it is known, or the server stops."""
         self.copying: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By request, what is held while its copy of a checkpoint is made."""
+        """Lock of each request that copies a checkpoint, held during the copy."""
 
     @property
     def info(self) -> BackendInfo:
-        """Facts about the base model. Raises `EngineStarting` before they are known."""
+        """Description of the base model. Raises `EngineStarting` before it is known."""
         if self.engine.info is None:
             raise EngineStarting(self.redact(self.engine.progress))
         return self.engine.info
 
     async def wait_until_ready(self) -> BackendInfo:
-        """The base model's facts, as soon as they are known. Raises `EngineStarting` if that takes too long."""
+        """Wait for the description of the base model. Raises `EngineStarting` after `long_poll_s`."""
         if self.engine.info is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._waited.wait(), self.config.long_poll_s)
         return self.info
 
     def engine_ready(self) -> None:
-        """The base model is known."""
+        """Handle the start of an engine: the base model is known."""
         self.became_ready.set()
         self._waited.set()
 
     def release_waiters(self) -> None:
-        """Let those who wait for the base model be answered at once, now and from now on, as the server is to stop."""
+        """End all current and future waits for the base model, because the server stops."""
         self._waited.set()
 
     @property
@@ -137,15 +137,15 @@ class Service:
         return self.config.checkpoints_folder
 
     def path_of(self, folder: str) -> str:
-        """Path or URL of a folder that the database names."""
+        """Return the path or URL of a folder by its name in the database."""
         return self.config.path_of(folder)
 
     def folder_of(self, path: str) -> str:
-        """Name in the database of a folder that the engine has written."""
+        """Return the name in the database of a folder by its path or URL."""
         return self.config.folder_of(path)
 
     def served_names(self) -> list[str]:
-        """Everything the base model may be called; the first is its own name."""
+        """Return all accepted names of the base model, its own name first."""
         given = self.config.base_model or BUILTIN_MODEL
         return list(dict.fromkeys([self.info.base_model, given, *self.config.model_aliases]))
 

@@ -1,8 +1,7 @@
-"""A Tinker server of one's own: started as a child process on a free port, stopped with its caller.
+"""A local Tinker server: a child process on a free port that stops with its parent, even if the parent is killed.
 
-For the demo, the tests and the benchmarks, which all talk to a real server as any client does. State lives in the
-folder that is given, so that a second server on the same folder continues where the first one stopped. The server also
-stops when this process is killed.
+The demos, tests and benchmarks use it to talk to a real server as any client does. All state is in one folder, so that
+a second server on the same folder continues where the first one stopped.
 """
 
 import http.client
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
     from tinker import ServiceClient
 
 CLOSE_S = 120.0
-"""Seconds that an SDK's client may take to close."""
+"""Maximum seconds for closing an SDK client."""
 CANCEL_S = 10.0
-"""Seconds after which a task of it that was cancelled, and is still there, has not heard of it."""
+"""Seconds after which a cancelled task of the client that still runs has lost the cancellation."""
 
 
 class Pids(NamedTuple):
-    """Process ids of a server. None: there is no such process right now."""
+    """Process ids of a server. None: the process does not exist now."""
 
     launcher: int | None
     api: int | None
@@ -41,10 +40,10 @@ class LocalServer:
     """`with LocalServer(folder) as server:` serves at `server.url` until the block ends.
 
     Args:
-        folder: Holds the database, the checkpoints and the log (`server.log`). Made if missing.
-        base_model: Folder or hub id of the base model; None serves the built-in one.
-        options: Further command-line options of the server, by name without dashes in front. `backend` is else jax.
-        environment: Variables of its processes, beside those of this one.
+        folder: Folder for the database, the checkpoints and the log (`server.log`). Created if missing.
+        base_model: Folder or hub id of the base model; None: the built-in model.
+        options: More command-line options of the server, by name without leading dashes. The default `backend` is jax.
+        environment: Environment variables of the server, in addition to those of this process.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class LocalServer:
         self.port: int = reserved.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
-        """The launcher."""
+        """The launcher process."""
         self._alive: int | None = None
 
     @property
@@ -71,7 +70,7 @@ class LocalServer:
         return self.folder / "server.log"
 
     def arguments(self) -> list[str]:
-        """The command-line options of the server."""
+        """Return the command-line options of the server."""
         options = {
             "host": "127.0.0.1",
             "port": str(self.port),
@@ -81,13 +80,13 @@ class LocalServer:
         }
         if self.base_model is not None:
             options["base-model"] = self.base_model
-        if "backend" not in options:  # it lives too briefly for programs that nobody asks for
+        if "backend" not in options:  # warm-up does not pay off for a short-lived server
             config = {"warm_up": False, **json.loads(options.get("backend-config", "{}"))}
             options |= {"backend": "jax", "backend-config": json.dumps(config)}
         return [f"--{name}={value}" for name, value in options.items()]
 
     def start(self, timeout_s: float = 180) -> None:
-        """Start and wait until the engine is ready. Raises RuntimeError with the end of the log if it does not come."""
+        """Start the server and wait until it is ready. Raises RuntimeError with the end of the log if it fails."""
         assert self.process is None, "already started"
         self.folder.mkdir(parents=True, exist_ok=True)
         its, self._alive = os.pipe()
@@ -109,7 +108,7 @@ class LocalServer:
             raise
 
     def wait_until_ready(self, timeout_s: float = 180) -> None:
-        """Return once `healthz` says ok."""
+        """Wait until `healthz` returns ok. Raises RuntimeError if the server exits or the timeout passes."""
         assert self.process is not None
         deadline = time.monotonic() + timeout_s
         while not self.healthy():
@@ -126,37 +125,37 @@ class LocalServer:
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5) as response:
                 return json.load(response).get("status") == "ok"
-        except (OSError, http.client.HTTPException, ValueError):  # nobody there, or gone in the middle of its answer
+        except (OSError, http.client.HTTPException, ValueError):  # not listening, or exited while answering
             return False
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last lines that the server printed."""
+        """Return the last lines of the server's log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def stacks(self) -> str:
-        """Stacks of its processes' threads, as they write them into the log when they are asked."""
+        """Make the server's processes write the stacks of their threads to the log, and return them."""
         start = self.log_path.stat().st_size
         for pid in self.pids()[1:]:
-            with suppress(ProcessLookupError):  # it may end at any moment
+            with suppress(ProcessLookupError):  # the process may exit at any time
                 if pid is not None:
                     os.kill(pid, signal.SIGUSR1)
             time.sleep(0.5)
         return self.log_path.read_bytes()[start:].decode(errors="replace")
 
     def pids(self) -> Pids:
-        """Its processes, as they are now (Linux only)."""
+        """Return the current processes of the server (Linux only)."""
         return pids_of(None if self.process is None or self.process.poll() is not None else self.process.pid)
 
     def kill_api(self) -> int:
-        """End the API process without warning. Returns its process id."""
+        """Kill the API process. Returns its process id."""
         return _kill(self.pids().api)
 
     def kill_engine(self) -> int:
-        """End the engine process without warning. Returns its process id."""
+        """Kill the engine process. Returns its process id."""
         return _kill(self.pids().engine)
 
     def stop(self) -> None:
-        """Stop as Ctrl-C does; kill only if that takes over 30 seconds."""
+        """Stop the server as with Ctrl-C. Sends a second SIGINT after 30 seconds, and SIGKILL after 10 more."""
         if self.process is None:
             return
         process, self.process = self.process, None
@@ -165,7 +164,7 @@ class LocalServer:
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # the second one does not wait for what is being finished
+            process.send_signal(signal.SIGINT)  # the second one does not wait for open requests
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
@@ -176,7 +175,7 @@ class LocalServer:
             self._alive = None
 
     def restart(self) -> None:
-        """Stop and start again on the same state and address."""
+        """Stop the server and start it again with the same state and address."""
         self.stop()
         self.start()
 
@@ -189,14 +188,14 @@ class LocalServer:
 
 
 def close_client(client: "ServiceClient") -> None:
-    """Finish the session of an SDK's client and release what it holds.
+    """Finish the session of an SDK client and release its resources.
 
-    The SDK's own `close` may wait for ever: anyio can lose the cancellation of a task that is opening a connection
-    (https://github.com/agronholm/anyio/issues/1214), and `close` waits for the task that asks for samples to end. By
-    then the server has been told; connections of the client stay open.
+    The SDK's own `close` may hang: it waits for the task that polls for samples, and anyio can lose the cancellation of
+    a task that is opening a connection (https://github.com/agronholm/anyio/issues/1214). The server has finished the
+    session by then; connections of the client stay open.
 
     Raises:
-        TimeoutError: It does not return for another reason.
+        TimeoutError: `close` hangs for another reason.
     """
     closing, holder = client.close("success"), client._session_holder
     deadline = time.monotonic() + CLOSE_S
@@ -212,11 +211,10 @@ def close_client(client: "ServiceClient") -> None:
 
 
 def reserve_port() -> socket.socket:
-    """Reserve a port of 127.0.0.1 for a server that is started later, or again. The number is in `getsockname()`.
+    """Reserve a port of 127.0.0.1 for a server that is started later or restarted. `getsockname()` has its number.
 
-    Until the socket is closed, the system gives the port to no other socket that asks for any port. A server that sets
-    SO_REUSEADDR, as `socket.create_server` and PostgreSQL do, can still listen on it; until one does, connections are
-    refused.
+    Until the socket is closed, the system does not assign the port to other sockets. A server that sets SO_REUSEADDR,
+    as `socket.create_server` and PostgreSQL do, can still listen on it. Until then, connections are refused.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -225,16 +223,16 @@ def reserve_port() -> socket.socket:
 
 
 def pids_of(launcher: int | None) -> Pids:
-    """The processes of the server with this launcher."""
+    """Return the processes of the server with this launcher."""
     api = _child(launcher, "skyrl.tinker.api_process")
     return Pids(launcher, api, _child(api, "skyrl.tinker.engine"))
 
 
 def _child(parent: int | None, module: str) -> int | None:
-    """The child process that runs a module."""
+    """Return the child process that runs `module`, or None."""
     if parent is None:
         return None
-    with suppress(FileNotFoundError, ProcessLookupError):  # the parent may end at any moment
+    with suppress(FileNotFoundError, ProcessLookupError):  # the parent may exit at any time
         for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
             with suppress(FileNotFoundError, ProcessLookupError):
                 for child in tasks.read_text().split():

@@ -56,5 +56,5 @@ def _folders(config: EngineConfig) -> Iterable[Path]:
 
 
 def _spellings(path: Path) -> set[str]:
-    """The path as given, and with links resolved; never the root, which is a prefix of every path."""
+    """Return the path as given and with links resolved, except for the root, which is a prefix of every path."""
     return {str(path.absolute()), str(path.resolve())} - {"/"}

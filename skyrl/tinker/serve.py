@@ -39,10 +39,10 @@ KEEP_ALIVE_S = 75
 MAX_FILES = 65536
 """Limit of open files, and so of connections, to request from the system."""
 COLLECTIONS = (10_000, 20, 50)
-"""Thresholds of the garbage collector. Waiting requests are many objects, none of them garbage."""
+"""Thresholds of Python's garbage collector. Waiting requests are many objects, none of them garbage."""
 SWITCH_S = 0.0005
-"""Switch interval of the interpreter in seconds: the longest wait of the event loop for a decoding thread. Each answer
-would pay Python's default, ten times as much, several times."""
+"""Switch interval of the interpreter in seconds: the maximum time that the event loop waits for a decoding thread. With
+Python's default, ten times as much, each answer would wait that long several times."""
 SHOWN_KEYS = 8
 """Maximum number of keys whose names are printed at the start; of more keys, only the number is printed."""
 OPEN_REQUESTS = 0.25
@@ -75,7 +75,7 @@ async def _serve(
         door,
         http=Connection,
         ws="none",
-        proxy_headers=False,  # or a client without a key would have an address of its own for each request
+        proxy_headers=False,  # otherwise a client without a key could forge its address
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -118,7 +118,7 @@ async def _live(server: TinkerServer, door: Doorstep, http: "_HttpServer", url: 
         await server.start(again=link.again)
     finally:
         door.turn_away()
-    # What is loaded by now stays; looking through it all again would stop every answer for 0.2 s.
+    # All objects loaded so far are permanent; scanning them in each collection would block all answers for 0.2 s.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTIONS)
@@ -157,9 +157,9 @@ class _HttpServer(uvicorn.Server):
 
 
 def _leave(after_s: float, link: LauncherLink) -> None:
-    """Exit after this time even if something blocks, such as a database that hangs.
+    """Force an exit after `after_s` seconds if the shutdown hangs, for example in the database.
 
-    Work that is not stored is repeated at the next start.
+    Unstored work is replayed at the next start.
     """
 
     def end() -> None:
@@ -173,7 +173,7 @@ def _leave(after_s: float, link: LauncherLink) -> None:
 
 
 async def _announce(server: TinkerServer, url: str, http: _HttpServer, link: LauncherLink) -> None:
-    """Print the address when the server is ready; stop the server if it never will be."""
+    """Print the address when the server is ready. Stop the server if no engine can be started."""
     log.info("listening on %s; loading the base model", url)
     ready = asyncio.create_task(server.service.became_ready.wait())
     failed = asyncio.create_task(server.failed.wait())
@@ -211,10 +211,10 @@ def _in_short(names: list[str]) -> str:
 
 
 def _allow_many_connections() -> None:
-    """Raise the limit of open files: each waiting sample holds a connection, and the usual limit is 1024."""
+    """Raise the limit of open files, usually 1024, because each waiting sample needs a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
-        with contextlib.suppress(ValueError, OSError):  # systems that allow less than they say
+        with contextlib.suppress(ValueError, OSError):  # some systems allow less than the reported limit
             limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 

@@ -126,7 +126,7 @@ class TinkerServer:
         return database
 
     def release_waiters(self, at_once: bool) -> None:
-        """Make every poll return, because the server stops; `at_once`: without further results."""
+        """End all polls, because the server stops. If `at_once`, also kill the engine."""
         self._stopping.set()
         if self._patient is not None:
             self._patient.stop()
@@ -176,7 +176,7 @@ class TinkerServer:
             log.warning("the time that sessions were last heard of cannot be stored: %s", error)
 
     def _superseded(self, message: str) -> None:
-        """Handle that another server has taken over the database or bucket: further work of the engine is lost."""
+        """Handle the takeover of the database or bucket by another server. Further work of the engine would be lost."""
         if self.started:
             self.service.engine.kill()
         self._on_failure(message)
