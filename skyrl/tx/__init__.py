@@ -1,3 +1,1 @@
-"""Models in JAX and what belongs to them: layers, LoRA, sampling of tokens, files (`io`), small made-up ones
-(`synthetic`).
-"""
+"""Models in JAX: layers, LoRA, token sampling, files in and out (`io`), small random models (`synthetic`)."""

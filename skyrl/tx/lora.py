@@ -1,7 +1,7 @@
-"""LoRA adapters as pytrees: making them, and collecting several in a bank.
+"""LoRA adapters as pytrees: creation of adapters, and banks of several adapters.
 
-An adapter adds scaling * (x A) B to a linear map (Hu et al. 2021, https://arxiv.org/abs/2106.09685). Ranks are padded
-with zeros to a few sizes, so that adapters of different ranks share compiled programs; zeros stay zero under gradients
+An adapter adds scaling * (x A) B to a linear layer (Hu et al. 2021, https://arxiv.org/abs/2106.09685). Ranks are padded
+with zeros to a few sizes, so that adapters of different ranks share compiled programs. Zeros stay zero in training
 because the gradient of a column of A is proportional to the same row of B, and vice versa.
 """
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 Target = LoraTarget | ConnectorTarget
-"""Something of the model that an adapter has numbers for."""
+"""A part of the model for which an adapter has parameters."""
 
 
 def padded_rank(rank: int) -> int:
-    """The smallest of 8, 32, 128, 512, ... that holds `rank`."""
+    """Return the smallest of 8, 32, 128, 512, ... that is at least `rank`."""
     padded = 8
     while padded < rank:
         padded *= 4
@@ -39,32 +39,32 @@ def padded_rank(rank: int) -> int:
 
 
 def lora_targets(model_config: "ModelConfig") -> tuple[LoraTarget, ...]:
-    """Every linear map of the configured model that an adapter covers."""
+    """Return all linear layers of the configured model that an adapter covers."""
     return parameters.lora_targets(design_of(model_config))
 
 
 def connector_targets(model_config: "ModelConfig") -> tuple[ConnectorTarget, ...]:
-    """Every connector of the configured model; none where it has one residual stream."""
+    """Return all connectors of the configured model. Empty with one residual stream."""
     return connectors.connector_targets(design_of(model_config), model_config.mhc_expansion_rate)
 
 
 def all_targets(model_config: "ModelConfig") -> tuple[Target, ...]:
-    """Everything that an adapter has numbers for."""
+    """Return all parts of the model for which an adapter has parameters."""
     return *lora_targets(model_config), *connector_targets(model_config)
 
 
 def adapted(target: Target, lora_config: LoraConfig) -> list[tuple[Place, str]]:
-    """Places of the modules that the configuration selects, and the modules' names."""
+    """Return (index, name) of each module that the configuration selects."""
     return [(place, module) for place, module in target.modules if lora_config.selects(module, target.group)]
 
 
 def init_adapter(model_config: "ModelConfig", lora_config: LoraConfig, seed: int, rank: int) -> Adapter:
-    """A fresh adapter, padded to `rank`: B = 0, and A uniform in +-1 / sqrt(in), in every layer and expert.
+    """Create a new adapter, padded to `rank`: B = 0, and A uniform in +-1 / sqrt(in), in every layer and expert.
 
-    That is PEFT's default (Kaiming uniform with a = sqrt 5, which is torch's for `nn.Linear`); with
-    init_method=gaussian A is from N(0, 1 / rank^2). Values depend on the seed (any integer), the true rank, module,
-    layer and expert only; padding and other modules change nothing. Modules that are not selected have A = B = 0.
-    Connectors that are selected, by the same names and switches, are trainable and change nothing yet.
+    That is PEFT's default (Kaiming uniform with a = sqrt 5, as in torch's `nn.Linear`). With init_method=gaussian, A is
+    from N(0, 1 / rank^2). Values depend only on the seed (any integer), true rank, module, layer and expert, not on
+    padding and other modules. Modules that are not selected have A = B = 0. Connectors are selected by the same names
+    and switches; selected ones are trainable, and initially have no effect.
     """
     gaussian = isinstance(lora_config, AdapterConfig) and lora_config.init_method == "gaussian"
     pairs: list[tuple[Target, dict[str, np.ndarray]]] = []
@@ -88,15 +88,15 @@ def init_adapter(model_config: "ModelConfig", lora_config: LoraConfig, seed: int
 
 
 def zero_adapter(model_config: "ModelConfig", rank: int) -> Adapter:
-    """An adapter that changes nothing (A = B = 0, scaling 0, no connectors)."""
+    """Create an adapter without effect (A = B = 0, scaling 0, no connectors)."""
     pairs = [(target, zero_pair(target, rank)) for target in lora_targets(model_config)]
     return adapter_of([*pairs, *stacked_connectors(model_config, {})], 0.0)
 
 
 def adapter_of(pairs: Sequence[tuple[Target, dict[str, np.ndarray]]], scaling: float) -> Adapter:
-    """The tree of the given `{"lora_A": [in, rank], "lora_B": [rank, out]}` pairs, on the default device.
+    """Build an adapter from `{"lora_A": [in, rank], "lora_B": [rank, out]}` pairs, on the default device.
 
-    With several residual streams connectors are among them.
+    With several residual streams, `pairs` includes the parameters of connectors.
     """
     arrays = [
         (target, {name: jnp.asarray(matrix, jnp.float32) for name, matrix in pair.items()}) for target, pair in pairs
@@ -105,7 +105,7 @@ def adapter_of(pairs: Sequence[tuple[Target, dict[str, np.ndarray]]], scaling: f
 
 
 def _tree(pairs: Sequence[tuple[Target, dict[str, Any]]]) -> dict[str, Any]:
-    """A value for each target, at its path."""
+    """Build a tree with a value for each target, at its path."""
     tree: dict[str, Any] = {}
     for target, pair in pairs:
         node = tree
@@ -116,7 +116,7 @@ def _tree(pairs: Sequence[tuple[Target, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def pair_at(adapter: Adapter, path: Sequence[str]) -> dict[str, jax.Array] | dict[str, np.ndarray]:
-    """The `{"lora_A", "lora_B"}` pair of one linear map, on the host if the adapter is."""
+    """Return the `{"lora_A", "lora_B"}` pair of one linear layer, on the host if the adapter is on the host."""
     node = adapter.weights
     for part in path:
         node = node[part]
@@ -125,17 +125,18 @@ def pair_at(adapter: Adapter, path: Sequence[str]) -> dict[str, jax.Array] | dic
 
 @dataclass(frozen=True)
 class _Axes:
-    """Axes of a matrix in a bank, counted from the last one, so that it makes no difference if layers are stacked."""
+    """Axes of a matrix in a bank, as negative indices, so that stacked layers make no difference."""
 
     slot: int
     rank: int | None = None
-    """None where no axis is one of ranks."""
+    """Axis of the rank. None if there is none."""
 
 
 def _axes(targets: Sequence[Target]) -> dict[str, Any]:
-    """A tree of axes in the structure of an adapter's weights.
+    """Build a tree of axes with the structure of an adapter's weights.
 
-    A bank's matrices of a linear map are neighbours, so that all are one product; those of an expert are apart.
+    The matrices of a bank for one linear layer are contiguous, so that one product computes all. Those for experts are
+    separate.
     """
     pairs: list[tuple[Target, dict[str, Any]]] = []
     for target in targets:
@@ -148,7 +149,7 @@ def _axes(targets: Sequence[Target]) -> dict[str, Any]:
 
 
 def empty_bank(targets: Sequence[Target], adapter: Adapter, slots: int, unrolled: bool) -> Adapter:
-    """A bank of so many slots for adapters of this one's shape. Empty slots change nothing."""
+    """Create a bank with `slots` slots for adapters with the shapes of `adapter`. Empty slots have no effect."""
 
     def widened(axes: _Axes, leaf: jax.Array) -> jax.Array:
         at = leaf.ndim + 1 + axes.slot
@@ -159,10 +160,10 @@ def empty_bank(targets: Sequence[Target], adapter: Adapter, slots: int, unrolled
 
 
 def write_slot(targets: Sequence[Target], bank: Adapter, slot: int | jax.Array, adapter: Adapter) -> Adapter:
-    """The bank with one slot replaced, ranks padded to the bank's. Donate `bank` under jit to do it in place.
+    """Replace one slot of a bank, with ranks padded to the bank's. Donate `bank` under jit to update it in place.
 
-    An adapter that is not finite gets a scaling of NaN and weights of 0: rows that use it are NaN, and the products
-    of others, which meet all slots, stay as they are.
+    A non-finite adapter is stored with a scaling of NaN and weights of 0. So rows that use it become NaN, and other
+    rows, whose products include all slots, are not affected.
     """
     leaves = jax.tree.leaves(adapter)
     finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
@@ -185,7 +186,7 @@ def write_slot(targets: Sequence[Target], bank: Adapter, slot: int | jax.Array, 
 
 
 def _by_layer(targets: Sequence[Target], weights: dict[str, Any]) -> dict[str, Any]:
-    """The tree with a list of layers in the place of each group of stacked ones."""
+    """Replace each group of stacked layers in the tree by a list of layers."""
     groups = {target.path[0]: len(target.stack.layers) for target in targets if target.stack.layers is not None}
     lists = {
         group: [jax.tree.map(lambda leaf, at=layer: leaf[at], weights[group]) for layer in range(count)]
@@ -197,7 +198,10 @@ def _by_layer(targets: Sequence[Target], weights: dict[str, Any]) -> dict[str, A
 def stacked_pairs(
     targets: Iterable[LoraTarget], matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], rank: int
 ) -> list[tuple[LoraTarget, dict[str, np.ndarray]]]:
-    """Pairs of all targets, padded to `rank`, of modules' A `[in, rank]` and B `[rank, out]`; others are zero."""
+    """Build the pairs of all targets, padded to `rank`, from A `[in, rank]` and B `[rank, out]` of modules.
+
+    Modules that are not in `matrices` get zeros.
+    """
     pairs = []
     for target in targets:
         pair = zero_pair(target, rank)
@@ -211,7 +215,7 @@ def stacked_pairs(
 
 
 def zero_pair(target: LoraTarget, rank: int) -> dict[str, np.ndarray]:
-    """Zero matrices of a linear map, stacked over layers and experts where the target is."""
+    """Return zero matrices for a linear layer, stacked over layers and experts like the target."""
     return {
         "lora_A": np.zeros((*target.stack.shape, target.in_features, rank), np.float32),
         "lora_B": np.zeros((*target.stack.shape, rank, target.out_features), np.float32),
@@ -221,7 +225,7 @@ def zero_pair(target: LoraTarget, rank: int) -> dict[str, np.ndarray]:
 def stacked_connectors(
     model_config: "ModelConfig", tensors: Mapping[str, np.ndarray]
 ) -> list[tuple[ConnectorTarget, dict[str, np.ndarray]]]:
-    """Numbers of all connectors of the given tensors, `<connector>.phi` and so on; others are zero (no connector)."""
+    """Build the parameters of all connectors from tensors `<connector>.phi` and so on. Missing ones are zero."""
     stacks = []
     for target in connector_targets(model_config):
         stack = {name: np.zeros((*target.stack.shape, *shape), np.float32) for name, shape in target.shapes.items()}

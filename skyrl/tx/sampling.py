@@ -1,8 +1,8 @@
-"""Drawing the next token: pure functions of static shape, every limit an array.
+"""Token sampling: pure functions with static shapes and all sampling parameters as arrays.
 
-A row uses one uniform number per step, found by a counter-based generator from (seed, sample index, step), and inverts
-its own cumulative distribution with it. So what a row draws depends on nothing but its own logits and its own numbers.
-Only what top-k, top-p and min-p need is skipped when no row asks for it.
+A row uses one uniform number per step, from a counter-based generator keyed by (seed, sample index, step), and inverts
+its cumulative distribution with it. So the tokens of a row depend only on its own logits and parameters, not on the
+rest of the batch. Top-k, top-p and min-p filters are skipped if no row uses them.
 """
 
 from typing import NamedTuple
@@ -13,13 +13,16 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 _BLOCK = 256
 _COLDEST = 1e-30
-"""Temperatures up to here are 0: float32 has no room for logits divided by them."""
+"""Temperatures up to this value count as 0: dividing logits by them would overflow float32."""
 
 
 def uniforms(
     seeds: UInt32[Array, "rows 2"], sample_index: Int[Array, "rows"], step: Int[Array, "rows"]
 ) -> Float[Array, "rows"]:
-    """One number in [0, 1), a multiple of 2**-24, per row: threefry keyed by the seed's 64 bits, then folded."""
+    """Generate one number in [0, 1), a multiple of 2**-24, per row.
+
+    The generator is threefry, keyed by the seed's 64 bits and folded with sample index and step.
+    """
 
     def draw(words, index, step):
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
@@ -40,12 +43,13 @@ def sample_tokens(
     """Draw one token per row.
 
     Args:
-        logits: float32, untempered.
-        uniforms: In [0, 1).
-        temperature: 0 takes the most likely token (the first of equals).
+        logits: float32, before temperature.
+        uniforms: Random numbers in [0, 1).
+        temperature: 0 selects the most likely token (the lowest id among equals).
         top_k: Keep the k most likely tokens; 0 and below keep all.
-        top_p: Then keep the fewest tokens whose share of the tempered distribution reaches top_p; 1 keeps all.
-        min_p: Then keep the tokens at least this fraction as likely, tempered, as the likeliest; 0 and None keep all.
+        top_p: Then keep the smallest set of most likely tokens with at least this probability; 1 keeps all.
+        min_p: Then keep tokens with at least this fraction of the highest probability; 0 and None keep all.
+            All three filters apply to the distribution with temperature.
 
     Returns:
         tokens int32.
@@ -64,7 +68,7 @@ def sample_tokens(
 def without_tokens(
     logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows some"], where: Bool[Array, "rows"]
 ) -> Float[Array, "rows vocab"]:
-    """`logits` with -inf for `tokens` in the rows `where`, so that these are not drawn; tokens below 0 are nobody."""
+    """Set logits of `tokens` to -inf in the rows `where`, so that they are never drawn. Tokens below 0 are ignored."""
     vocab = logits.shape[-1]
     places = jnp.where((tokens >= 0) & where[:, None], tokens, vocab)
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
@@ -72,16 +76,16 @@ def without_tokens(
 
 
 class Occurrences(NamedTuple):
-    """Tokens that were there before, `[rows, vocab]`."""
+    """Previous tokens of each row, `[rows, vocab]`."""
 
     prompted: Bool[Array, "rows vocab"]
     """True for tokens of the prompt."""
     generated: Int[Array, "rows vocab"]
-    """Times that it was generated."""
+    """Number of times that each token was generated."""
 
     @classmethod
     def of(cls, tokens: Int[Array, "rows some"], prompt: Int[Array, "rows"], vocab: int) -> "Occurrences":
-        """Those in rows of so many tokens of a prompt, then generated ones; tokens below 0 are nobody."""
+        """Count the tokens of rows: `prompt` tokens of the prompt, then generated ones. Ignores tokens below 0."""
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
         inside = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < prompt[:, None]
         ours, theirs = (jnp.where((tokens >= 0) & which, tokens, vocab) for which in (inside, ~inside))
@@ -89,7 +93,7 @@ class Occurrences(NamedTuple):
         return cls(prompted, jnp.zeros(prompted.shape, jnp.int32).at[rows, theirs].add(1, mode="drop"))
 
     def after(self, tokens: Int[Array, "rows"]) -> "Occurrences":
-        """With one more token in each row."""
+        """Return the counts with one more generated token in each row."""
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         return self._replace(generated=self.generated.at[rows, tokens].add(1))
 
@@ -101,15 +105,15 @@ def penalised(
     presence: Float[Array, "rows"],
     frequency: Float[Array, "rows"],
 ) -> Float[Array, "rows vocab"]:
-    """`logits` less what it costs a token to have been there before.
+    """Apply repetition, presence and frequency penalties to logits.
 
     Args:
-        logits: float32, untempered.
-        occurred: Of each row.
-        repetition: Divides positive logits, and multiplies the others, of tokens of the prompt and generated ones.
-            Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1, as transformers has it.
-        presence: Is taken from logits of tokens that were generated.
-        frequency: Is taken for each time.
+        logits: float32, before temperature.
+        occurred: Previous tokens of each row.
+        repetition: Divides positive logits, and multiplies all others, of tokens in the prompt or generated before.
+            Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1, as in transformers.
+        presence: Subtracted from the logits of generated tokens.
+        frequency: Subtracted once per occurrence of a generated token.
     """
     seen = occurred.prompted | (occurred.generated > 0)
     repetition = repetition[:, None]
@@ -121,12 +125,12 @@ def penalised(
 def draw_tokens(
     logits: Float[Array, "rows vocab"], uniforms: Float[Array, "rows draws"], temperature: Float[Array, ""]
 ) -> tuple[Int[Array, "rows draws"], Float[Array, "rows draws"]]:
-    """Draw tokens independently of each other, and with replacement, from each row's distribution.
+    """Draw tokens independently and with replacement from each row's distribution.
 
     Args:
-        logits: float32, untempered.
-        uniforms: In [0, 1), one per draw.
-        temperature: 0 takes the most likely token every time.
+        logits: float32, before temperature.
+        uniforms: Random numbers in [0, 1), one per draw.
+        temperature: 0 selects the most likely token every time.
 
     Returns:
         tokens int32 and their log-probabilities in nats under the distribution at temperature 1.
@@ -140,10 +144,10 @@ def draw_tokens(
 
 
 def _filter(z: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """`z` with -inf for tokens outside top-k, then outside top-p of what is left. Ties go to the lower id."""
+    """Set `z` to -inf outside top-k, then outside top-p of the remaining tokens. Lower ids win ties."""
     vocab = z.shape[-1]
     bits = jax.lax.bitcast_convert_type(jnp.where(z == 0, 0.0, z), jnp.uint32)  # -0.0 is 0.0
-    keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # in the order of the numbers
+    keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # integers in the order of the floats
     k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab).astype(jnp.float32)[:, None]
     kept = _fewest(keys, jnp.ones_like(z), k) | (k == vocab)
     probs = jnp.where(kept, jnp.exp(z), 0.0)
@@ -153,14 +157,15 @@ def _filter(z: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def _likely(z: jax.Array, tempered: jax.Array, min_p: jax.Array) -> jax.Array:
-    """`z` with -inf for tokens that are less than `min_p` as likely as the likeliest."""
+    """Set `z` to -inf for tokens with less than `min_p` times the highest probability."""
     return jnp.where(jnp.exp(tempered) >= min_p[:, None], z, -jnp.inf)
 
 
 def _fewest(keys: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
-    """The tokens of the largest keys, lower ids first among equals, as few as weigh `enough` together.
+    """Return the mask of the smallest set of tokens with the largest keys whose weights sum to `enough`.
 
-    The smallest key among them and then the highest id among its equals are found bit by bit, without sorting.
+    Lower ids win ties. A binary search, bit by bit, finds the smallest key of the set and then its highest id, without
+    sorting.
     """
     ids = jax.lax.broadcasted_iota(jnp.uint32, keys.shape, 1)
 
@@ -183,10 +188,10 @@ def _fewest(keys: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array
 
 
 def _invert(weights: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First token at which the cumulative weight passes `uniforms` of the total, and whether there is one.
+    """Return (first token at which the cumulative weight exceeds `uniforms` times the total, True if there is one).
 
-    In two levels, blocks and tokens within the block, so that only block sums are scanned. A weight of zero is never
-    chosen, even where rounding makes a scan rise over it.
+    The search has two levels, blocks and tokens within a block, so that only block sums are scanned. A token of weight
+    zero is never chosen, even if the cumulative sum increases there by rounding.
     """
     rows, vocab = weights.shape
     blocks = -(-vocab // _BLOCK)
@@ -202,7 +207,7 @@ def _invert(weights: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _first(hit: jax.Array, possible: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Index of the first hit, else of the last possible one; and whether any was possible."""
+    """Return (index of the first hit, or else of the last possible position; True if any position is possible)."""
     last = hit.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
     index = jnp.where(hit.any(-1), jnp.argmax(hit, axis=-1), last)
     return index.astype(jnp.int32), possible.any(-1)

@@ -1,4 +1,4 @@
-"""Members of a config.json, whatever its age, and errors that name them."""
+"""Access to members of a config.json, of any version of transformers, with errors that name them."""
 
 from typing import Any
 
@@ -6,23 +6,23 @@ from skyrl.tx.design.design import ACTIVATIONS, LayerKind
 
 
 def head_dim_of(config: Any) -> int:
-    """Width of a head, which older files leave out."""
+    """Return the width of a head, which older files omit."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def kv_heads_of(config: Any) -> int:
-    """Key and value heads, which older files leave out where they are as many as query heads."""
+    """Return the number of key/value heads, which older files omit if it equals the number of query heads."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def experts_of(config: Any) -> int | None:
-    """Experts per layer of a mixture-of-experts model, None of a dense one."""
+    """Return the number of experts per layer of a mixture-of-experts model. None for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((count for name in names if (count := getattr(config, name, None))), None)
 
 
 def activation_of(config: Any, name: str = "hidden_act") -> str:
-    """The feed-forward part's activation. Raises ValueError for one that is not implemented."""
+    """Return the activation of the feed-forward block. Raises ValueError if it is not implemented."""
     value = getattr(config, name)
     if value not in ACTIVATIONS:
         raise ValueError(
@@ -32,11 +32,12 @@ def activation_of(config: Any, name: str = "hidden_act") -> str:
 
 
 def kinds_of(config: Any, windowed: bool | None = None) -> list[LayerKind]:
-    """The kind of each layer of a model with one rotation.
+    """Return the kind of each layer of a model with one rotation.
 
     Args:
-        config: Of the model. `layer_types` says which layers have a window, if it is there.
-        windowed: Whether all layers have one, where the file does not say. None: as `use_sliding_window` says.
+        config: Configuration of the model. If it has `layer_types`, they determine which layers have a window.
+        windowed: True if all layers have a window, in files without `layer_types`. None: use `use_sliding_window` and
+            `max_window_layers`.
 
     Raises ValueError for types of layers that are not implemented.
     """
@@ -49,9 +50,9 @@ def kinds_of(config: Any, windowed: bool | None = None) -> list[LayerKind]:
 
 
 def layer_types(config: Any, *known: str) -> list[str] | None:
-    """`layer_types`, one for each layer. Raises ValueError for those that are not implemented.
+    """Return `layer_types`, one per layer, or None. Raises ValueError for types that are not implemented.
 
-    `known` are those that are, by default full and sliding attention.
+    `known` are the implemented types, by default full and sliding attention.
     """
     types = getattr(config, "layer_types", None)
     known = known or ("full_attention", "sliding_attention")

@@ -1,7 +1,7 @@
-"""Places of the connectors of several residual streams, and names and shapes of their numbers.
+"""Connectors of several residual streams: their positions, and the names and shapes of their parameters.
 
-A group of layers has one before its attention and one before its feed-forward. Their numbers belong to an adapter:
-`skyrl.tx.layers.connector` says what they mean, `skyrl.tx.lora` makes them.
+A layer has one before attention and one before feed-forward. Their parameters are part of an adapter:
+`skyrl.tx.layers.connector` defines them, and `skyrl.tx.lora` creates them.
 """
 
 import re
@@ -13,42 +13,42 @@ from skyrl.tx.design.parameters import Place, Stack
 from skyrl.types import ModuleGroup
 
 CONNECTORS: dict[str, ModuleGroup] = {"attn_connector": "attn", "mlp_connector": "mlp"}
-"""Names of a layer's connectors, and the group of modules that each is trained with."""
+"""Names of a layer's connectors, with the module group whose training includes them."""
 
 
 def is_connectors(name: str) -> bool:
-    """Return True for the name or path of numbers of a connector."""
+    """Return True for the name or path of a connector parameter."""
     return not CONNECTORS.keys().isdisjoint(re.split("[./]", name))
 
 
 @dataclass(frozen=True)
 class ConnectorTarget:
-    """The connectors at one place of all layers of a group."""
+    """Connectors at one position, in all layers of a group."""
 
     path: tuple[str, ...]
-    """Path of their numbers in `Adapter.weights`."""
+    """Path of the parameters in `Adapter.weights`."""
     module: str
-    """Template of their names in files."""
+    """Template of the connectors' names in files."""
     group: ModuleGroup
     stack: Stack
     hidden: int
     rate: int
-    """Residual streams."""
+    """Number of residual streams."""
 
     @property
     def modules(self) -> Iterator[tuple[Place, str]]:
-        """Place of each connector, and its name."""
+        """(index, name) of each connector."""
         return self.stack.names(self.module)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the numbers of one connector."""
+        """Shapes of the parameters of one connector."""
         outputs = self.rate * (2 + self.rate)
         return {"phi": (self.rate * self.hidden, outputs), "alpha": (3,), "bias": (outputs,)}
 
 
 def connector_targets(design: Design, rate: int) -> tuple[ConnectorTarget, ...]:
-    """All connectors of a model with so many residual streams; none with one."""
+    """Return all connectors of a model with `rate` residual streams. Empty for one stream."""
     return tuple(
         ConnectorTarget(
             (group.name, name), f"model.layers.{{layer}}.{name}", switch, Stack(group.numbers), design.hidden, rate

@@ -1,4 +1,4 @@
-"""The decoder that most families are variations of: grouped attention, a gated feed-forward part, norms before each."""
+"""The decoder of which most families are variants: grouped-query attention and a gated feed-forward block, pre-norm."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from skyrl.tx.design.rotations import frequencies
 
 
 def attention_of(config: Any, **options: Any) -> Attention:
-    """Attention of the configured sizes, scaled by the root of a head's width. `options` are fields of `Attention`."""
+    """Return attention of the configured sizes, scaled by 1 / sqrt(head width). `options` are fields of `Attention`."""
     width = head_dim_of(config)
     sizes = config.num_attention_heads, kv_heads_of(config), width
     return Attention(*sizes, **{"scale": width**-0.5} | options)
@@ -27,17 +27,17 @@ def dense_design(
     rotations: tuple[Frequencies, ...] | None = None,
     **options: Any,
 ) -> Design:
-    """A decoder of the configured sizes.
+    """Return a decoder of the configured sizes.
 
     Args:
-        config: Of the model.
-        attention: Of all layers, or of each.
-        kinds: Of each layer; None: as `kinds_of`.
-        feed_forwards: Of each layer; None: a gated one of `intermediate_size`.
-        mlp_bias: Whether that has biases.
+        config: Configuration of the model.
+        attention: Attention of all layers, or one per layer.
+        kinds: Kind of each layer; None: those of `kinds_of`.
+        feed_forwards: Feed-forward block of each layer; None: gated blocks of `intermediate_size`.
+        mlp_bias: True if those gated blocks have biases.
         output_norms: See `LayerGroup`.
         input_norms: See `LayerGroup`.
-        rotations: See `Design`; None: those that the configuration gives all layers.
+        rotations: See `Design`; None: one rotation for all layers, from the configuration.
         options: Other fields of `Design`.
     """
     kinds = kinds_of(config) if kinds is None else kinds

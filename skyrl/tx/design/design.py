@@ -1,25 +1,25 @@
-"""A decoder's description: sizes and options, from which its parameters and its computation follow."""
+"""Description of a decoder: sizes and options, which determine its parameters and its computation."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-"""Functions of a gate, by Hugging Face's names."""
+"""Activations of gates, by Hugging Face's names."""
 
 
 @dataclass(frozen=True)
 class Frequencies:
-    """Frequencies of rotary position embedding: angles per position of the pairs that are turned."""
+    """Frequencies of rotary position embedding: angle per position of each rotated pair."""
 
     values: tuple[float, ...]
-    """float32. Pair i is dimensions i and i + len(values); dimensions from 2 len(values) on are not turned."""
+    """float32. Pair i is dimensions i and i + len(values); dimensions from 2 len(values) on are not rotated."""
     factor: float = 1.0
     """Factor of cosines and sines."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention with grouped query heads. Head h reads the key/value head h // (heads / kv_heads)."""
+    """Grouped-query attention. Query head h uses key/value head h // (heads / kv_heads)."""
 
     heads: int
     kv_heads: int
@@ -27,59 +27,59 @@ class Attention:
     scale: float
     """Factor of the products of queries and keys."""
     bias: bool = False
-    """On query, key and value projections."""
+    """True if query, key and value projections have biases."""
     output_bias: bool = False
     head_norms: bool = False
-    """Norms of each head's query and key, before they are rotated."""
+    """True if each head's query and key are normalised before rotation."""
     whole_norms: bool = False
-    """Norms of the queries of all heads together, and of the keys, before they are rotated."""
+    """True if the queries of all heads are normalised together before rotation, and so are the keys."""
     softcap: float | None = None
-    """Scores are softcap * tanh(scores / softcap)."""
+    """If set, scores are softcap * tanh(scores / softcap)."""
     gated: bool = False
-    """The query projection makes a gate beside each head's query. Its sigmoid is a factor of what the head reads."""
+    """True if the query projection also produces a gate per head. Its sigmoid multiplies the output of the head."""
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """Shape of a token in the cache: heads, and each one's key and value width."""
+        """Shape of a token in the cache: (number of heads, key width, value width)."""
         return self.kv_heads, self.head_dim, self.head_dim
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Attention whose keys and values are linear maps of a narrow vector per token, the latent.
+    """Multi-head latent attention: keys and values are linear maps of a small vector per token, the latent.
 
-    Beside it stands a rotated key, which all heads share (DeepSeek-V2, https://arxiv.org/abs/2405.04434).
+    In addition, all heads share a rotated key (DeepSeek-V2, https://arxiv.org/abs/2405.04434).
     """
 
     heads: int
     query_latent: int | None
-    """Width of the vector that queries are made of; None: of the residual stream."""
+    """Width of the latent of queries; None: queries are projected from the residual stream directly."""
     latent: int
     plain_dim: int
-    """Width of the part of a head's query and key that is not rotated."""
+    """Width of the unrotated part of a head's query and key."""
     rotated_dim: int
     value_dim: int
     scale: float
     """Factor of the products of queries and keys."""
     interleaved: bool = True
-    """Rotated pairs are the dimensions 2 i and 2 i + 1; else i and i + half."""
+    """True if rotated pairs are the dimensions 2 i and 2 i + 1; False: i and i + half."""
     bias: bool = False
-    """On the maps from and to the residual stream, but for queries without a latent."""
+    """True if projections from and to the residual stream have biases, except queries without a latent."""
     norm_eps: float = 1e-6
     """Epsilon of the norms of latents."""
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """Cache shape as of `Attention`: one head, whose key is the value (the latent) and what is stored beside it."""
+        """Cache shape as in `Attention`: one head, the rotated key, and the latent (value and rest of the key)."""
         return 1, self.rotated_dim, self.latent
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A matrix per head that maps keys to values, which fades and is corrected at each token, and is read by queries.
+    """Gated DeltaNet: a recurrent state per head, a matrix from keys to values that decays and is updated per token.
 
-    It is of one size however long the sequence is (Gated DeltaNet, https://arxiv.org/abs/2412.06464). Value head h has
-    the queries and keys of key head h // (value_heads / key_heads).
+    The size of the state does not depend on the length of the sequence (https://arxiv.org/abs/2412.06464). Value head h
+    uses the queries and keys of key head h // (value_heads / key_heads).
     """
 
     key_heads: int
@@ -87,23 +87,23 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     width: int
-    """Tokens that the convolution of queries, keys and values reaches over."""
+    """Width in tokens of the convolution of queries, keys and values."""
     activation: str = "silu"
-    """Activation of the convolution's results."""
+    """Activation after the convolution."""
 
     @property
     def keys(self) -> int:
-        """Width of all key heads."""
+        """Total width of all key heads."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Width of all value heads."""
+        """Total width of all value heads."""
         return self.value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Number of channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
 
@@ -122,69 +122,69 @@ class Gated:
 
 @dataclass(frozen=True)
 class Experts:
-    """A router that sends each token to some of many gated maps, and the weighted sum of those."""
+    """Mixture of experts: a router selects some experts (gated blocks) per token and sums their weighted outputs."""
 
     count: int
     active: int
-    """Experts of a token."""
+    """Number of experts per token."""
     inner: int
     activation: str = "silu"
     normalised: bool = True
-    """True if the weights of a token's experts are scaled to sum to 1; False: each is its part of all probabilities."""
+    """True if the weights of a token's experts are normalised to sum to 1; False: the weights are the scores."""
     sigmoid: bool = False
-    """Score of an expert is the sigmoid of its logit alone, ranked with a correction added to it that balances
-    experts (Wang et al. 2024, https://arxiv.org/abs/2408.15664); else the softmax of all."""
+    """True if the score of an expert is the sigmoid of its logit, and experts are ranked by score plus a correction
+    that balances their load (Wang et al. 2024, https://arxiv.org/abs/2408.15664). False: scores are the softmax."""
     groups: int = 1
-    """Parts of the experts. The two highest ranked ones of each rank the part."""
+    """Number of groups of experts. Groups are ranked by the sum of their two highest ranked experts."""
     active_groups: int = 1
-    """Parts that a token's experts are in."""
+    """Number of groups from which a token's experts are selected."""
     factor: float = 1.0
     """Factor of the weights of a token's experts."""
     shared: int = 0
-    """Inner width of a gated map of all tokens beside; 0: there is none."""
+    """Inner width of the shared expert, which processes all tokens; 0: there is none."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """In what layers of the same parameters may differ."""
+    """Properties that may differ between layers with equal parameter shapes."""
 
     window: int | None = None
-    """Tokens that a token attends to, itself included; None: all before it."""
+    """Number of tokens that a token attends to, including itself; None: itself and all before it."""
     rotation: int = 0
-    """Place in `Design.rotations`."""
+    """Index in `Design.rotations`."""
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that have parameters of the same shapes: those that follow each other, or each so many-th one."""
+    """Layers with equal parameter shapes: consecutive layers, or every `step`-th layer."""
 
     first: int
-    """Number of the first one in the whole model."""
+    """Number of the first layer in the whole model."""
     kinds: tuple[LayerKind, ...]
     """Kind of each layer."""
     attention: Mixer
     feed_forward: Gated | Experts
     output_norms: bool = False
-    """Norms of what attention and feed-forward add to the residual stream."""
+    """True if outputs of attention and feed-forward are normalised."""
     input_norms: bool = True
-    """Norms of what attention and feed-forward read."""
+    """True if inputs of attention and feed-forward are normalised."""
     step: int = 1
-    """From the number of a layer to that of the next one. So many groups take turns."""
+    """Distance between the numbers of consecutive layers of the group; `step` groups are interleaved."""
 
     @property
     def name(self) -> str:
-        """Name of its part in trees of parameters."""
+        """Key of the group in parameter trees."""
         return f"layers_{self.first}" if self.first else "layers"
 
     @property
     def numbers(self) -> range:
-        """Numbers of its layers in the whole model."""
+        """Numbers of the group's layers in the whole model."""
         return range(self.first, self.first + len(self.kinds) * self.step, self.step)
 
 
 @dataclass(frozen=True)
 class Design:
-    """A whole decoder."""
+    """A complete decoder."""
 
     hidden: int
     vocab: int
@@ -194,20 +194,20 @@ class Design:
     rotations: tuple[Frequencies, ...]
     norm_eps: float
     norm_offset: float = 0.0
-    """Added to the factors of norms: 1 where they are stored as differences from it."""
+    """Offset added to the scales of norms: 1 if scales are stored as differences from 1."""
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     unread: tuple[str, ...] = ()
-    """Beginnings of names of tensors that are left out, such as those of layers that predict tokens further ahead."""
+    """Prefixes of names of tensors that are skipped, such as those of multi-token prediction layers."""
 
     @property
     def layers(self) -> int:
-        """Layers of all groups."""
+        """Number of layers in all groups."""
         return sum(len(group.kinds) for group in self.groups)
 
     @property
     def blocks(self) -> Iterator[tuple[LayerGroup, ...]]:
-        """Groups that take turns, together: one layer of each, then the next of each."""
+        """Tuples of interleaved groups, in model order: one layer of each group, then the next layer of each."""
         place = 0
         while place < len(self.groups):
             end = place + self.groups[place].step
@@ -223,7 +223,7 @@ def grouped(
     output_norms: bool,
     input_norms: bool,
 ) -> tuple[LayerGroup, ...]:
-    """Groups of layers, given each one's kind and parts. Patterns that repeat become groups that take turns."""
+    """Build groups from the kind and blocks of each layer. Repeating patterns become interleaved groups."""
     groups: list[LayerGroup] = []
     norms = {"output_norms": output_norms, "input_norms": input_norms}
     parts = list(zip(attentions, feed_forwards, strict=True))
@@ -238,7 +238,7 @@ def grouped(
 
 
 def _longest_repetition(parts: Sequence[Hashable]) -> tuple[int, int]:
-    """Length and number of the equal pieces that cover most from the beginning on, the shortest of several."""
+    """Return (length, count) of the repeated prefix that covers the most layers. Shorter prefixes win ties."""
     best = 1, 1
     for length in range(1, max(1, len(parts) // 2) + 1):
         count = 1

@@ -1,4 +1,4 @@
-"""Registration of a model family: its description, and a configuration of any size to make models from."""
+"""Registration of model families: a family's design, and its configuration for random models of any size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from skyrl.utils.registry import Registry
 
 @dataclass(frozen=True)
 class Size:
-    """Dimensions of a model that is made up."""
+    """Dimensions of a random model."""
 
     hidden: int
     layers: int
@@ -30,21 +30,21 @@ class Family:
     model_type: str
     """`model_type` of config.json."""
     models: str
-    """Those that it is known for."""
+    """Names of well-known models, for the documentation."""
     design: Callable[[Any], Design]
-    """The description of a configured model. Raises ValueError for options that are not implemented."""
+    """Returns the design of a configuration. Raises ValueError for options that are not implemented."""
     config: Callable[[Size], dict[str, Any]]
-    """Members of config.json that `made_config` does not give, or gives another value."""
+    """Returns members of config.json that extend or override those of `made_config`."""
     multimodal: tuple[str, ...] = ()
-    """Architectures of models whose text part is one of the family."""
+    """Architectures of multimodal models whose text model is of this family."""
 
 
 FAMILIES: Registry[Family] = Registry("model architecture")
-"""By Hugging Face architecture name (`architectures` of config.json)."""
+"""Families by Hugging Face architecture name (`architectures` of config.json)."""
 
 
 def made_config(architecture: str, size: Size) -> dict[str, Any]:
-    """Members of a config.json for a model of this size, in alphabetical order."""
+    """Return a config.json for a random model of this size, in alphabetical order."""
     family = FAMILIES[architecture]
     common = {
         "architectures": [architecture],

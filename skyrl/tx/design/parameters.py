@@ -1,7 +1,7 @@
-"""The table of a decoder's parameters. Loading, export, adapters and random models read it, and nothing else.
+"""The table of a decoder's parameters, the only source for loading, export, adapters and random models.
 
-Paths are those of the split model without numbers of layers. Names are Hugging Face's, with `{layer}` and `{expert}`
-where there is one tensor for each.
+Paths are those of the split NNX model without layer numbers. Names are Hugging Face's, with `{layer}` and `{expert}` as
+placeholders if there is one tensor for each.
 """
 
 import itertools
@@ -20,24 +20,26 @@ Place = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Stack:
-    """Leading axes of a parameter: the layers and experts that it is stacked over."""
+    """Leading axes of a parameter: the layers and experts over which it is stacked."""
 
     layers: range | None = None
-    """Numbers of layers; None outside of them."""
+    """Numbers of the layers; None for parameters outside of layers."""
     experts: int | None = None
+    """Number of experts; None for parameters outside of experts."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Leading axes of an array of all."""
+        """Leading dimensions of the stacked array."""
         layers = () if self.layers is None else (len(self.layers),)
         return layers if self.experts is None else (*layers, self.experts)
 
     def names(self, template: str, layer: int | None = None) -> Iterator[tuple[Place, str]]:
-        """Yield the place of each tensor in an array of all, and its name.
+        """Yield (index in the stacked array, name) of each tensor.
 
         Args:
-            template: Of names.
-            layer: Only those of this layer (0 is the stack's first), in an array without an axis of layers.
+            template: Template of the names.
+            layer: Yield only tensors of this layer (0 is the first of the stack), with indices in an array without a
+                layer axis. None: all layers.
         """
         layers: Sequence[tuple[Place, int | None]]
         if self.layers is None:
@@ -53,12 +55,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """A linear map that can be adapted."""
+    """A linear layer that can be adapted."""
 
     path: tuple[str, ...]
-    """Path of its pair in `Adapter.weights`."""
+    """Path of its LoRA pair in `Adapter.weights`."""
     module: str
-    """Name of the module in Hugging Face's model."""
+    """Name of the module in the Hugging Face model."""
     group: ModuleGroup
     in_features: int
     out_features: int
@@ -66,49 +68,49 @@ class LoraTarget:
 
     @property
     def modules(self) -> Iterator[tuple[Place, str]]:
-        """Place of each module's pair, and the module's name."""
+        """(index of the pair, name) of each module."""
         return self.stack.names(self.module)
 
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: one array of the model, or one per layer."""
+    """A parameter of the model, stacked over layers and experts if it has several."""
 
     path: tuple[str, ...]
     name: str
-    """Hugging Face's, of one tensor."""
+    """Hugging Face name of one tensor, with placeholders."""
     shape: tuple[int, ...]
-    """Shape of one tensor as we have it."""
+    """Shape of one tensor in our layout."""
     axes: tuple[str, ...]
-    """Name of each axis of `shape`: the thing that it counts."""
+    """Name of each axis of `shape`, such as "hidden"."""
     stack: Stack = Stack()
     transposed: bool = False
-    """True if Hugging Face stores it with its two axes swapped."""
+    """True if the two axes are swapped in Hugging Face's layout."""
     start: Literal["normal", "ones", "zeros"] = "normal"
-    """Values of a random model, normal ones with variance 1 / (size of the input)."""
+    """Initial values in a random model; normal ones have variance 1 / (size of the input)."""
     group: ModuleGroup | None = None
-    """Group of the adapter on it, None if it has none."""
+    """Module group of its adapter; None if it has none."""
     stored: bool = True
-    """False for a vocabulary projection that is the embedding."""
+    """False for a vocabulary projection that is tied to the embedding."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of an array of all layers and experts."""
+        """Shape of the array stacked over layers and experts."""
         return (*self.stack.shape, *self.shape)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of one of Hugging Face's tensors."""
+        """Shape of one tensor in Hugging Face's layout."""
         return self.shape[::-1] if self.transposed else self.shape
 
     @property
     def inputs(self) -> int:
-        """Numbers that one of its outputs is a sum of."""
+        """Size of the input (fan-in)."""
         return math.prod(self.stored_shape[1:])
 
     @property
     def target(self) -> LoraTarget | None:
-        """The linear map that it is the matrix of, if that can be adapted."""
+        """The adaptable linear layer whose matrix this is, or None."""
         if self.group is None:
             return None
         module = self.name.removesuffix(".weight")
@@ -119,13 +121,13 @@ class Param:
 
 @lru_cache(maxsize=16)
 def lora_targets(design: Design) -> tuple[LoraTarget, ...]:
-    """Every linear map of a decoder that adapters cover."""
+    """Return all linear layers of a decoder that adapters cover."""
     return tuple(target for param in parameters(design) if (target := param.target) is not None)
 
 
 @lru_cache(maxsize=16)
 def parameters(design: Design) -> tuple[Param, ...]:
-    """The table of a decoder whose tensors have the names that most families give them."""
+    """Return the table of a decoder, with the tensor names that most families use."""
     hidden, vocabulary = design.hidden, (design.vocab, design.hidden)
     table = [Param(("embed_tokens",), "model.embed_tokens.weight", vocabulary, ("vocab", "hidden"))]
     for group in design.groups:
@@ -162,7 +164,7 @@ def _layers(group: LayerGroup, design: Design) -> Iterator[Param]:
     else:
         attention = _latent_attention if isinstance(group.attention, LatentAttention) else _attention
         yield from attention(group.attention, hidden, norm, linear)  # pyright: ignore[reportArgumentType] (its own)
-    yield norm("post_attention_layernorm")  # of what feed-forward reads, if there are no output_norms
+    yield norm("post_attention_layernorm")  # the norm before feed-forward, unless there are output_norms
     if group.output_norms:
         if group.input_norms:
             yield norm("pre_feedforward_layernorm")

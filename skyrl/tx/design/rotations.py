@@ -1,8 +1,8 @@
 """Frequencies of rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), of all kinds.
 
-They are computed as transformers does, rounding to float32 in the same places: at position 100,000 the last bit of a
-frequency moves its angle by a hundredth. What some kinds make depend on the length of a sequence depends on the longest
-that is served here, so that keys in a cache stay right when a sequence grows past a limit.
+They are computed as in transformers, with the same rounding to float32: at position 100,000, the last bit of a
+frequency changes the angle by a hundredth. Kinds whose frequencies depend on the length of a sequence use the maximum
+served length instead, so that cached keys stay valid when a sequence grows past a limit.
 """
 
 import math
@@ -17,13 +17,15 @@ from skyrl.tx.design.design import Frequencies
 
 
 def frequencies(config: Any, layer_type: str | None = None, width: int | None = None) -> Frequencies:
-    """Frequencies of a configuration of transformers 5 (`rope_parameters`) or before (`rope_theta`, `rope_scaling`).
+    """Compute the frequencies of a configuration.
+
+    The configuration is of transformers 5 (`rope_parameters`) or earlier (`rope_theta`, `rope_scaling`).
 
     Args:
-        config: Of the model. Sequences have up to `max_context_length` tokens, if that is there and not 0, and
-            `max_position_embeddings` at most.
-        layer_type: Where each type of layer has parameters of its own.
-        width: Of what is rotated, where that is not a head.
+        config: Configuration of the model. The maximum length of sequences is the smaller of `max_context_length`, if
+            set and not 0, and `max_position_embeddings`.
+        layer_type: Type of the layer, if each type has separate parameters.
+        width: Number of rotated dimensions; None: the head width times `partial_rotary_factor`.
 
     Raises ValueError for kinds that are not implemented.
     """
@@ -41,7 +43,7 @@ def frequencies(config: Any, layer_type: str | None = None, width: int | None = 
 
 
 def score_factor(config: Any) -> float:
-    """Factor of products of queries and keys, if the configuration has `mscale_all_dim` (DeepSeek-V3's own code)."""
+    """Return the factor of attention scores by `mscale_all_dim`, as in DeepSeek-V3's own code. 1.0 without it."""
     parameters = _parameters(config, None)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     scale = float(parameters.get("mscale_all_dim") or 0)
@@ -52,7 +54,7 @@ def score_factor(config: Any) -> float:
 class _Request:
     parameters: Mapping[str, Any]
     width: int
-    """Dimensions that are turned."""
+    """Number of rotated dimensions."""
     maximum: int | None
     longest: int | None
 
@@ -67,7 +69,7 @@ class _Request:
 
     @property
     def original(self) -> int:
-        """Tokens of the longest sequence before the context was extended."""
+        """Maximum length of sequences before the context was extended."""
         original = self.parameters.get("original_max_position_embeddings") or self.maximum
         return original if original is not None else self["original_max_position_embeddings"]
 
@@ -78,7 +80,7 @@ class _Request:
 
 
 def _parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
-    """rope_type, rope_theta and the others, in one dictionary."""
+    """Collect rope_type, rope_theta and all other parameters in one dictionary."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if layer_type is not None and layer_type in found:
         found = found[layer_type]
@@ -99,7 +101,7 @@ def _linear(request: _Request) -> tuple[np.ndarray, float]:
 
 
 def _dynamic(request: _Request) -> tuple[np.ndarray, float]:
-    """NTK-aware scaling of the base, by how far the longest sequence is above what the model was made for."""
+    """NTK-aware scaling of the base, by the ratio of the maximum served length to `max_position_embeddings`."""
     assert request.maximum is not None and request.longest is not None, "a configuration with a longest sequence"
     factor, width = request["factor"], request.width
     stretched = factor * max(request.longest, request.maximum) / request.maximum - (factor - 1)
@@ -107,7 +109,7 @@ def _dynamic(request: _Request) -> tuple[np.ndarray, float]:
 
 
 def _llama3(request: _Request) -> tuple[np.ndarray, float]:
-    """Long waves are stretched, short ones left, those between interpolated (Llama 3.1's own code)."""
+    """Scale long wavelengths, keep short ones, and interpolate in between (Llama 3.1's own code)."""
     plain, factor = _default(request)[0], np.float32(request["factor"])
     low, high = request["low_freq_factor"], request["high_freq_factor"]
     waves = np.float32(2 * math.pi) / plain
@@ -118,7 +120,7 @@ def _llama3(request: _Request) -> tuple[np.ndarray, float]:
 
 
 def _strength(factor: float, scale: float) -> float:
-    """Attention temperature of a context that is so many times longer (Peng et al. 2023, equation 15)."""
+    """Return the attention temperature for a context extended by `factor` (Peng et al. 2023, equation 15)."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
@@ -129,7 +131,7 @@ def _yarn(request: _Request) -> tuple[np.ndarray, float]:
     factor = float(parameters.get("factor") or request.maximum / request.original)
 
     def pair(turns: float) -> float:
-        """The pair that turns so often over the original context."""
+        """Return the (fractional) index of the pair that turns `turns` times over the original context."""
         return width * math.log(request.original / (turns * 2 * math.pi)) / (2 * math.log(request.theta))
 
     attention = parameters.get("attention_factor")
@@ -149,7 +151,7 @@ def _yarn(request: _Request) -> tuple[np.ndarray, float]:
 
 
 def _longrope(request: _Request) -> tuple[np.ndarray, float]:
-    """A divisor for each pair, of one set for short and one for long contexts (https://arxiv.org/abs/2402.13753)."""
+    """Divide each pair by its own factor, from a set for short or long contexts (https://arxiv.org/abs/2402.13753)."""
     parameters, original = request.parameters, request.original
     assert request.maximum is not None and request.longest is not None, "a configuration with a longest sequence"
     factor, attention = parameters.get("factor") or request.maximum / original, parameters.get("attention_factor")
@@ -167,4 +169,4 @@ KINDS: dict[str, Callable[[_Request], tuple[np.ndarray, float]]] = {
     "yarn": _yarn,
     "longrope": _longrope,
 }
-"""By `rope_type`."""
+"""Functions by `rope_type`."""

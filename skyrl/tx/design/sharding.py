@@ -1,13 +1,13 @@
-"""Mesh axes of a decoder's parameters and adapters, read from what their dimensions count.
+"""Mesh axes of a decoder's parameters and adapters, derived from the names of their dimensions.
 
-A mesh has three axes: `fsdp` cuts the residual stream, `tp` heads, inner widths and the vocabulary, and `ep` experts. A
-dimension that a new part of a decoder counts gets an entry here. There is no mesh yet; this is the table that it needs.
+A mesh has three axes: `fsdp` shards the residual stream, `tp` shards heads, inner widths and the vocabulary, and `ep`
+shards experts. A new kind of dimension needs an entry here. There is no mesh yet; this is the table that it needs.
 """
 
 from skyrl.tx.design.parameters import Param
 
 Spec = tuple[str | None, ...]
-"""Mesh axis of each dimension of an array, as `jax.sharding.PartitionSpec` takes them. None: whole on each device."""
+"""Mesh axis of each dimension of an array, in the format of `jax.sharding.PartitionSpec`. None: not sharded."""
 
 MESH_AXES: dict[str, str | None] = {
     "vocab": "tp",
@@ -19,14 +19,14 @@ MESH_AXES: dict[str, str | None] = {
     "inner": "tp",
     "shared_inner": "tp",
     "expert_inner": "tp",
-    # Narrow, and read by all heads.
+    # Small, and used by all heads.
     "query_latent": None,
     "latent": None,
     "stored": None,
     "head_dim": None,
-    # Scores of a router are compared with each other.
+    # The router compares the scores of all experts.
     "experts": None,
-    # The memory of a gated DeltaNet is whole on each device.
+    # The state of a gated DeltaNet is not sharded.
     "channels": None,
     "memory_value": None,
     "value_heads": None,
@@ -38,17 +38,17 @@ MESH_AXES: dict[str, str | None] = {
 
 
 def partition(param: Param, *, shard_attention_heads: bool = True) -> Spec:
-    """Mesh axes of a parameter's array, of all its layers and experts.
+    """Return the mesh axes of a parameter's array, stacked over layers and experts.
 
     Args:
-        param: From the table.
-        shard_attention_heads: Whether `tp` cuts attention.
+        param: Entry of the table of parameters.
+        shard_attention_heads: True to shard attention over `tp`.
     """
     return _stack(param) + _matrix(param, shard_attention_heads)
 
 
 def adapter_partition(param: Param, *, shard_attention_heads: bool = True) -> tuple[Spec, Spec]:
-    """Mesh axes of `lora_A` and `lora_B` of a parameter that can be adapted. A bank's axis of slots has none."""
+    """Return the mesh axes of `lora_A` and `lora_B` of an adaptable parameter. Slots of a bank are not sharded."""
     matrix = _matrix(param, shard_attention_heads)
     inner, outer = matrix if param.transposed else matrix[::-1]
     return (*_stack(param), inner, None), (*_stack(param), None, outer)
@@ -60,7 +60,7 @@ def _stack(param: Param) -> Spec:
 
 
 def _matrix(param: Param, shard_attention_heads: bool) -> Spec:
-    """Mesh axes of one tensor. `fsdp` does not cut norms, other vectors of the stream, or the embedding's features."""
+    """Return the mesh axes of one tensor. `fsdp` shards neither norms and other `hidden` vectors nor the embedding."""
     whole: set[str | None] = {None}
     if param.path[-1] == "scale":
         whole |= {"fsdp", "tp"}

@@ -1,6 +1,6 @@
-"""Families of models, a file each. Importing the package registers all of them in `skyrl.tx.design.family.FAMILIES`.
+"""Model families, one file each. Importing the package registers all in `skyrl.tx.design.family.FAMILIES`.
 
-Neither JAX nor torch nor transformers is loaded here.
+These modules import neither JAX nor torch nor transformers.
 """
 
 from skyrl.tx.design.family import FAMILIES

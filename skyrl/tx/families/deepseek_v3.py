@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437): attention to latents, dense layers and then layers with experts."""
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437): multi-head latent attention, some dense layers, then experts."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from skyrl.tx.design.family import FAMILIES, Family, Size
 from skyrl.tx.design.rotations import frequencies, score_factor
 
 ONLY = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-"""Options that transformers does not read, with the only values that are computed."""
+"""Options that transformers ignores, with the only values that are implemented."""
 
 
 def design(config: Any) -> Design:
-    """A DeepSeek-V3 of the configured sizes. Layers that predict tokens further ahead are left out.
+    """Return the design of a configuration. Multi-token prediction layers are skipped.
 
-    Raises ValueError for other kinds of routing.
+    Raises ValueError for routing options that are not implemented.
     """
     for name, value in ONLY.items():
         if (found := getattr(config, name, value)) != value:
@@ -56,7 +56,10 @@ def design(config: Any) -> Design:
 
 
 def config(size: Size) -> dict[str, Any]:
-    """One dense layer, then sixteen experts in four groups, a shared one, and four for each token of two groups."""
+    """Return config.json members: one dense layer, then layers with sixteen experts in four groups and a shared expert.
+
+    Each token uses four experts of two groups.
+    """
     original = max(1, size.max_position // 40)
     scaling = {"beta_fast": 32, "beta_slow": 1, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
     inner = max(1, size.intermediate // 4)

@@ -1,4 +1,4 @@
-"""Gemma 3 (https://arxiv.org/abs/2503.19786), text: most layers have a window, and norms after each part too."""
+"""Gemma 3 (https://arxiv.org/abs/2503.19786), text: a window in most layers, and norms before and after each block."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ KINDS = ("full_attention", "sliding_attention")
 
 
 def design(config: Any) -> Design:
-    """A Gemma 3 of the configured sizes. Layers with a window have rotations of their own.
+    """Return the design of a configuration. Layers with a window have separate rotations.
 
-    Raises ValueError for attention to later tokens.
+    Raises ValueError for bidirectional attention.
     """
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(
@@ -45,7 +45,7 @@ def design(config: Any) -> Design:
 
 
 def config(size: Size) -> dict[str, Any]:
-    """A window of an eighth of the context in five of six layers."""
+    """Return config.json members: a window of an eighth of the context in five of six layers."""
     types = ["sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(size.layers)]
     plain = {"rope_type": "default"}
     return {

@@ -1,4 +1,4 @@
-"""The family of a configuration, and refusal of those that are not there."""
+"""Lookup of the family of a configuration, and rejection of unknown architectures."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,34 +8,34 @@ from skyrl.tx.design.family import FAMILIES
 
 
 def design_of(config: Any) -> Design:
-    """The description of a configured model. Raises ValueError for options that are not implemented."""
+    """Return the design of a configuration. Raises ValueError for options that are not implemented."""
     return FAMILIES[(config.architectures or [""])[0]].design(config)
 
 
 def architectures() -> dict[str, str]:
-    """Architecture of each model that is loaded, or of its text part if it is multimodal."""
+    """Map each supported architecture to itself, or to the architecture of its text part if it is multimodal."""
     parts = {name: text for text in FAMILIES for name in FAMILIES[text].multimodal}
     return {name: parts.get(name, name) for name in sorted([*FAMILIES, *parts])}
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of a known architecture, of a multimodal model that of its text part."""
+    """Return the config.json of a known architecture. For a multimodal model, return that of its text part."""
     architecture = (config.get("architectures") or [""])[0]
     text = architectures()[architecture]
     if text == architecture:
         return dict(config)
-    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}  # whatever the text part says
+    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}  # precedes the text part's
     shared = {name: config[name] for name in ("dtype", "torch_dtype", "eos_token_id") if name in config}
     own = {name: value for name, value in config["text_config"].items() if name not in shared or value is not None}
     return {**shared, **own, **tied, "architectures": [text]}
 
 
 def check_known(config: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if this backend does not have the architecture that a config.json names.
+    """Raise ValueError if the JAX backend does not support the architecture of a config.json, or quantised weights.
 
     Args:
         config: Contents of the file.
-        where: What the model is called in messages.
+        where: Name of the model in messages.
     """
     names = config.get("architectures") or ["none"]
     if names[0] not in (known := architectures()):
@@ -52,7 +52,7 @@ def check_known(config: Mapping[str, Any], where: str) -> None:
 
 
 def _torch_loads(config: Mapping[str, Any]) -> bool:
-    """Return True if transformers' AutoModelForCausalLM makes the named model. Imports transformers and torch."""
+    """Return True if transformers' AutoModelForCausalLM supports the architecture. Imports transformers and torch."""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
     except ImportError:

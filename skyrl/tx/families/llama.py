@@ -1,4 +1,4 @@
-"""Llama 3 (https://arxiv.org/abs/2407.21783), and others with its architecture."""
+"""Llama 3 (https://arxiv.org/abs/2407.21783), and other models with its architecture."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from skyrl.tx.design.design import Design, LayerKind
 from skyrl.tx.design.family import FAMILIES, Family, Size
 
 SCALING = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
-"""Scaling of the rotations of Llama 3.2."""
+"""RoPE scaling of Llama 3.2."""
 
 
 def design(config: Any) -> Design:
-    """A Llama of the configured sizes."""
+    """Return the design of a configuration."""
     bias = getattr(config, "attention_bias", False)
     return dense_design(
         config,
@@ -22,7 +22,7 @@ def design(config: Any) -> Design:
 
 
 def config(size: Size) -> dict[str, Any]:
-    """A sixteenth of the context before it was extended."""
+    """Return config.json members: the context was extended by a factor of sixteen."""
     scaling = SCALING | {"original_max_position_embeddings": max(1, size.max_position // 16)}
     return {"attention_bias": False, "mlp_bias": False, "rope_scaling": scaling, "rope_theta": 500_000.0}
 

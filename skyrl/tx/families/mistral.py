@@ -1,4 +1,4 @@
-"""Mistral (https://arxiv.org/abs/2310.06825): grouped attention, in the first version over a window in all layers."""
+"""Mistral (https://arxiv.org/abs/2310.06825): grouped-query attention, with a window in all layers in version 0.1."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from skyrl.tx.design.family import FAMILIES, Family, Size
 
 
 def design(config: Any) -> Design:
-    """A Mistral of the configured sizes. Its window is `sliding_window`, null in later versions."""
+    """Return the design of a configuration. The window is `sliding_window`, which is null in later versions."""
     return dense_design(config, attention_of(config), kinds=kinds_of(config, windowed=True))
 
 
 def config(size: Size) -> dict[str, Any]:
-    """A window of an eighth of the context, as the first version had."""
+    """Return config.json members: a window of an eighth of the context, as in the first version."""
     return {"rope_theta": 10_000.0, "sliding_window": max(1, size.max_position // 8)}
 
 

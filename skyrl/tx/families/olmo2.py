@@ -1,4 +1,4 @@
-"""OLMo 2 (https://arxiv.org/abs/2501.00656): norms after each part alone, and of all heads together."""
+"""OLMo 2 (https://arxiv.org/abs/2501.00656): norms only after each block, and QK norms over all heads."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from skyrl.tx.design.family import FAMILIES, Family, Size
 
 
 def design(config: Any) -> Design:
-    """An OLMo 2 of the configured sizes."""
+    """Return the design of a configuration."""
     bias = config.attention_bias
     return dense_design(
         config,
@@ -20,7 +20,7 @@ def design(config: Any) -> Design:
 
 
 def config(size: Size) -> dict[str, Any]:
-    """Without biases, as its models are."""
+    """Return config.json members: no biases, as in the published models."""
     return {"attention_bias": False, "rope_theta": 500_000.0}
 
 

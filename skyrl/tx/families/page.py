@@ -1,4 +1,4 @@
-"""The page of supported models, from the registry. Run: `python -m skyrl.tx.families.page > docs/models.md`."""
+"""Generator of the page of supported models. Run: `python -m skyrl.tx.families.page > docs/models.md`."""
 
 from itertools import groupby
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ from skyrl.tx.design.family import Size, made_config
 from skyrl.tx.families import FAMILIES, design_of
 
 ROUTING_BOUNDS = {"float32": 1e-5, "bfloat16": 0.02}
-"""Gap of scores above which a token has the same experts in training and sampling, by the type of base weights."""
+"""Gap of scores above which a token has the same experts in training and sampling, by the dtype of base weights."""
 HEAD = """# Supported models
 
 This page lists the model families that the JAX backend supports. The backend reads `architectures` in a model's
@@ -77,7 +77,7 @@ To add a family, see [Add a model](add-a-model.md).
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     from skyrl.tx.design.rotations import KINDS
 
     return HEAD + "".join(map(_row, FAMILIES)) + TAIL.format(rotations=", ".join(KINDS), **ROUTING_BOUNDS)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (https://arxiv.org/abs/2412.15115): grouped attention with biases on query, key and value."""
+"""Qwen2 and Qwen2.5 (https://arxiv.org/abs/2412.15115): grouped-query attention with biases on query, key and value."""
 
 from typing import Any
 
@@ -8,12 +8,15 @@ from skyrl.tx.design.family import FAMILIES, Family, Size
 
 
 def design(config: Any) -> Design:
-    """A Qwen2 of the configured sizes. Layers from `max_window_layers` on have a window, if it is used."""
+    """Return the design of a configuration.
+
+    With `use_sliding_window`, layers from `max_window_layers` on have a window.
+    """
     return dense_design(config, attention_of(config, bias=True))
 
 
 def config(size: Size) -> dict[str, Any]:
-    """Without windows, as most of its models are."""
+    """Return config.json members: no windows, as in most of the published models."""
     return {"max_window_layers": size.layers, "sliding_window": None, "use_sliding_window": False}
 
 

@@ -1,4 +1,4 @@
-"""Qwen3, dense (https://arxiv.org/abs/2505.09388): grouped attention with norms on each head's query and key."""
+"""Qwen3, dense (https://arxiv.org/abs/2505.09388): grouped-query attention with QK norms per head."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from skyrl.tx.design.family import FAMILIES, Family, Size
 
 
 def design(config: Any) -> Design:
-    """A Qwen3 of the configured sizes."""
+    """Return the design of a configuration."""
     bias = config.attention_bias
     return dense_design(config, attention_of(config, bias=bias, output_bias=bias, head_norms=True))
 
 
 def config(size: Size) -> dict[str, Any]:
-    """Without biases and windows, as its models are."""
+    """Return config.json members: no biases and no windows, as in the published models."""
     return {
         "attention_bias": False,
         "max_window_layers": size.layers,

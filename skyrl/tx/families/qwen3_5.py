@@ -1,4 +1,4 @@
-"""Qwen3.5, dense: most layers are gated DeltaNets, each fourth one has gated attention."""
+"""Qwen3.5, dense: most layers are gated DeltaNets; every fourth layer has gated attention."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from skyrl.tx.design.family import FAMILIES, Family, Size
 
 
 def design(config: Any) -> Design:
-    """A Qwen3.5 of the configured sizes. The part of a checkpoint that predicts tokens further ahead is left out.
+    """Return the design of a configuration. Multi-token prediction layers of a checkpoint are skipped.
 
-    Rotations are those of text, where the three coordinates of a position are one.
+    Rotations are those of text, for which the three coordinates of a position are equal.
     """
     delta_net = DeltaNet(
         config.linear_num_key_heads,
@@ -34,7 +34,10 @@ def design(config: Any) -> Design:
 
 
 def config(size: Size) -> dict[str, Any]:
-    """Attention in each fourth layer, and in the last one; twice as many value heads as key heads elsewhere."""
+    """Return config.json members: attention in every fourth layer and in the last one, and DeltaNets otherwise.
+
+    DeltaNets have twice as many value heads as key heads.
+    """
     full = {*range(3, size.layers, 4), size.layers - 1}
     types = ["full_attention" if layer in full else "linear_attention" for layer in range(size.layers)]
     rotations = {"partial_rotary_factor": 0.25 if size.head_dim % 8 == 0 else 1.0, "rope_theta": 10_000_000.0}

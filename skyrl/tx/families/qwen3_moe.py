@@ -1,4 +1,4 @@
-"""Qwen3 with experts (https://arxiv.org/abs/2505.09388): Qwen3's attention, and a router over gated maps."""
+"""Qwen3 with experts (https://arxiv.org/abs/2505.09388): Qwen3's attention, and a mixture of experts."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ from skyrl.tx.design.family import FAMILIES, Family, Size
 
 
 def design(config: Any) -> Design:
-    """A Qwen3-MoE of the configured sizes.
+    """Return the design of a configuration.
 
-    `mlp_only_layers` and those between `decoder_sparse_step`s are dense. All layers have a window, or none.
+    Only every `decoder_sparse_step`-th layer has experts, except for `mlp_only_layers`; all others are dense. Either
+    all layers have a window or none has.
     """
     bias, activation, count = config.attention_bias, activation_of(config), experts_of(config) or 0
     experts = Experts(
@@ -28,7 +29,7 @@ def design(config: Any) -> Design:
 
 
 def config(size: Size) -> dict[str, Any]:
-    """Sixteen experts, four for each token, which together are as wide as a dense model's feed-forward part."""
+    """Return config.json members: sixteen experts, and four per token, whose total width is that of a dense block."""
     return {
         "attention_bias": False,
         "decoder_sparse_step": 1,

@@ -1,1 +1,1 @@
-"""Weights as files: base models, PEFT adapters, exports for transformers and vLLM."""
+"""Files of weights: base models, PEFT adapters, exports for transformers and vLLM."""

@@ -1,4 +1,4 @@
-"""A whole model in Hugging Face format, with what was trained merged into it: weights, configuration, tokenizer."""
+"""Export of a complete model in Hugging Face format, with the adapter merged: weights, configuration, tokenizer."""
 
 import json
 from collections.abc import Iterable
@@ -27,18 +27,19 @@ EMBEDDING, PROJECTION = "model.embed_tokens.weight", "lm_head.weight"
 def model_files(
     folder: Path, model_config: "ModelConfig", base: Any, adapter: Adapter, value_head: str
 ) -> dict[str, Content]:
-    """Files of a complete model in the format of `transformers`, by name: the base model with `adapter` merged.
+    """Return the files of a complete model in the format of `transformers`, by name: the base model with `adapter`
+    merged.
 
-    Weights keep their data types of `base`; LoRA is merged in float32 as W + scaling (A B). If the vocabulary
+    Weights keep the dtypes of `base`; LoRA is merged in float32 as W + scaling (A B). If the vocabulary
     projection is adapted, it is no longer tied to the embedding. Tensors are created one at a time, as they are
     written. Raises RequestError if the adapter has connectors with a nonzero `phi` or `bias`.
 
     Args:
-        folder: The base model's files.
+        folder: Folder of the base model.
         model_config: Configuration of the base model.
         base: Parameters of the split NNX model.
-        adapter: The trained adapter.
-        value_head: Name of a critic's tensor, `<value_head>.weight` `[1, hidden]`.
+        adapter: Trained adapter.
+        value_head: Name of a critic's value head, which is stored as `<value_head>.weight` `[1, hidden]`.
     """
     own, table = adapter.own_base, parameters(design_of(model_config))
     tensors = named_tensors(table, base if own is None else own)
@@ -62,11 +63,11 @@ def model_files(
 
 
 def named_tensors(table: Iterable[Param], state: Any) -> dict[str, Tensor]:
-    """Parameters by their Hugging Face names, in Hugging Face's layout, each layer's and expert's by itself.
+    """Return parameters in Hugging Face's layout by their names, one tensor per layer and expert.
 
     Args:
-        table: Of the model.
-        state: Parameters of its split, or other arrays in their structure.
+        table: Table of the model's parameters.
+        state: Parameters of the split NNX model, or other arrays with the same structure.
     """
     params: dict[tuple[Any, ...], Param] = {param.path: param for param in table}
     tensors: dict[str, Tensor] = {}
@@ -79,7 +80,7 @@ def named_tensors(table: Iterable[Param], state: Any) -> dict[str, Tensor]:
 
 
 def _tensor(array: Any, place: Place, param: Param) -> Tensor:
-    """Return the tensor at a place of an array, as it is stored."""
+    """Return the tensor at an index of an array, in Hugging Face's layout."""
     shape, dtype = param.stored_shape, np.dtype(array.dtype)
     if param.transposed:
         return Tensor(shape, dtype, lambda: np.swapaxes(on_host(array, place), -1, -2))
@@ -87,7 +88,7 @@ def _tensor(array: Any, place: Place, param: Param) -> Tensor:
 
 
 def _merge(tensors: dict[str, Tensor], adapter: Adapter, model_config: "ModelConfig") -> None:
-    """Add the adapter's products to the weights that they belong to."""
+    """Add the products of the adapter's LoRA pairs to the weights."""
     scaling = float(adapter.scaling)
     for target in connector_targets(model_config):
         connectors = pair_at(adapter, target.path)

@@ -1,4 +1,4 @@
-"""Arrays of a device as arrays of the host, and as tensors of files."""
+"""Conversion of device arrays to host arrays, and to tensors of files."""
 
 from typing import Any
 
@@ -10,9 +10,10 @@ from skyrl.utils.files.tensor_file import Tensor
 
 
 def on_host(array: Any, place: tuple[int, ...] = ()) -> np.ndarray:
-    """An array, or what is at some place of its first axes. One of a device is copied for the caller alone.
+    """Return an array on the host, or its part at an index of the first axes.
 
-    JAX would keep a copy of the whole array with it, for as long as that lives.
+    Arrays of an accelerator are copied first, because JAX would keep the host copy for as long as the device array
+    lives.
     """
     if isinstance(array, jax.Array) and next(iter(array.devices())).platform != "cpu":
         return np.asarray(array[place] if place else jnp.copy(array))
@@ -20,5 +21,5 @@ def on_host(array: Any, place: tuple[int, ...] = ()) -> np.ndarray:
 
 
 def tensor_of(array: Any) -> Tensor:
-    """Contents of an array, wherever it is."""
+    """Return an array of any device as a tensor of a file."""
     return Tensor(array.shape, np.dtype(array.dtype), lambda: on_host(array))

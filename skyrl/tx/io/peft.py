@@ -1,8 +1,8 @@
-"""Adapters in PEFT's format, which PEFT and vLLM load as it is.
+"""Adapters in PEFT's format, which PEFT and vLLM load directly.
 
-Tensors are float32 under PEFT's names, `lora_A` as `[rank, in]` and `lora_B` as `[out, rank]`: the true rank, and only
-modules that the configuration trains. Connectors (`skyrl.tx.layers.connector`) that do something are beside them under
-the same prefix, and adapter_config.json names the number of residual streams. PEFT has no such thing.
+Tensors are float32 with PEFT's names, `lora_A` as `[rank, in]` and `lora_B` as `[out, rank]`, with the true rank, and
+only for modules that the configuration trains. Connectors (`skyrl.tx.layers.connector`) that have an effect are stored
+with the same prefix, and adapter_config.json has the number of residual streams. PEFT does not support connectors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 def adapter_to_peft(
     adapter: Adapter, lora_config: LoraConfig, model_config: "ModelConfig"
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors and the adapter_config of an adapter, which names where the base weights were loaded from.
+    """Return the tensors and the adapter_config of an adapter. The latter has the path of the base weights.
 
-    Its modules are named without their paths, if all of these names are adapted. PEFT takes names that experts have for
-    the fused experts' alone, so those of shared experts and of dense layers are named as parameters.
+    Modules are listed without their paths if all modules of these names are adapted. PEFT applies the names of experts'
+    linear layers only to fused experts, so those of shared experts and dense layers are listed in `target_parameters`.
     """
     tensors: dict[str, np.ndarray] = {}
     whole: list[str] = []
@@ -79,11 +79,11 @@ def adapter_to_peft(
 def adapter_from_peft(
     tensors: Mapping[str, np.ndarray], adapter_config: Mapping[str, Any], model_config: "ModelConfig", rank: int
 ) -> tuple[Adapter, LoraConfig]:
-    """The inverse of `adapter_to_peft`, for any adapter that `skyrl.utils.adapters` reads, padded to `rank`.
+    """Convert an adapter that `skyrl.utils.adapters` reads, padded to `rank`. The inverse of `adapter_to_peft`.
 
-    A group of modules counts as trained where any tensor of it is there; modules and layers without tensors are zero.
-    So are connectors. Raises RequestError for options that are not implemented and tensors that do not fit the base
-    model, or of another number of residual streams.
+    A module group counts as trained if any of its tensors exists. Modules, layers and connectors without tensors are
+    zero. Raises RequestError for options that are not implemented, tensors that do not fit the base model, and a
+    different number of residual streams.
     """
     targets = lora_targets(model_config)
     tensors, connectors = _connectors_apart(tensors, model_config)
@@ -100,7 +100,7 @@ def adapter_from_peft(
 def _connectors_apart(
     tensors: Mapping[str, np.ndarray], model_config: "ModelConfig"
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The tensors of pairs, and those of connectors by their names in the model."""
+    """Return (tensors of LoRA pairs, tensors of connectors by their names in the model)."""
     found = {name: match for name in tensors if (match := CONNECTOR.fullmatch(name))}
     check_rate(rate_of({name: x.shape for name, x in tensors.items()}), model_config.mhc_expansion_rate, "adapter")
     shapes = {
@@ -119,7 +119,7 @@ def _connectors_apart(
 
 
 def adaptable(targets: Iterable[LoraTarget]) -> dict[str, Features]:
-    """Modules that adapters may be on, by their names in Hugging Face's models."""
+    """Return the adaptable modules, by their names in Hugging Face's models."""
     return {
         module: Features(target.in_features, target.out_features, target.group)
         for target in targets

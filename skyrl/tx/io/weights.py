@@ -1,8 +1,8 @@
-"""Base weights from Hugging Face folders (and, from `skyrl.tx.io.peft`, adapters from and to PEFT's).
+"""Loading of base weights from Hugging Face folders. Also exports the PEFT functions of `skyrl.tx.io.peft`.
 
-Each architecture has a table of its parameters (`skyrl.tx.design.parameters`); nothing here knows any of them.
-Tensors are read one at a time, and each is cast and copied to its place: on a CPU loading takes the memory of the model
-and of its largest tensor; on another device the host has one parameter of all layers at a time.
+The code is generic: the table of parameters (`skyrl.tx.design.parameters`) describes each architecture. Tensors are
+read one at a time, and each is cast and copied to its place. On a CPU, loading takes the memory of the model and of its
+largest tensor. On an accelerator, it takes host memory for one parameter, stacked over all layers.
 """
 
 import json
@@ -30,9 +30,9 @@ from skyrl.utils.files.tensor_file import TensorReader
 __all__ = ["adapter_from_peft", "adapter_to_peft", "load_model"]
 
 READABLE = {"F64", "F32", "F16", "BF16"}
-"""Safetensors dtypes that stand for plain numbers (others are quantised and come with scales of their own)."""
+"""Safetensors dtypes of plain numbers (others are quantised, with separate scales)."""
 ALIGNMENT = 64
-"""Alignment of an array, in bytes, for JAX to take it on a CPU without a copy."""
+"""Alignment in bytes with which JAX uses a NumPy array on a CPU without a copy."""
 
 
 def abstract_model(
@@ -48,10 +48,10 @@ def abstract_model(
     unroll_layers: bool | None = None,
     max_context_length: int = 0,
 ) -> Decoder:
-    """The model that a folder's config.json describes, with shapes and types in the place of weights.
+    """Return the model of a folder's config.json, with shapes and dtypes instead of weights.
 
-    `dtype` is that of the base weights, such as "bfloat16"; None is float32 on CPU and the checkpoint's elsewhere. The
-    other options are those of `ModelConfig`.
+    `dtype` is the dtype of base weights, such as "bfloat16"; None: float32 on a CPU, and the checkpoint's elsewhere.
+    All other options are those of `ModelConfig`.
 
     Raises StorageError for missing or damaged files, ValueError for models that are not implemented.
     """
@@ -81,31 +81,31 @@ def abstract_model(
 
 
 def load_model(path: str | Path, **options: Any) -> Decoder:
-    """The model in a folder with config.json and safetensors (one file, or several with an index).
+    """Load the model from a folder with config.json and safetensors (one file, or several with an index).
 
-    `options` are those of `abstract_model`, and so are errors; files that do not match raise StorageError.
+    Options and errors are those of `abstract_model`. Raises StorageError if the files do not match.
     """
     return with_weights(abstract_model(path, **options), path)
 
 
 def stored_tensor(path: str | Path, name: str) -> np.ndarray | None:
-    """A tensor beside the model's own in its folder, float32; None if there is none of that name."""
+    """Return an additional tensor of a model's folder as float32. None if it does not exist."""
     with ExitStack() as stack:
         tensors = _Tensors(Path(path), stack)
         return tensors.whole(name).astype(np.float32) if name in tensors.names else None
 
 
 def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = ()) -> Decoder:
-    """An `abstract_model` with the weights that the folder holds, which may hold tensors `beside` them.
+    """Return an `abstract_model` with the weights of a folder. The folder may have additional tensors `beside` them.
 
-    Raises StorageError for damaged or other files.
+    Raises StorageError for files that are damaged or do not match the model.
     """
     path, table = Path(path), _table(model)
     graph, state = nnx.split(model)
     with ExitStack() as stack:
         tensors = _Tensors(path, stack)
         loaded = state_of(state, table, tensors.take, place=jax.device_put)
-        # Checkpoints of tied models may hold the projection although it repeats the embedding.
+        # Checkpoints of tied models may contain the projection, a copy of the embedding.
         copies = {param.name for param in table.values() if not param.stored}
         unused = {name for name in tensors.names if not name.startswith(model.design.unread)}
         unused -= tensors.taken | copies | set(beside)
@@ -124,15 +124,15 @@ def state_of(
     dtype: Any = None,
     place: Callable[[np.ndarray], jax.Array] = jnp.asarray,
 ) -> Any:
-    """Parameters in the structure of `like`, the inverse of `skyrl.tx.io.export.named_tensors`.
+    """Build parameters with the structure of `like`. The inverse of `skyrl.tx.io.export.named_tensors`.
 
     Args:
-        like: Parameters of a split model, or their shapes.
-        table: Of the model, by path.
-        take: A tensor by its Hugging Face name, of the given shape, transposed if the last argument is True.
-        dtype: Of the arrays; None: those of `like`.
-        place: Brings an array, which nobody else has, to the device. The result of `jax.device_put` may be in the same
-            memory, into which XLA does not write where it is donated.
+        like: Parameters of a split NNX model, or their shapes.
+        table: Table of the model's parameters, by path.
+        take: Returns a tensor by its Hugging Face name and shape, transposed if the last argument is True.
+        dtype: Dtype of the arrays; None: the dtypes of `like`.
+        place: Moves an array to the device. The array has no other user. The result of `jax.device_put` may share its
+            memory; XLA does not write to such memory if it is donated.
     """
     loaded = []
     for path, variable in nnx.to_flat_state(like):
@@ -152,9 +152,9 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def with_random_weights(model: Decoder) -> Decoder:
-    """An `abstract_model` with random weights that are made on the device: to measure what no checkpoint is there for.
+    """Return an `abstract_model` with random weights, created on the device, for benchmarks without a checkpoint.
 
-    Norms change no scale and biases are zeros; other weights are normal with variance 1 / (size of their input).
+    Norms have scale 1 and biases are 0; other weights are normal with variance 1 / (size of the input).
     """
     graph, state = nnx.split(model)
     made, table = [], _table(model)
@@ -180,7 +180,7 @@ def _without_layer(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """Contents of config.json."""
+    """Read config.json. Raises StorageError."""
     try:
         config = json.loads((path / "config.json").read_text())
     except FileNotFoundError:
@@ -201,7 +201,7 @@ def _base_dtype(asked: str | None, stored: str | None) -> jnp.dtype:
 
 
 def _text_names(names: Iterable[str]) -> dict[str, str]:
-    """Stored names of tensors by those of a text model, which has those of a multimodal model's text part only."""
+    """Map names of tensors in a text model to stored names. Of a multimodal model, only the text part is included."""
     part = "language_model."
     names = list(names)
     if not any(part in name for name in names):
@@ -211,7 +211,7 @@ def _text_names(names: Iterable[str]) -> dict[str, str]:
 
 
 class _Tensors:
-    """The tensors of a folder, opened lazily by name."""
+    """Tensors of a folder, opened lazily by name."""
 
     def __init__(self, path: Path, stack: ExitStack):
         self.path, self.stack = path, stack
@@ -228,7 +228,7 @@ class _Tensors:
         self.names = set(self.stored)
 
     def take(self, name: str, shape: tuple[int, ...], transposed: bool) -> np.ndarray:
-        """The tensor, transposed if asked, of the given shape after that."""
+        """Read a tensor, transposed if requested. Raises StorageError unless the result would have shape `shape`."""
         if name not in self.stored:
             raise StorageError(f"{self.path} has no tensor {name}; check that config.json belongs to these weights")
         with self._reading(self.places[self.stored[name]]):
@@ -243,7 +243,7 @@ class _Tensors:
         return tensor.T if transposed else tensor
 
     def whole(self, name: str) -> np.ndarray:
-        """The tensor as it is stored."""
+        """Read a tensor as it is stored."""
         with self._reading(self.places[self.stored[name]]):
             return self._file_of(name).read(self.stored[name])
 

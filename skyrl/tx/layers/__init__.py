@@ -1,1 +1,1 @@
-"""Layers that architectures are made of."""
+"""Layers of decoders, shared by all architectures."""

@@ -1,4 +1,4 @@
-"""Activations of gated maps, by the names that designs give them."""
+"""Activations of gated blocks, by their names in designs."""
 
 from functools import partial
 

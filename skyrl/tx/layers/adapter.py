@@ -1,4 +1,4 @@
-"""The adapter: what one model has of its own beside the base model."""
+"""The adapter: the weights of one model in addition to the base model."""
 
 from typing import Any, NamedTuple
 
@@ -8,42 +8,43 @@ from skyrl.tx.layers.dropout import Dropout
 
 
 class Adapter(NamedTuple):
-    """State of one model alone: LoRA weights, or (with a slot axis, see below) those of a *bank*. A pytree.
+    """Weights of one model, or, with a slot axis (see below), of a *bank* of models. A pytree.
 
-    Every adapter of a base model has the same tree; modules that are not trained have A = B = 0 and zero gradients.
-    Ranks are padded with zeros, which gradients preserve. A model that is trained as a whole has a base of its own
-    instead, and a critic has a value head beside.
+    All adapters of a base model have the same tree; modules that are not trained have A = B = 0 and zero gradients.
+    Ranks are padded with zeros, which stay zero in training. A model with full fine-tuning has its own base parameters
+    instead of LoRA weights. A critic has a value head in addition.
     """
 
     weights: dict[str, Any]
     """`{"layers": {"self_attn": {"q_proj": pair, ...}, "mlp": {...}}, "lm_head": pair}`, or `{"base": state}` with
-    all parameters of the split NNX model; `"value_head"` `[hidden]` beside either.
+    all parameters of the split NNX model; either may also have `"value_head"` `[hidden]`.
 
-    A pair is `{"lora_A": float32 [in, rank], "lora_B": float32 [rank, out]}`, below "layers" (and other groups of
-    layers, if the model has several) with a leading [layers] axis, and then [experts] where each has its own. In a
-    bank a group is a list of such trees, one per layer, where layers are unrolled, and pairs are `[in, slots, rank]`
-    and `[slots, rank, out]`, of experts `[experts, slots, in, rank]` and `[experts, slots, rank, out]`, with the
-    [layers] axis first where layers are scanned.
+    A pair is `{"lora_A": float32 [in, rank], "lora_B": float32 [rank, out]}`. Below "layers" (and other groups of
+    layers, if the model has several), pairs have a leading [layers] axis, and then an [experts] axis for experts.
 
-    With several residual streams each group has "attn_connector" and "mlp_connector" too, see
+    In a bank, pairs are `[in, slots, rank]` and `[slots, rank, out]`; for experts, `[experts, slots, in, rank]` and
+    `[experts, slots, rank, out]`. If layers are scanned, the [layers] axis comes first. If layers are unrolled, a group
+    is a list of trees, one per layer.
+
+    With several residual streams, each group also has "attn_connector" and "mlp_connector", see
     `skyrl.tx.layers.connector`: `{"phi", "alpha", "bias"}`, in a bank with a [slots] axis before the last one.
     """
     scaling: Float[Array, "..."]
-    """alpha / rank: a scalar, `[slots]` in a bank."""
+    """alpha / rank: a scalar; `[slots]` in a bank."""
     dropout: Dropout | None = None
-    """Dropout of what the pairs read, in a pass that is trained on."""
+    """Dropout of the inputs of the pairs, in training passes."""
 
     @property
     def rank(self) -> int:
-        """The padded rank; 0 with a base of its own."""
+        """Padded rank; 0 for a model with its own base parameters."""
         return 0 if "base" in self.weights else self.weights["lm_head"]["lora_A"].shape[-1]
 
     @property
     def own_base(self) -> Any | None:
-        """Parameters in the place of the base model's, if there are."""
+        """Parameters that replace the base model's; None if there are none."""
         return self.weights.get("base")
 
     @property
     def value_head(self) -> Float[Array, "hidden"] | None:
-        """Factor of final hidden states that gives values, of a critic."""
+        """Value head of a critic: its product with final hidden states are the values. None for other models."""
         return self.weights.get("value_head")

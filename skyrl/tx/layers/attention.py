@@ -1,4 +1,4 @@
-"""Attention of tokens to their own segment, or to what pages hold of theirs: the one entry, with kernels behind it."""
+"""Attention of packed segments, or over a paged cache. The only entry point to both kernels."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -19,19 +19,19 @@ def attention(
     window: int | Int[Array, ""] | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "batch tokens heads value_dim"], Pages | None]:
-    """Sums of values, and the pages with these tokens' keys and values. Head h reads key/value head h // group.
+    """Return (attention output, updated pages). Query head h uses key/value head h // group.
 
     Args:
-        query: Rotated. If it is wider than keys (only with pages), its first part meets the values: they are the first
-            part of keys, which is not stored twice.
-        key: Likewise.
-        value: Of any width.
-        positions: Of tokens in their sequences, which is where pages hold them.
-        segments: Sequences of a row, where there are no pages. Tokens of one are neighbours.
-        pages: What earlier tokens left, and where these are stored before they are read.
+        query: Rotated queries. If queries are wider than keys (only with pages), the values are the first part of the
+            keys, which are not stored twice, and the first part of the query is multiplied with them.
+        key: Rotated keys.
+        value: Values, of any width.
+        positions: Positions of the tokens in their sequences, and in the pages.
+        segments: Segment id of each token, if there are no pages. The tokens of a segment are contiguous.
+        pages: Cache of earlier tokens. The new tokens are written to it first. None: attention within segments.
         scale: Factor of the products of queries and keys.
-        window: Tokens that a token attends to, itself included; None: all up to itself.
-        softcap: Scores are softcap * tanh(scores / softcap), after scaling.
+        window: Number of tokens that a token attends to, including itself; None: itself and all before it.
+        softcap: If set, scores are softcap * tanh(scores / softcap), after scaling.
     """
     window = None if window is None else jnp.asarray(window, jnp.int32)
     if pages is None:

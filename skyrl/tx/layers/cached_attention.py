@@ -1,4 +1,4 @@
-"""Causal attention with grouped key/value heads of new tokens over a paged cache.
+"""Causal grouped-query attention of new tokens over a paged cache.
 
 Scores and softmax are float32 whatever the dtype of the inputs. A token always attends to itself, so no row is empty
 and padding stays finite.
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from skyrl.tx.layers.packed_attention import MASKED
 
 PAGES_AT_ONCE = 4
-"""Pages that several tokens of a row attend to at once."""
+"""Number of pages processed at once if a row has several new tokens."""
 
 
 class Pages(NamedTuple):
@@ -27,15 +27,15 @@ class Pages(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens of a page."""
+        """Number of tokens per page."""
         return self.keys.shape[-1]
 
     def of_layer(self, layer: int | Array, layers: int) -> "Pages":
-        """The part of one of several layers, whose pages follow each other."""
+        """Return the part of one layer, if the arrays contain the pages of `layers` layers, one layer after another."""
         return self._replace(table=self.table + layer * (len(self.keys) // layers))
 
     def with_arrays_of(self, other: "Pages") -> "Pages":
-        """The same part after another has written."""
+        """Return this part with the arrays that `other` has written."""
         return other._replace(table=self.table)
 
     def write(
@@ -44,7 +44,7 @@ class Pages(NamedTuple):
         key: Float[Array, "batch tokens kv_heads key_dim"],
         value: Float[Array, "batch tokens kv_heads value_dim"],
     ) -> "Pages":
-        """With tokens stored at their positions; those past the table are dropped."""
+        """Store tokens at their positions. Tokens past the end of the table are dropped."""
         block = positions // self.size
         inside = block < self.table.shape[1]
         page = jnp.take_along_axis(self.table, jnp.where(inside, block, 0), axis=1)
@@ -64,11 +64,11 @@ def cached_attention(
     window: Int[Array, ""] | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "batch tokens heads value_dim"]:
-    """Attention of tokens to all that is stored in `pages` up to their own positions, block by block.
+    """Compute attention of tokens to all tokens in `pages` up to their own positions, block by block.
 
-    Queries wider than keys, `scale`, `window` and `softcap` as in `skyrl.tx.layers.attention`. Only blocks that some
-    token may see are read (online softmax, Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867). What else the
-    pages hold may be anything, even NaN of an earlier tenant: it is masked out of scores and values.
+    Queries wider than keys, `scale`, `window` and `softcap` as in `skyrl.tx.layers.attention`. Only visible blocks are
+    read, with an online softmax (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867). Unused entries of pages
+    may have any content, even NaN of an earlier tenant: they are masked out of scores and values.
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads, width = pages.keys.shape[1], pages.values.shape[3]
@@ -82,7 +82,7 @@ def cached_attention(
         highest, total, mixed = carry
         page = jax.lax.dynamic_slice_in_dim(table, index * span, span, axis=1)
         place = index * span * pages.size + jnp.arange(span * pages.size, dtype=jnp.int32)
-        # Padding of a prompt may stand past the table, where its pages would be those of somebody else.
+        # Padding of a prompt may be past the end of the table, where pages belong to other rows.
         stored = (place[None, None] <= positions[:, :, None]) & (place < pages.table.shape[1] * pages.size)[None, None]
         if window is not None:
             stored &= place[None, None] > positions[:, :, None] - window
@@ -93,7 +93,7 @@ def cached_attention(
     blocks = jnp.minimum(positions.max() // (span * pages.size) + 1, table.shape[1] // span)
     first = 0 if window is None else jnp.maximum(positions.min() - window + 1, 0) // (span * pages.size)
     _, total, mixed = jax.lax.fori_loop(first, blocks, block, start)
-    if window is not None:  # of a row past the table: none of its own is stored
+    if window is not None:  # a row past the end of the table has no stored tokens
         total = jnp.where(total == 0, 1.0, total)
     return jnp.moveaxis(mixed / total[..., None], 3, 1).reshape(*query.shape[:3], width).astype(query.dtype)
 
@@ -113,9 +113,9 @@ def _attend_one(
     total: Float[Array, "batch kv_heads group 1"],
     mixed: Float[Array, "batch kv_heads group 1 value_dim"],
 ) -> tuple[Array, Array, Array]:
-    """A page more for one token per row.
+    """Add one page, for one token per row.
 
-    Such products are bound by memory. As sums of element-wise products, the compiler reads the pages where they are.
+    These products are memory-bound. As sums of element-wise products, the compiler reads pages without copying them.
     """
     key, value = (part[page[:, 0]][:, :, None].astype(jnp.float32) for part in (pages.keys, pages.values))
     scores = jnp.sum(query[:, 0, :, :, :, None].astype(jnp.float32) * key, axis=-2)
@@ -137,7 +137,7 @@ def _attend_many(
     total: Float[Array, "batch kv_heads group tokens"],
     mixed: Float[Array, "batch kv_heads group tokens value_dim"],
 ) -> tuple[Array, Array, Array]:
-    """Some pages more for several tokens per row."""
+    """Add several pages, for several tokens per row."""
     batch, span = page.shape
     key = jnp.moveaxis(pages.keys[page], 1, 3).reshape(batch, *pages.keys.shape[1:3], span * pages.size)
     value = jnp.moveaxis(pages.values[page], 1, 2).reshape(batch, key.shape[1], -1, pages.values.shape[3])

@@ -1,4 +1,4 @@
-"""Connectors: how a sub-block reads several residual streams and writes to them (mHC, arXiv:2512.24880).
+"""Connectors: reading and writing of several residual streams by a sub-block (mHC, arXiv:2512.24880).
 
 Around attention or feed-forward, with X the n streams of a token, `[n, hidden]`, and x the norms of all, `[n hidden]`:
 
@@ -6,10 +6,10 @@ Around attention or feed-forward, with X the n streams of a token, `[n, hidden]`
     H_post = 2 sigmoid(alpha_post (x phi_post) + b_post)    X' = M X + H_post y,  y = block(norm(u))
     M      = 20 Sinkhorn rounds of exp(alpha_res (x phi_res) + b_res): rows divided by their sums, then columns
 
-An adapter holds phi `[n hidden, 2 n + n^2]`, alpha `[3]` and bias `[2 n + n^2]`, with the parts pre, post, res in this
-order; bias is the difference of b from its start, which is log(1 / (n - 1)), -0.2 to 0.2 and 10 I. With phi and bias 0
-the mean of the streams is the residual stream of the plain model: the sum of H_post is n and that of M's columns 1. A
-part whose alpha is exactly 0 has no connector: it stays at the start, and none of its numbers has a gradient.
+An adapter contains phi `[n hidden, 2 n + n^2]`, alpha `[3]` and bias `[2 n + n^2]`, with the parts pre, post, res in
+this order. bias is the difference of b from its initial value, which is log(1 / (n - 1)), -0.2 to 0.2 and 10 I. With
+phi and bias 0, the mean of the streams is the residual stream of the plain model, as H_post sums to n and each column
+of M to 1. A part whose alpha is exactly 0 has no connector: it keeps its initial value and gets no gradients.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ Streams = Float[Array, "batch tokens streams hidden"]
 Hidden = Float[Array, "batch tokens hidden"]
 ROUNDS = 20
 DIAGONAL = 10.0
-"""Start of b_res: a stream keeps all but exp(-10) of itself."""
+"""Initial diagonal of b_res: a stream keeps all but about exp(-10) of itself."""
 SPREAD = 0.2
-"""Start of b_post: streams differ, so that what they hold differs after a layer."""
+"""Initial range of b_post: it differs between streams, so that their contents diverge after a layer."""
 
 
 class PlainResidual:
@@ -36,17 +36,17 @@ class PlainResidual:
 
     @staticmethod
     def read(x: Hidden) -> Hidden:
-        """Input of the sub-block."""
+        """Return the input of the sub-block."""
         return x
 
     @staticmethod
     def write(x: Hidden, y: Hidden) -> Hidden:
-        """The stream after the sub-block."""
+        """Return the stream after the sub-block with output `y`."""
         return x + y
 
 
 class Connector(NamedTuple):
-    """A connection of several streams, float32 for each token."""
+    """Connection of several streams with a sub-block: float32 weights for each token."""
 
     pre: Float[Array, "batch tokens streams"]
     post: Float[Array, "batch tokens streams"]
@@ -54,12 +54,12 @@ class Connector(NamedTuple):
 
     @classmethod
     def of(cls, x: Streams, lora: Lora, norm: Callable[[Streams], Streams]) -> "Connector":
-        """The connection at these streams.
+        """Compute the connection from the streams.
 
         Args:
-            x: The streams before the sub-block.
-            lora: View of the connector's numbers.
-            norm: The sub-block's, applied to each stream.
+            x: Streams before the sub-block.
+            lora: View of the connector's parameters.
+            norm: Norm of the sub-block, applied to each stream.
         """
         n = x.shape[-2]
         wide = np.promote_types(x.dtype, np.float32)
@@ -70,25 +70,25 @@ class Connector(NamedTuple):
         return cls(jax.nn.sigmoid(pre), 2 * jax.nn.sigmoid(post), sinkhorn(res.reshape(*res.shape[:-1], n, n)))
 
     def read(self, x: Streams) -> Hidden:
-        """Input of the sub-block."""
+        """Return the input of the sub-block."""
         return (self.pre[..., None] * x.astype(self.pre.dtype)).sum(-2).astype(x.dtype)
 
     def write(self, x: Streams, y: Hidden) -> Streams:
-        """The streams after the sub-block."""
+        """Return the streams after the sub-block with output `y`."""
         wide, added = x.astype(self.mix.dtype), y.astype(self.mix.dtype)
         mixed = (self.mix[..., None] * wide[..., None, :, :]).sum(-2)  # no matrix product, which may round its inputs
         return (mixed + self.post[..., None] * added[..., None, :]).astype(x.dtype)
 
 
 def start(n: int) -> np.ndarray:
-    """b_pre, b_post and b_res of a model that computes what the plain one does."""
+    """Return initial b_pre, b_post and b_res, with which the model computes the same as the plain one."""
     parts = np.full(n, -np.log(n - 1)), np.linspace(-SPREAD, SPREAD, n), DIAGONAL * np.eye(n).reshape(-1)
     return np.concatenate(parts).astype(np.float32)
 
 
-@jax.checkpoint  # its rounds are computed again in the backward pass, not kept
+@jax.checkpoint  # recompute the rounds in the backward pass
 def sinkhorn(logits: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
-    """exp(logits) scaled to a matrix whose columns, and nearly whose rows, sum to 1. Computed with logarithms."""
+    """Scale exp(logits) so that columns sum to 1, and rows nearly so. Computed in log space."""
 
     def normalise(logits: Array, _: None) -> tuple[Array, None]:
         logits = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -98,12 +98,12 @@ def sinkhorn(logits: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
 
 
 def mean(x: Streams | Hidden) -> Hidden:
-    """The residual stream that several stand for."""
+    """Average several streams to one residual stream."""
     return x if x.ndim == 3 else x.mean(-2, dtype=np.promote_types(x.dtype, np.float32)).astype(x.dtype)
 
 
 def _projected(x: Float[Array, "batch tokens n_hidden"], lora: Lora) -> tuple[Array, Array, Array]:
-    """x phi, and alpha and bias that broadcast with it: those of an adapter, or of each row's slot of a bank."""
+    """Return x phi, and alpha and bias that broadcast with it, of an adapter or of each row's slot of a bank."""
     phi, alpha, bias = (lora.weights[name] for name in ("phi", "alpha", "bias"))
     if lora.slots is None:
         return x @ phi, alpha[None, None], bias[None, None]

@@ -1,4 +1,4 @@
-"""Dropout whose masks are a function of a key and of where in the model they are, so that a pass can be repeated."""
+"""Deterministic dropout: masks depend only on a key and the position in the model, so that a pass can be repeated."""
 
 from typing import NamedTuple
 
@@ -8,23 +8,23 @@ from jaxtyping import Array, Float, Int, UInt32
 
 
 class Dropout(NamedTuple):
-    """Inverted dropout at some place of the model. A pytree.
+    """Inverted dropout at a position in the model. A pytree.
 
     Source: Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html, scaled in training as `nn.Dropout`.
     """
 
     rate: Float[Array, ""]
-    """Probability of a number to become zero."""
+    """Probability that a number is set to zero."""
     key: UInt32[Array, "2"]
     """Key of a counter-based generator."""
 
     def at(self, place: int | Int[Array, ""]) -> "Dropout":
-        """At a part of this place, whose number is below 2**32."""
+        """Return the dropout of a part of this position. `place` is below 2**32."""
         folded = jax.random.fold_in(self._generator, place)
         return self._replace(key=jax.random.key_data(folded))
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """Zeros where the mask has them, and the rest divided by 1 - rate."""
+        """Set masked numbers to zero and divide all others by 1 - rate."""
         kept = jax.random.bernoulli(self._generator, 1 - self.rate, x.shape)
         return jnp.where(kept, x / (1 - self.rate), 0)
 

@@ -1,6 +1,6 @@
-"""Rows of an embedding, with a gradient that is added up in float32 whatever the embedding's type.
+"""Embedding lookup with a gradient that is summed in float32, whatever the dtype of the embedding.
 
-A token that occurs often has a sum of many small terms: in bfloat16 it stops growing after a few hundred of them.
+The gradient of a frequent token is a sum of many small terms, which stops growing after a few hundred in bfloat16.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 def rows_of(
     embedding: Float[Array, "vocab hidden"], ids: Int[Array, "batch tokens"]
 ) -> Float[Array, "batch tokens hidden"]:
-    """The embedding's rows of these token ids. Differentiable in `embedding`."""
+    """Look up the embeddings of token ids. Differentiable in `embedding`."""
     return embedding[ids]
 
 

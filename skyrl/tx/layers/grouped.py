@@ -1,7 +1,7 @@
-"""Products of rows with the matrix of each row's group: those of experts, and of experts' adapters.
+"""Grouped matrix products: each row is multiplied by the matrix of its group, for experts and experts' adapters.
 
-Rows are sorted by group and cut into blocks of one group each, the last of a group filled up, so a product is a loop
-over blocks that reads one matrix at a time: work and memory grow with the rows, not with rows times groups.
+Rows are sorted by group and divided into blocks of one group each; the last block of a group is padded. A product is a
+loop over blocks with one matrix each, so work and memory grow with the number of rows, not with rows times groups.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 LARGEST_BLOCK = 64
-"""Rows of a block at most: fewer leave less empty at the ends of groups, more are faster products."""
+"""Maximum rows of a block. Smaller blocks need less padding at the ends of groups; larger products are faster."""
 
 Tokens = Float[Array, "tokens in"]
 Rows = Float[Array, "rows in"]
@@ -25,25 +25,25 @@ Group = Int[Array, "blocks"]
 
 
 class Grouping(NamedTuple):
-    """Places of rows in blocks. A pytree."""
+    """Assignment of rows to positions in blocks. A pytree."""
 
     source: Source
-    """Row in each place, the number of rows where there is none."""
+    """Row at each position. Padding has the total number of rows."""
     place: Place
-    """Place of each row, counted over all blocks."""
+    """Position of each row, counted over all blocks."""
     group: Group
-    """Group of the rows of each block."""
+    """Group of each block."""
 
     def gather(self, tokens: Tokens, each: int) -> Blocks:
-        """Rows in their places, zeros elsewhere. Row i of the grouping is that of token i // each."""
+        """Arrange rows in blocks, with zeros as padding. Row i of the grouping is token i // each."""
         return _gathered(each, tokens, self.source, self.place)
 
     def scatter(self, blocks: Blocks) -> Rows:
-        """The inverse, for `each` = 1."""
+        """Return rows in their original order: the inverse of `gather` with `each` = 1."""
         return _scattered(blocks, self.source, self.place)
 
 
-# A gradient of either is read where the other would read it: XLA adds one row after another on a CPU.
+# The gradient of each is a gather, too, because XLA's scatter-add on a CPU adds one row at a time.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -75,7 +75,7 @@ _scattered.defvjp(lambda blocks, source, place: (_scattered(blocks, source, plac
 
 
 def grouped(groups: Int[Array, "rows"], count: int) -> Grouping:
-    """A grouping of rows whose groups are given, all below `count`."""
+    """Assign rows to blocks by their groups, which are all below `count`."""
     rows = groups.shape[0]
     size = 1
     while 2 * size <= min(LARGEST_BLOCK, rows // count):
@@ -96,7 +96,7 @@ def grouped(groups: Int[Array, "rows"], count: int) -> Grouping:
 
 @jax.custom_vjp
 def grouped_product(blocks: Blocks, matrices: Matrices, group: Group) -> Products:
-    """Each block times the matrix of its group, of which there may be more than groups that have rows."""
+    """Multiply each block by the matrix of its group. Groups may be empty."""
     return _forward(blocks, matrices, group)[0]
 
 
@@ -109,7 +109,7 @@ def _forward(blocks: Blocks, matrices: Matrices, group: Group) -> tuple[Products
 
 
 def _backward(saved: tuple[Blocks, Matrices, Group], gradient: Products) -> tuple[Blocks, Matrices, None]:
-    """A block's gradient, and the sum over a group's blocks of outer products, added to in place."""
+    """Gradients of blocks, and gradients of matrices: outer products, summed in place over the blocks of a group."""
     blocks, matrices, group = saved
 
     def of_block(inputs: tuple[Array, Array]) -> Array:

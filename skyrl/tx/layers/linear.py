@@ -1,4 +1,4 @@
-"""A linear map with an optional adapter."""
+"""A linear layer with an optional adapter."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,10 @@ from skyrl.tx.layers.lora import Lora
 
 
 class Linear(nnx.Module):
-    """x W + b in the base dtype; the adapter's part is added in float32."""
+    """x W + b in the base dtype. The output of the adapter is added in float32."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: jnp.dtype, rngs: nnx.Rngs):
-        """`shapes` are those of "kernel" and, where there is one, "bias"."""
+        """Initialise from the shapes of "kernel" and, optionally, "bias"."""
         self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shapes["kernel"], dtype))
         self.bias = nnx.Param(jnp.zeros(shapes["bias"], dtype)) if "bias" in shapes else None
 

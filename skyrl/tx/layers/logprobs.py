@@ -1,8 +1,8 @@
-"""Log-probabilities of given tokens, and entropies, without ever holding the logits of all positions.
+"""Log-probabilities of given tokens, and entropies, without the logits of all positions in memory.
 
-Only tokens that somebody asks for reach the vocabulary projection, a chunk at a time, and only those with a gradient
-reach its backward pass: how many there are is data. The log-sum-exp is float32 whatever the base dtype: in bfloat16 it
-errs by several percent in probability ratios at real vocabulary sizes.
+Only requested tokens go through the vocabulary projection, one chunk at a time, and only tokens with a gradient go
+through its backward pass. Their numbers are data, not static shapes. The log-sum-exp is float32 whatever the base
+dtype: in bfloat16, probability ratios would be wrong by several percent at real vocabulary sizes.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 KEPT_CHUNKS = 4
-"""Chunks that tokens are cut into where their logits are kept, so that what nobody needs can be left out."""
+"""Number of chunks if all logits are kept, so that chunks without requested tokens can be skipped."""
 
 SMALLEST_CHUNK = 32
 
@@ -22,32 +22,32 @@ Project = Callable[[Any, Float[Array, "chunk hidden"]], Float[Array, "chunk voca
 
 
 class Needs(NamedTuple):
-    """Tokens of a batch that the projection is for. A pytree."""
+    """Tokens of a batch that need scores. A pytree."""
 
     order: Int[Array, "tokens"]
-    """All tokens: first those whose log-probabilities have a gradient, then those that are only read, then the rest."""
+    """All tokens: first those whose scores need a gradient, then others whose scores are read, then the rest."""
     trained: Int[Array, ""]
-    """Number that have a gradient. That of others is taken to be 0."""
+    """Number of tokens that need a gradient. The gradients of all others are 0."""
     read: Int[Array, ""]
-    """Number that are read, with those that have a gradient. Others get scores of 0."""
+    """Number of tokens whose scores are read, including those with a gradient. Scores of all others are 0."""
 
     @classmethod
     def all(cls, tokens: int) -> "Needs":
-        """Every token, with a gradient."""
+        """Request scores and gradients of every token."""
         return cls(jnp.arange(tokens), jnp.asarray(tokens), jnp.asarray(tokens))
 
 
 class Scores(NamedTuple):
-    """Scores of tokens by the vocabulary projection, in nats. A pytree."""
+    """Scores of tokens from the vocabulary projection, in nats. A pytree."""
 
     logprobs: Float[Array, "tokens K"]
     """Log-probabilities of each token's K targets."""
     entropy: Float[Array, "tokens"] | None
-    """Entropy of the distribution over what follows each token. None where nobody asked."""
+    """Entropy of the next-token distribution at each token. None if not requested."""
 
 
 def logprobs_of(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens K"]) -> Float[Array, "tokens K"]:
-    """Log-softmax of float32 logits at `targets`, in nats."""
+    """Compute the log-softmax of float32 logits at `targets`, in nats."""
     normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return jnp.take_along_axis(logits, targets, axis=-1) - normaliser
 
@@ -62,18 +62,18 @@ def projected_scores(
     temperature: Float[Array, "tokens"] | None = None,
     entropy: bool = False,
 ) -> Scores:
-    """Log-probabilities of `targets`, and entropies, differentiable in `trainable` and `hidden`.
+    """Compute log-probabilities of `targets`, and entropies, differentiable in `trainable` and `hidden`.
 
     Args:
-        project: Maps (`trainable`, hidden states) to float32 logits. What it closes over gets no gradient.
+        project: Maps (`trainable`, hidden states) to float32 logits. Variables in its closure get no gradient.
         trainable: A pytree of arrays.
         hidden: Hidden states.
         targets: Token ids.
-        needs: Which tokens to compute.
-        chunk_size: Tokens whose logits are in memory at once; the backward pass computes them again. 0, or at least
-            the number of tokens: the logits of all are kept, which saves that.
-        temperature: What logits are divided by, above 0. None: 1. A constant.
-        entropy: Whether entropies are asked for.
+        needs: Tokens to compute.
+        chunk_size: Number of tokens whose logits are in memory at once; the backward pass recomputes them. 0, or at
+            least the number of tokens: all logits are kept and not recomputed.
+        temperature: Divisor of the logits, above 0. None: 1. It gets no gradient.
+        entropy: True to compute entropies.
     """
     tokens = targets.shape[0]
     keep = not 0 < chunk_size < tokens
@@ -118,7 +118,7 @@ def _chunked_forward(
     trained: Array,
     read: Array,
 ) -> tuple[Scores, Any]:
-    """Scores of the first `read` tokens, in whole chunks."""
+    """Compute the scores of the first `read` tokens, in whole chunks."""
     logits: Any = jax.eval_shape(project, trainable, hidden[:chunk])
 
     def body(index: Array | int, carry: tuple[Scores, Array, Array]) -> tuple[Scores, Array, Array]:
@@ -141,9 +141,10 @@ def _chunked_forward(
 def _chunked_backward(
     project: Project, chunk: int, keep: bool, entropy: bool, saved: Any, gradient: Scores
 ) -> tuple[Any, ...]:
-    """Gradients of the first `trained` tokens, in whole chunks that are added up in float32.
+    """Compute the gradients of the first `trained` tokens, in whole chunks that are summed in float32.
 
-    Of a token's logits: g (one-hot - p) for a log-probability, -g p (log p + entropy) for the entropy.
+    The gradient of a token's logits is g (one-hot - p) for a log-probability, and -g p (log p + entropy) for the
+    entropy.
     """
     trainable, hidden, targets, temperature, trained, normalisers, kept = saved
 
@@ -169,7 +170,7 @@ def _chunked_backward(
 
 
 def _tempered(logits: Array, temperature: Array | None, index: Array | int, chunk: int) -> Array:
-    """The logits of a chunk divided by its tokens' temperatures."""
+    """Divide the logits of a chunk by the temperatures of its tokens."""
     return logits if temperature is None else logits / _slice(temperature, index, chunk)[:, None]
 
 
@@ -179,7 +180,7 @@ def _entropy(logits: Float[Array, "chunk vocab"], normaliser: Float[Array, "chun
 
 
 def _at_targets(targets: Int[Array, "chunk K"], values: Float[Array, "chunk K"], shape: tuple[int, ...]) -> Array:
-    """`[chunk, vocab]` with the values added up at the targets. One target needs no scattering."""
+    """Return `[chunk, vocab]` with the values summed at the targets. A single target needs no scatter."""
     if targets.shape[1] == 1:
         return jnp.where(jnp.arange(shape[1])[None, :] == targets, values, 0.0)
     rows = jnp.arange(shape[0])[:, None]

@@ -1,8 +1,8 @@
-"""The low-rank part of a linear map, for one adapter or for a slot of a bank per row.
+"""LoRA of a linear layer, for one adapter or for a bank with one slot per row.
 
-`Lora` is a view of an adapter at some place of the model: layers hand `lora.at("self_attn")` down to their parts. The
-matrices of a bank are finite (`skyrl.tx.lora.write_slot` sees to it; a slot that was not has a scaling of NaN), so what
-a row keeps of other slots is exactly 0.
+`Lora` is a view of a part of an adapter: layers pass `lora.at("self_attn")` and so on to their parts. The matrices of a
+bank are always finite: `skyrl.tx.lora.write_slot` replaces a non-finite adapter by zeros and a scaling of NaN. So other
+slots contribute exactly 0 to a row.
 """
 
 import zlib
@@ -19,29 +19,29 @@ if TYPE_CHECKING:  # models import layers
 
 
 class Lora(NamedTuple):
-    """A part of an adapter's weights and how to apply it. A pytree."""
+    """View of a part of an adapter's weights. A pytree."""
 
     weights: dict[str, Any]
     scaling: Float[Array, ""] | Float[Array, "batch"]
-    """One for all rows, or one per row."""
+    """One factor for all rows, or one per row."""
     slots: Int[Array, "batch"] | None
-    """Slot of each row where the weights are a bank's."""
+    """Slot of each row, negative for rows without an adapter. None if the weights are not a bank."""
     dropout: Dropout | None = None
-    """Dropout of what this part reads."""
+    """Dropout of the inputs of this part."""
 
     @classmethod
     def of(cls, adapter: "Adapter", slots: Int[Array, "batch"] | None) -> "Lora":
-        """The view of a whole adapter (`slots` None) or bank."""
+        """Return the view of a whole adapter (`slots` None) or bank."""
         scaling = adapter.scaling if slots is None else adapter.scaling[slots]
         return cls(adapter.weights, scaling, slots, adapter.dropout)
 
     def at(self, name: str) -> "Lora":
-        """The view of a part."""
+        """Return the view of a part."""
         dropout = self.dropout and self.dropout.at(zlib.crc32(name.encode()))
         return self._replace(weights=self.weights[name], dropout=dropout)
 
     def of_layer(self, group: str, layer: int | Int[Array, ""], weights: Any = None) -> "Lora":
-        """The view of one layer of a group, of whose weights those of the layer may be given."""
+        """Return the view of one layer of a group. `weights` are the layer's; None: they are taken from the group."""
         all_layers = self.at(group)
         if weights is None:
             layers: Any = all_layers.weights
@@ -49,12 +49,12 @@ class Lora(NamedTuple):
         return all_layers._replace(weights=weights, dropout=all_layers.dropout and all_layers.dropout.at(layer))
 
     def read(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """The float32 input of A, given that of the linear map."""
+        """Return the float32 input of A: the input of the linear layer with dropout, if any."""
         x = x.astype(jnp.float32)
         return x if self.dropout is None else self.dropout(x)
 
     def of_rows(self, rows: int) -> tuple[Float[Array, "batch in rank"], Float[Array, "batch rank out"]]:
-        """A and scaling * B of each of so many rows, which have zeros where they have no adapter."""
+        """Return A and scaling * B for each of `rows` rows. B is zero for rows without an adapter."""
         a, b = self.weights["lora_A"], self.weights["lora_B"]
         if self.slots is None:
             return jnp.broadcast_to(a, (rows, *a.shape)), jnp.broadcast_to(b * self.scaling, (rows, *b.shape))
@@ -63,9 +63,10 @@ class Lora(NamedTuple):
         return jnp.moveaxis(a[:, slots], 1, 0), b[slots] * scaling[:, None, None]
 
     def delta(self, x: Float[Array, "batch *rest in"]) -> Float[Array, "batch *rest out"]:
-        """scaling * (x A) B in float32, of the pair that this view has come to.
+        """Compute scaling * (x A) B in float32 for the LoRA pair of this view.
 
-        With slots, all matrices of the bank are one product each way, in which a row keeps the part of its own slot.
+        With a bank, one product with all A matrices and one with all B matrices are computed; between them, each row
+        keeps only the part of its own slot.
         """
         a, b = self.weights["lora_A"], self.weights["lora_B"]
         x = self.read(x)
@@ -83,7 +84,7 @@ class Lora(NamedTuple):
 def _product(
     x: Float[Array, "*leading in"], a: Float[Array, "in rank"], b: Float[Array, "rank out"], scaling: Float[Array, ""]
 ) -> Float[Array, "*leading out"]:
-    """scaling * (x A) B, of which `scaling` is a constant."""
+    """Compute scaling * (x A) B. `scaling` gets no gradient."""
     return _forward(x, a, b, scaling)[0]
 
 
@@ -93,14 +94,14 @@ def _forward(x: Array, a: Array, b: Array, scaling: Array) -> tuple[Array, tuple
 
 
 def _backward(saved: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
-    """Weight gradients as products in which the narrow factor is the one that has to be transposed."""
+    """Compute the gradients. Weight gradients are arranged so that only the narrow factor has to be transposed."""
     x, low, a, b, scaling = saved
     of_low = (gradient @ b.T) * scaling
     return of_low @ a.T, _summed_product(of_low, x).T, _summed_product(low, gradient), None
 
 
 def _summed_product(narrow: Float[Array, "*leading rank"], wide: Float[Array, "*leading n"]) -> Float[Array, "rank n"]:
-    """Outer products of the last axes, summed over all others."""
+    """Sum the outer products of the last axes over all other axes."""
     rows = narrow.reshape(-1, narrow.shape[-1]), wide.reshape(-1, wide.shape[-1])
     return jax.lax.dot_general(*rows, (((0,), (0,)), ((), ())))
 

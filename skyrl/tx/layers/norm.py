@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 
 def normalised(x: Float[Array, "*leading size"], eps: float) -> Float[Array, "*leading size"]:
-    """x / rms(x) in float32."""
+    """Compute x / rms(x) in float32."""
     wide = x.astype(jnp.float32)
     return wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
 

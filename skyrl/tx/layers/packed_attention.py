@@ -1,9 +1,9 @@
-"""Causal attention of packed sequences to themselves, with a backward pass of its own.
+"""Causal self-attention of packed sequences, with a custom backward pass.
 
-Scores are computed for a stripe of queries at a time, against the keys up to its end, and once more in the backward
-pass instead of being kept: what stays in memory grows with the tokens, not with their square (Dao et al. 2022,
-https://arxiv.org/abs/2205.14135). Scores and softmax are float32 whatever the dtype of the inputs. A token always
-attends to itself, so no row is empty and padding stays finite.
+Scores are computed for one stripe of queries at a time, against the keys up to its end, and recomputed in the backward
+pass: memory grows with the number of tokens, not with its square (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
+Scores and softmax are float32 whatever the dtype of the inputs. A token always attends to itself, so no row is empty
+and padding stays finite.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 MASKED = -1e30
-"""Score of a pair that may not attend; its weight underflows to exactly 0."""
+"""Score of a masked pair; its weight underflows to exactly 0."""
 
 STRIPES = 4
-"""Parts that the queries of a long sequence are cut into. Keys that no query of a part may see are left out."""
+"""Number of stripes of the queries of a long sequence. Keys after the end of a stripe are skipped."""
 
 NARROWEST_STRIPE = 128
-"""Queries of a stripe at least: products of fewer are slow."""
+"""Minimum number of queries of a stripe: smaller products are slow."""
 
 SCORES_AT_ONCE = 2**22
-"""Scores (all heads and rows) computed at once, about; a stripe with more is taken in steps."""
+"""Approximate number of scores (all heads and rows) computed at once. Larger stripes are computed in steps."""
 
 
 def packed_attention(
@@ -37,7 +37,8 @@ def packed_attention(
     window: Int[Array, ""] | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "batch tokens heads value_dim"]:
-    """Attention of each token to the tokens of its own segment up to itself. Head h reads key/value head h // group.
+    """Compute attention of each token to itself and earlier tokens of its segment. Head h uses key/value head
+    h // group.
 
     `scale`, `window` and `softcap` as in `skyrl.tx.layers.attention`.
     """
@@ -70,7 +71,7 @@ def _attention(
 def _forward(
     scale: float, softcap: float | None, query: Queries, key: Keys, value: Values, segments: Segments, window: Window
 ) -> tuple[Mixed, Saved]:
-    """float32 sums of values, and what the backward pass reads: the inputs, the sums, log-sum-exps of scores."""
+    """Return the float32 output, and the inputs of the backward pass, which include log-sum-exps of the scores."""
 
     def stripe(start: Array | int, query: Queries, keys: int) -> tuple[Mixed, PerQuery]:
         visible = _visible(segments, window, start, query.shape[3], keys)
@@ -80,7 +81,7 @@ def _forward(
         total = weights.sum(axis=-1, keepdims=True)
         mixed = jnp.einsum(
             "bkgts,bksd->bkgtd",
-            weights,  # not rounded to the values' type: a sampler does not, and ratios of fresh samples are 1
+            weights,  # not rounded to the values' dtype, as in the sampler, so that ratios of fresh samples are 1
             value[:, :, :keys].astype(jnp.float32),
         )
         return mixed / total, highest + jnp.log(total)
@@ -93,7 +94,7 @@ def _forward(
 def _backward(
     scale: float, softcap: float | None, saved: Saved, gradient: Mixed
 ) -> tuple[Queries, Keys, Values, None, None]:
-    """Gradients of query, key and value, in float32 products, from weights that are computed again."""
+    """Compute the gradients of query, key and value, with float32 products and recomputed weights."""
     query, key, value, segments, window, mixed, normaliser = saved
     window = None if window is None else jnp.asarray(window)
     gradient = gradient.astype(jnp.float32)
@@ -133,16 +134,16 @@ _attention.defvjp(_forward, _backward)
 
 
 def _stripes(tokens: int) -> list[tuple[int, int]]:
-    """(start, end) of each stripe."""
+    """Return (start, end) of each stripe."""
     count = min(STRIPES, tokens // NARROWEST_STRIPE)
     width = tokens // count if count and tokens % count == 0 else tokens
     return [(start, start + width) for start in range(0, tokens, width)]
 
 
 def _in_steps(stripe: Callable[..., Any], start: int, end: int, *arrays: Array, summed: int = 0) -> Any:
-    """`stripe` of the queries from `start` to `end`, in as many equal steps as its memory asks for.
+    """Run `stripe` for the queries from `start` to `end`, in equal steps of about `SCORES_AT_ONCE` scores.
 
-    `arrays` have one entry per query on axis 3. So have the results, but for the last `summed`, which are sums over
+    Axis 3 of `arrays` and of the results is the query, except for the last `summed` results, which are sums over
     queries.
     """
     width, scores = end - start, arrays[0].size // arrays[0].shape[3] // arrays[0].shape[4] * (end - start) * end
@@ -170,7 +171,7 @@ def _in_steps(stripe: Callable[..., Any], start: int, end: int, *arrays: Array, 
 def _visible(
     segments: Segments, window: Window, start: Array | int, queries: int, keys: int
 ) -> Bool[Array, "batch 1 1 queries keys"]:
-    """Mask of the first `keys` keys that each of the queries from `start` on may see."""
+    """Return the mask of the first `keys` keys that each query from `start` on attends to."""
     places = start + jnp.arange(queries)
     own = jax.lax.dynamic_slice_in_dim(segments, start, queries, axis=1)
     causal = places[None, :, None] >= jnp.arange(keys)[None, None, :]
@@ -180,6 +181,6 @@ def _visible(
 
 
 def _scores(query: Queries, key: Keys, scale: float, softcap: float | None) -> Scores:
-    """float32 scaled dot products, perhaps capped."""
+    """Compute float32 scores: scaled products, with the softcap if there is one."""
     products = jnp.einsum("bkgtd,bksd->bkgts", query, key, preferred_element_type=jnp.float32) * scale
     return products if softcap is None else softcap * jnp.tanh(products / softcap)

@@ -17,7 +17,7 @@ class Rotation(NamedTuple):
 
     @classmethod
     def at(cls, positions: Int[Array, "batch tokens"], frequencies: Frequencies) -> "Rotation":
-        """Return the rotation by the angles position * frequency."""
+        """Compute the rotation by the angles position * frequency."""
         values = jnp.asarray(np.asarray(frequencies.values, np.float32))
         angles = positions.astype(jnp.float32)[:, :, None, None] * values[None, None, None, :]
         cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -26,9 +26,9 @@ class Rotation(NamedTuple):
     def apply(
         self, x: Float[Array, "batch tokens heads head_dim"], interleaved: bool = False
     ) -> Float[Array, "batch tokens heads head_dim"]:
-        """Rotate the pairs (i, i + half) in float32, leave dimensions from 2 * half on; the dtype is that of `x`.
+        """Rotate the pairs (i, i + half) in float32. Dimensions from 2 * half on are unchanged. Keeps the dtype of `x`.
 
-        `interleaved` ones are (2 i, 2 i + 1), and become (i, i + half).
+        If `interleaved`, pairs are (2 i, 2 i + 1) in the input, and (i, i + half) in the output.
         """
         if interleaved:
             x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)

@@ -1,10 +1,12 @@
-"""Models as NNX modules: one decoder, which computes what a family's design describes.
+"""Models as NNX modules: one decoder for the designs of all families.
 
-configs     a Hugging Face configuration together with how we train
+configs     a Hugging Face configuration together with settings of training
 decoder     layers in groups, unrolled or scanned, and the vocabulary
-experts     the feed-forward part of a layer with experts
-gated       that of a dense one
-latent      attention whose cache holds what keys and values are made of
+delta_net   gated DeltaNet layers
+experts     feed-forward blocks with experts
+gated       dense feed-forward blocks
+latent      multi-head latent attention
 layer       one decoder layer
-types       models and caches for the code that drives them
+recurrence  computation and cached states of gated DeltaNets
+types       interfaces of models and caches for callers
 """

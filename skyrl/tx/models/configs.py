@@ -1,6 +1,6 @@
-"""A Hugging Face configuration together with how we train: LoRA capacity, chunking, checkpointing.
+"""A Hugging Face configuration together with settings of training: LoRA capacity, chunking, checkpointing.
 
-Importing this module imports transformers (and torch, where it is installed); do it inside functions.
+Importing this module imports transformers (and torch, if installed), so import it inside functions.
 """
 
 from typing import Any, Literal
@@ -10,11 +10,11 @@ from transformers import PretrainedConfig
 from skyrl.tx.design.config import experts_of
 
 UNROLLED_LAYERS = 8
-"""Layers of the deepest model that is unrolled unless told otherwise."""
+"""Maximum number of layers of a model that is unrolled by default."""
 
 
 class ModelConfig(PretrainedConfig):
-    """The configuration of a base model and the settings of its training."""
+    """Configuration of a base model with settings of its training."""
 
     def __init__(
         self,
@@ -32,17 +32,17 @@ class ModelConfig(PretrainedConfig):
         """Wrap a Hugging Face configuration, or the dictionary of one.
 
         Args:
-            config: Its members become members of this object; `dtype` always as a plain string.
-            max_lora_adapters: Concurrent adapters.
-            max_lora_rank: Largest rank of an adapter.
-            shard_attention_heads: Whether attention is sharded over the mesh axis `tp`.
-            loss_chunk_size: Tokens per chunk of the vocabulary projection; 0 does not chunk.
-            gradient_checkpointing: Recompute activations in the backward pass: all but the inputs of layers, or with
-                "selective" all but those and the results of products with weights.
-            mhc_expansion_rate: Residual streams; their connectors are trainable when it is above 1.
-            unroll_layers: Compile layers one by one rather than as a loop, which runs faster and compiles slower.
-                None: if there are few.
-            max_context_length: Tokens of the longest sequence that is served; 0: as many as the model was made for.
+            config: Its members become members of this object, with `dtype` as a plain string.
+            max_lora_adapters: Maximum number of concurrent adapters.
+            max_lora_rank: Maximum rank of an adapter.
+            shard_attention_heads: True to shard attention over the mesh axis `tp`.
+            loss_chunk_size: Tokens per chunk of the vocabulary projection; 0: no chunking.
+            gradient_checkpointing: Recompute activations in the backward pass: everything but the inputs of layers, or
+                with "selective" everything but these and the results of products with weights.
+            mhc_expansion_rate: Number of residual streams. Above 1, their connectors are trainable.
+            unroll_layers: Unroll the layers instead of compiling a loop: faster to run, slower to compile. None: if
+                there are at most `UNROLLED_LAYERS`.
+            max_context_length: Maximum length of served sequences in tokens; 0: the model's own limit.
         """
         settings = {
             "max_lora_adapters": max_lora_adapters,
@@ -54,14 +54,14 @@ class ModelConfig(PretrainedConfig):
             "unroll_layers": unroll_layers,
             "max_context_length": max_context_length,
         }
-        # The inherited constructor calls get_text_config, so it is given everything.
+        # The inherited constructor calls get_text_config, which needs all settings.
         super().__init__(**((config if isinstance(config, dict) else config.to_dict()) | settings))
         if self.unroll_layers is None:
             self.unroll_layers = getattr(self.get_config(), "num_hidden_layers", 0) <= UNROLLED_LAYERS
         if self.dtype is not None:
             self.dtype = str(self.dtype).removeprefix("torch.")
 
-    # A model keeps its configuration as a static part, which JAX compares and hashes.
+    # The configuration is static data of a model, which JAX compares and hashes.
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return id(self)
 
@@ -69,13 +69,13 @@ class ModelConfig(PretrainedConfig):
         return self is other
 
     def get_config(self) -> Any:
-        """The text configuration of a multimodal model, else this one."""
+        """Return the text configuration of a multimodal model, or this one for others."""
         return getattr(self, "text_config", None) or self
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> "ModelConfig":
-        """The text configuration with the same training settings; this one if it is not multimodal.
+        """Return the text configuration with the same training settings. Returns self if the model is not multimodal.
 
-        `decoder` and `encoder` are part of the inherited signature and select nothing here.
+        `decoder` and `encoder` are part of the inherited signature and have no effect.
         """
         text = self.get_config()
         if text is self:
@@ -93,7 +93,7 @@ class ModelConfig(PretrainedConfig):
         )
 
     def get_num_experts(self) -> int | None:
-        """Experts per layer of a mixture-of-experts model, None of a dense one."""
+        """Return the number of experts per layer of a mixture-of-experts model. None for a dense model."""
         return experts_of(self.get_text_config())
 
     @property

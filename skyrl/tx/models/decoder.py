@@ -1,7 +1,7 @@
-"""The decoder of all families: groups of layers between an embedding and a (tied or own) vocabulary projection.
+"""The decoder of all families: groups of layers between an embedding and a (tied or separate) vocabulary projection.
 
-Layers of a deep model are stacked and scanned, group by group, or one of each of the groups that take turns; those of a
-shallow one are unrolled, which runs faster and takes longer to compile.
+Layers of a deep model are stacked and scanned, group by group; a step of the scan runs one layer of each interleaved
+group. Layers of a shallow model are unrolled, which runs faster and compiles slower.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from skyrl.tx.models.configs import ModelConfig
 
 NO_WINDOW = 2**30
-"""Window of a layer without one, where layers of its group have some. Sums with positions stay in an int32."""
+"""Window of a layer without one, if other layers of its group have a window. Sums with positions fit into an int32."""
 
 Block = tuple[LayerGroup, ...]
-"""Groups that take turns."""
+"""Interleaved groups."""
 Caches = dict[str, list[Cached]]
-"""Parts of a cache by group."""
+"""Parts of a cache by name of the group."""
 
 
 class Decoder(ModelForCausalLM):
-    """The model of a configuration whose family is registered."""
+    """Model of a configuration with a registered family."""
 
     def __init__(self, config: "ModelConfig", *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config, self.design = config, design_of(config)
@@ -52,7 +52,7 @@ class Decoder(ModelForCausalLM):
         self.unembed = None if design.tied else nnx.Param(embed(rngs.params(), shapes["unembed"], dtype))
 
     def _layers(self, group: LayerGroup, shapes: Shapes, dtype: jnp.dtype, rngs: nnx.Rngs) -> Any:
-        """The modules of a group, or one whose parameters have a leading axis of layers."""
+        """Create the layers of a group: a list of modules, or one module with stacked parameters."""
 
         def layer(rngs: nnx.Rngs) -> Layer:
             return Layer(group, self.design, shapes, dtype, rngs)
@@ -80,9 +80,9 @@ class Decoder(ModelForCausalLM):
         x = rows_of(self.embed_tokens[...], input_ids)
         if self.design.embedding_scale != 1:
             x = x * jnp.asarray(self.design.embedding_scale, x.dtype)
-        if lora is not None and (streams := self.config.mhc_expansion_rate) > 1:  # without connectors one is the same
+        if lora is not None and (streams := self.config.mhc_expansion_rate) > 1:  # connectors need an adapter
             x = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], streams, x.shape[2]))
-        # What is computed again is freed in between only if layers are a loop: else the compiler merges both times.
+        # Gradient checkpointing saves memory only in a loop: without one, the compiler merges both computations.
         looped = kv_cache is None and self.config.gradient_checkpointing
         unrolled = self.config.unroll_layers and not looped
         hidden, caches = [x], None if kv_cache is None else kv_cache.by_group(self.config)
@@ -102,9 +102,10 @@ class Decoder(ModelForCausalLM):
     def _unrolled(
         self, block: Block, x: Array, pass_: "_Pass", cache: Caches | None
     ) -> tuple[Array, Sequence[Array], Caches | None]:
-        """The residual stream after the layers of groups that take turns and after each (where asked), and the cache.
+        """Run the layers of interleaved groups.
 
-        The cache is one part for each layer of each group.
+        Returns (residual stream, the stream after each layer if requested, cache). The cache has one part per layer of
+        each group.
         """
         hidden = []
         written: Caches | None = None if cache is None else {group.name: [] for group in block}
@@ -123,7 +124,7 @@ class Decoder(ModelForCausalLM):
     def _scanned(
         self, block: Block, x: Array, pass_: "_Pass", cache: Caches | None
     ) -> tuple[Array, Sequence[Array], Caches | None]:
-        """Run the layers as `_unrolled` does. The cache has one part per group, carried whole and updated in place."""
+        """Run the layers like `_unrolled`. The cache has one part per group, which is carried and updated in place."""
         graphs, parameters = zip(*(_stacked(getattr(self, group.name)) for group in block), strict=True)
         lora, times = pass_.lora, len(block[0].kinds)
 
@@ -208,7 +209,7 @@ class _Pass:
         self.lora, self.hidden_states = lora, hidden_states
 
     def context(self, rotation: int | Array, window: int | Array | None) -> Context:
-        """For a layer with the rotation and the window given."""
+        """Return the context of a layer with this rotation and window."""
         if isinstance(rotation, int):
             chosen = self.rotations[rotation]
         else:
@@ -217,7 +218,7 @@ class _Pass:
 
 
 def _varied(group: LayerGroup) -> tuple[Array, Array] | None:
-    """Rotation and window of each layer, if they are not all alike."""
+    """Return (rotations, windows) of the layers of a group. None if all layers are equal."""
     if len(set(group.kinds)) == 1:
         return None
     windows = [NO_WINDOW if kind.window is None else kind.window for kind in group.kinds]
@@ -225,7 +226,7 @@ def _varied(group: LayerGroup) -> tuple[Array, Array] | None:
 
 
 def _shapes(design: Any) -> Shapes:
-    """Shapes of one layer's parameters, and of those outside of layers, as a tree by their paths."""
+    """Return the shapes of one layer's parameters, and of parameters outside of layers, as a tree by path."""
     tree: Shapes = {}
     for param in parameters(design):
         node = tree
@@ -237,7 +238,7 @@ def _shapes(design: Any) -> Shapes:
 
 
 def _stacked(layers: Any) -> tuple[Any, Any]:
-    """Definition of a layer, and the parameters of all with a leading [layers] axis."""
+    """Return (graph definition of a layer, parameters of all layers with a leading [layers] axis)."""
     if not isinstance(layers, nnx.List):
         return nnx.split(layers)
     graphs, parameters = zip(*map(nnx.split, layers), strict=True)

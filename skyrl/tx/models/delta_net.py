@@ -1,7 +1,6 @@
-"""The part of a layer that reads earlier tokens by a memory of fixed size: a gated DeltaNet.
+"""Gated DeltaNet: a token mixer with a recurrent state of fixed size.
 
-With a cache, each sequence has a state in a slot of its own. Tokens of segment -1, which fill up a chunk, leave no
-trace there.
+With a cache, each sequence has a state in its own slot. Tokens of segment -1, which pad a chunk, do not change it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,17 +24,17 @@ Hidden = Float[Array, "batch tokens hidden"]
 
 
 class DeltaNetLayer(nnx.Module):
-    """A gated DeltaNet."""
+    """Gated DeltaNet layer."""
 
     def __init__(self, design: DeltaNet, shapes: dict[str, Any], eps: float, dtype: jnp.dtype, rngs: nnx.Rngs):
-        """`eps` is that of the norm of what heads read."""
+        """Initialise with random weights. `eps` is the epsilon of the norm of head outputs."""
         self.design = design
         self.in_proj_qkv = Linear(shapes["in_proj_qkv"], dtype, rngs)
         self.in_proj_z = Linear(shapes["in_proj_z"], dtype, rngs)
         self.in_proj_b = Linear(shapes["in_proj_b"], dtype, rngs)
         self.in_proj_a = Linear(shapes["in_proj_a"], dtype, rngs)
         self.conv1d = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shapes["conv1d"], dtype))
-        # float32 whatever the model's type: a rate of decay acts at every token.
+        # float32 whatever the model's dtype, because errors of decay rates accumulate over tokens.
         self.dt_bias = nnx.Param(jnp.zeros(shapes["dt_bias"], jnp.float32))
         self.a_log = nnx.Param(jnp.zeros(shapes["a_log"], jnp.float32))
         self.norm = RMSNorm(*shapes["norm"]["scale"], eps=eps, dtype=dtype)
@@ -44,7 +43,7 @@ class DeltaNetLayer(nnx.Module):
     def __call__(
         self, x: Hidden, context: "Context", lora: Lora | None, cached: States | None
     ) -> tuple[Hidden, States | None]:
-        """The output, and the layer's states after these tokens."""
+        """Return (output, states of the layer after these tokens)."""
         design, live, runs = self.design, context.segments >= 0, context.segments
 
         def projected(name: str) -> Array:
@@ -77,7 +76,7 @@ class DeltaNetLayer(nnx.Module):
         return output, None if cached is None else cached.write(window, memory)
 
     def _of_value_heads(self, x: Float[Array, "batch tokens keys"]) -> Float[Array, "batch tokens heads key_dim"]:
-        """Vectors of length 1, of the key head of each value head."""
+        """Return unit vectors: for each value head, the normalised vector of its key head."""
         x = x.reshape(*x.shape[:2], self.design.key_heads, self.design.key_dim)
         x = x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
         return jnp.repeat(x, self.design.value_heads // self.design.key_heads, axis=2)

@@ -1,8 +1,8 @@
-"""A mixture of experts: a router sends each token to some of many gated maps, and adds up what those make of it.
+"""Mixture of experts: a router selects some experts (gated blocks) for each token and sums their weighted outputs.
 
-Tokens are sorted by expert (and, in a bank of adapters, by slot), so that each expert meets its own tokens only, and
-each token its own adapter's matrices. Routing is float32 whatever the model's type, and the first of equal experts
-wins, so a token is routed alike in training and in sampling.
+Tokens are sorted by expert (and, in a bank of adapters, by slot), so that each expert processes only its own tokens,
+and each token uses only its own adapter's matrices. Routing is float32 whatever the model's dtype, and the first expert
+wins ties, so a token is routed equally in training and sampling.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ Rows = Float[Array, "tokens hidden"]
 
 
 class ExpertLinear(nnx.Module):
-    """The linear maps of all experts, of which a row uses its own."""
+    """Linear layers of all experts. Each row uses the one of its expert."""
 
     def __init__(self, shapes: dict[str, Any], dtype: jnp.dtype, rngs: nnx.Rngs):
         self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shapes["kernel"], dtype))
@@ -34,7 +34,7 @@ class ExpertLinear(nnx.Module):
         lora: Lora | None,
         scaling: Float[Array, "blocks size 1"] | None,
     ) -> Float[Array, "blocks size out"]:
-        """Apply to the rows of blocks. `scaling` is that of each row's adapter."""
+        """Apply to the rows of blocks. `scaling` is the scaling of each row's adapter."""
         slots = 1 if lora is None or lora.slots is None else lora.weights["lora_A"].shape[-3]
         y = grouped_product(x, self.kernel[...], grouping.group // slots)
         if lora is None or scaling is None:
@@ -46,7 +46,7 @@ class ExpertLinear(nnx.Module):
 
 
 class ExpertWeights(nnx.Module):
-    """The three maps of all experts."""
+    """The three linear layers of all experts."""
 
     def __init__(self, shapes: dict[str, Any], dtype: jnp.dtype, rngs: nnx.Rngs):
         self.gate_proj = ExpertLinear(shapes["gate_proj"], dtype, rngs)
@@ -55,16 +55,16 @@ class ExpertWeights(nnx.Module):
 
 
 class Router(nnx.Module):
-    """Scores of experts."""
+    """Router: scores and selects experts."""
 
     def __init__(self, shapes: dict[str, Any], dtype: jnp.dtype, rngs: nnx.Rngs):
         self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shapes["kernel"], dtype))
-        # float32 whatever the model's type: it is learnt in steps of 0.001, which near ties are decided by.
+        # float32 whatever the model's dtype: it is trained in steps of 0.001, which decide near ties.
         own = shapes.get("correction")
         self.correction = None if own is None else nnx.Param(jnp.zeros(own, jnp.float32))
 
     def __call__(self, x: Rows, design: Experts) -> tuple[Float[Array, "tokens k"], Int[Array, "tokens k"]]:
-        """Weights, float32, and numbers of each token's experts."""
+        """Return (float32 weights, indices) of each token's experts."""
         scores = jnp.matmul(x.astype(jnp.float32), self.kernel[...].astype(jnp.float32), precision="highest")
         scores = jax.nn.sigmoid(scores) if design.sigmoid else jax.nn.softmax(scores, axis=-1)
         ranked = scores if self.correction is None else scores + self.correction[...][None]
@@ -79,7 +79,7 @@ class Router(nnx.Module):
 
 
 def _of_best_groups(ranked: Float[Array, "tokens experts"], groups: int, active: int) -> Float[Array, "tokens experts"]:
-    """The same in the groups whose two highest add up to most, minus infinity in others."""
+    """Set scores to -inf outside the `active` groups with the largest sums of their two highest scores."""
     grouped = ranked.reshape(len(ranked), groups, -1)
     best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(axis=-1), active)[1]
     kept = jax.nn.one_hot(best, groups, dtype=bool).any(axis=1)
@@ -87,7 +87,7 @@ def _of_best_groups(ranked: Float[Array, "tokens experts"], groups: int, active:
 
 
 class ExpertsLayer(nnx.Module):
-    """The feed-forward part of a layer with experts."""
+    """Feed-forward block with experts."""
 
     def __init__(self, design: Experts, shapes: dict[str, Any], dtype: jnp.dtype, rngs: nnx.Rngs):
         self.design = design

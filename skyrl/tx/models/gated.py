@@ -1,4 +1,4 @@
-"""The feed-forward part of a dense layer."""
+"""The feed-forward block of a dense layer."""
 
 from typing import Any
 

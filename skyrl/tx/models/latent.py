@@ -1,10 +1,10 @@
-"""Attention whose cache holds what keys and values are made of: a latent and a rotated key per token.
+"""Multi-head latent attention (MLA), whose cache has a latent and a rotated key per token.
 
-Without a cache, keys and values are made and attended to as any. With one, the map that makes them is applied to
-queries and to what they attend to instead ("absorbed", DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2):
-heads are then queries of one key/value head, whose key is the latent and the rotated key, and whose value is the
-latent. Keys and values that are made stay float32, since absorbed ones are never rounded: else a bfloat16 model would
-score fresh samples otherwise than it drew them.
+Without a cache, keys and values are computed from the latent, followed by ordinary attention. With a cache, the
+projection to keys and values is applied to queries and to attention outputs instead ("absorbed", DeepSeek-V2,
+https://arxiv.org/abs/2405.04434, section 2.1.2): all heads are then queries of one key/value head, whose key is the
+latent and the rotated key, and whose value is the latent. Computed keys and values stay float32, because absorbed ones
+are never rounded: otherwise a bfloat16 model would score fresh samples differently than it sampled them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,7 @@ class LatentAttentionLayer(nnx.Module):
     def __call__(
         self, x: Hidden, context: "Context", lora: Lora | None, cached: Pages | None
     ) -> tuple[Hidden, Pages | None]:
-        """The output, and the layer's cache with these tokens."""
+        """Return (output, cache of the layer with these tokens)."""
         design, rotation = self.design, context.rotation
         plain, rotated = jnp.split(self._query(x, lora), [design.plain_dim], axis=-1)
         rotated = rotation.apply(rotated, design.interleaved)
@@ -91,9 +91,9 @@ class LatentAttentionLayer(nnx.Module):
 
 
 class _Absorbed:
-    """The map from latents to keys and values, with each row's adapter, as one of queries and of sums of latents.
+    """The projection from latents to keys and values, with each row's adapter, applied to queries and to outputs.
 
-    Results are float32: rounded ones would not be those of the map itself.
+    Results are float32: with rounding they would differ from those of the projection itself.
     """
 
     def __init__(self, kernel: Float[Array, "latent key_value"], design: LatentAttention, lora: Lora | None, rows: int):
@@ -107,7 +107,7 @@ class _Absorbed:
             self.up_keys, self.up_values = of_heads(up)
 
     def query(self, plain: Float[Array, "batch tokens heads plain"]) -> Float[Array, "batch tokens heads latent"]:
-        """Queries whose products with latents are those of `plain` with keys."""
+        """Return queries whose products with latents equal those of `plain` with keys."""
         query = jnp.einsum("bthn,lhn->bthl", plain, self.keys, preferred_element_type=jnp.float32)
         if self.down is None:
             return query
@@ -115,7 +115,7 @@ class _Absorbed:
         return query + jnp.einsum("bthr,blr->bthl", low, self.down)
 
     def value(self, mixed: Float[Array, "batch tokens heads latent"]) -> Float[Array, "batch tokens heads value"]:
-        """Sums of values, given those of latents."""
+        """Return weighted sums of values, given weighted sums of latents."""
         value = jnp.einsum("bthl,lhv->bthv", mixed, self.values.astype(jnp.float32))
         if self.down is None:
             return value

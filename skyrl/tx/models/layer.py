@@ -1,7 +1,7 @@
-"""One decoder layer, as its group's design says.
+"""One decoder layer, built from the design of its group.
 
-A layer stores its keys and values in the cache before it reads it, so that a donated cache is updated in place. Shapes
-of parameters come from the table (`skyrl.tx.design.parameters`), as a tree of dictionaries.
+A layer writes its keys and values to the cache before it reads the cache, so that a donated cache is updated in place.
+Shapes of parameters come from the table (`skyrl.tx.design.parameters`), as nested dictionaries.
 """
 
 from typing import Any, NamedTuple
@@ -27,19 +27,19 @@ from skyrl.tx.models.types import Cached
 
 Hidden = Float[Array, "batch tokens hidden"]
 Stream = Float[Array, "batch tokens *streams hidden"]
-"""The residual stream, or several."""
+"""One or several residual streams."""
 Shapes = dict[str, Any]
-"""Shapes of a module's parameters, those of its parts as dictionaries below their names."""
+"""Shapes of a module's parameters, with a nested dictionary for each submodule."""
 
 
 class Context(NamedTuple):
-    """Inputs of a layer beside the residual stream. A pytree."""
+    """Inputs of a layer other than the residual stream. A pytree."""
 
     rotation: Rotation
     window: int | Int[Array, ""] | None
     positions: Int[Array, "batch tokens"]
     segments: Int[Array, "batch tokens"]
-    """Tokens read their own, where there is no cache. With one, those of segment -1 are not part of a sequence."""
+    """Segment ids. Without a cache, tokens attend within their segment. With a cache, segment -1 marks padding."""
 
 
 class AttentionLayer(nnx.Module):
@@ -57,7 +57,7 @@ class AttentionLayer(nnx.Module):
     def __call__(
         self, x: Hidden, context: Context, lora: Lora | None, cached: Pages | None
     ) -> tuple[Hidden, Pages | None]:
-        """The output, and the layer's cache with these tokens."""
+        """Return (output, cache of the layer with these tokens)."""
         design = self.design
 
         def heads(name: str, norm: str | None = None) -> Float[Array, "batch tokens heads head_dim"]:
@@ -88,7 +88,7 @@ class AttentionLayer(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and feed-forward. In a model that scans its layers, parameters carry a leading [layers] axis."""
+    """Attention and feed-forward. In a model with scanned layers, parameters have a leading [layers] axis."""
 
     def __init__(self, group: LayerGroup, design: Design, shapes: Shapes, dtype: jnp.dtype, rngs: nnx.Rngs):
         def norm(shapes: Shapes) -> RMSNorm:
@@ -115,7 +115,7 @@ class Layer(nnx.Module):
     def __call__(
         self, x: Stream, context: Context, lora: Lora | None, cached: Cached | None
     ) -> tuple[Stream, Cached | None]:
-        """The residual stream after this layer, and its cache with these tokens."""
+        """Return (residual stream after this layer, cache of the layer with these tokens)."""
         mixer, own = getattr(self, self.mixer), lora and lora.at(self.mixer)
         norm = self.input_layernorm if self.input_norms else None
         residual, read = self._connection("attn_connector", x, lora, norm)
@@ -132,9 +132,9 @@ class Layer(nnx.Module):
     def _connection(
         self, name: str, x: Stream, lora: Lora | None, norm: RMSNorm | None
     ) -> tuple[PlainResidual | Connector, Hidden]:
-        """Connection of a sub-block with the residual stream, or with several, and what the sub-block reads.
+        """Return (connection of a sub-block with the residual streams, input of the sub-block).
 
-        Streams of a sub-block without a norm are normalised without weights for their connector.
+        If the sub-block has no norm, its connector normalises the streams without weights.
         """
         residual = PlainResidual()
         if x.ndim == 4:

@@ -1,11 +1,11 @@
-"""Gated DeltaNet, and the part of a cache that holds its state: one size for each sequence.
+"""Recurrence of gated DeltaNets, and their cached states, which have a fixed size per sequence.
 
-A head's memory is a matrix M. Each token lets it fade by exp(decay), reads what it has under the token's key, and
-writes a part `strength` of what the value differs by:
+The memory of a head is a matrix M. Each token multiplies it by exp(decay), reads the value stored for the token's key,
+and corrects it by a fraction `strength` of the difference to the token's value:
 
     M <- exp(decay) M;  M <- M + key^T strength (value - key M);  result = query M
 
-Many tokens are computed in chunks, in which all such corrections are one triangular system (Yang et al. 2024,
+Several tokens are computed in chunks, in which all corrections are one triangular system (Yang et al. 2024,
 https://arxiv.org/abs/2406.06484, section 3; with decay https://arxiv.org/abs/2412.06464, section 3.3). All is float32.
 """
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 CHUNK = 64
-"""Tokens of a chunk."""
+"""Number of tokens per chunk."""
 
 Keys = Float[Array, "batch tokens heads key_dim"]
 Values = Float[Array, "batch tokens heads value_dim"]
@@ -30,26 +30,26 @@ class States(NamedTuple):
     window: Float[Array, "slots before channels"]
     """Inputs of the convolution at the last tokens."""
     memory: Float[Array, "slots heads key_dim value_dim"]
-    """float32."""
+    """Memory matrices, float32."""
     slots: Int[Array, "batch"]
 
     def read(self, fresh: Bool[Array, "batch"]) -> tuple[Float[Array, "batch before channels"], Memory]:
-        """Each row's window and memory, zeros where it begins: its slot may hold anything then."""
+        """Return (window, memory) of each row. Zeros for `fresh` rows, whose slots may have any content."""
         window = jnp.where(fresh[:, None, None], 0, self.window[self.slots])
         return window, jnp.where(fresh[:, None, None, None], 0, self.memory[self.slots])
 
     def write(self, window: Float[Array, "batch before channels"], memory: Memory) -> "States":
-        """The states with this window and memory written to the slots of the rows."""
+        """Write windows and memories to the slots of the rows."""
         return self._replace(
             window=self.window.at[self.slots].set(window), memory=self.memory.at[self.slots].set(memory)
         )
 
     def of_layer(self, layer: int | Array, layers: int) -> "States":
-        """The part of one of several layers, whose slots follow each other."""
+        """Return the part of one layer, if the arrays contain the slots of `layers` layers, one layer after another."""
         return self._replace(slots=self.slots + layer * (len(self.window) // layers))
 
     def with_arrays_of(self, other: "States") -> "States":
-        """The same part after another has written."""
+        """Return this part with the arrays that `other` has written."""
         return other._replace(slots=self.slots)
 
 
@@ -60,14 +60,14 @@ def convolution(
     runs: Int[Array, "batch tokens"],
     live: Bool[Array, "batch tokens"],
 ) -> tuple[Float[Array, "batch tokens channels"], Float[Array, "batch before channels"]]:
-    """Causal convolution of each channel in float32, and the inputs that the next tokens need.
+    """Compute a causal convolution per channel in float32. Returns (results, inputs that the next tokens need).
 
     Args:
         x: Inputs.
-        before: Those of the tokens before, which belong to the first run.
-        kernel: The last column is the token's own.
-        runs: Tokens reach over their own run only.
-        live: Tokens that count, which are the first ones of a row.
+        before: Inputs of the preceding tokens, which belong to the first run.
+        kernel: Factors; the last column is that of the token itself.
+        runs: Run of each token. The convolution does not cross runs.
+        live: True for tokens that are not padding. These are the first tokens of a row.
     """
     tokens, width = x.shape[1], kernel.shape[1]
     wide = jnp.concatenate([before, x], axis=1)
@@ -90,16 +90,17 @@ def delta_rule(
     runs: Int[Array, "batch tokens"],
     memory: Memory,
 ) -> tuple[Values, Memory]:
-    """Return the results of queries, and the memory after the last token. Runs but the first start with an empty one.
+    """Return (results of queries, memory after the last token). All runs but the first start with an empty memory.
 
     Args:
-        query: Of each value head.
-        key: As `query`. Of length 1 or shorter.
-        value: What to remember under the keys.
-        decay: Not above 0.
-        strength: From 0 to 1. Where both are 0, a token leaves no trace.
-        runs: Numbers that tokens of a run have in common.
-        memory: Before the first token.
+        query: Queries of each value head.
+        key: Keys of each value head, with norms of at most 1.
+        value: Values to store for the keys.
+        decay: Logarithm of the decay factor, at most 0.
+        strength: Fraction of the correction, from 0 to 1. If it and `decay` are 0, the token does not change the
+            memory.
+        runs: Run of each token. Tokens of a run are contiguous.
+        memory: Memory before the first token.
     """
     if value.shape[1] == 1:
         return _one_token(query, key, value, decay, strength, memory)
@@ -107,7 +108,7 @@ def delta_rule(
     size = min(CHUNK, tokens)
 
     def chunks(x: Array) -> Array:
-        """[chunks, batch, heads, size, ...]; what fills up the last one leaves no trace."""
+        """Split into [chunks, batch, heads, size, ...]. Padding of the last chunk does not change the memory."""
         x = jnp.pad(x, ((0, 0), (0, -tokens % size), *[(0, 0)] * (x.ndim - 2)))
         return jnp.moveaxis(x.reshape(batch, -1, size, *x.shape[2:]), (1, 3), (0, 2))
 
@@ -140,7 +141,7 @@ def delta_rule(
 def _one_token(
     query: Keys, key: Keys, value: Values, decay: PerHead, strength: PerHead, memory: Memory
 ) -> tuple[Values, Memory]:
-    """Compute `delta_rule` for one token. As sums of element-wise products the memory is read and written once."""
+    """Compute `delta_rule` for one token. Sums of element-wise products read and write the memory only once."""
     key, query = key[:, 0, :, :, None], query[:, 0, :, :, None]
     memory = memory * jnp.exp(decay[:, 0, :, None, None])
     written = (value[:, 0] - jnp.sum(memory * key, axis=2)) * strength[:, 0, :, None]

@@ -1,9 +1,9 @@
-"""Types of models, adapters and caches for the code that drives them.
+"""Interfaces of models, adapters and caches for their callers.
 
-A model is an NNX module that holds base weights only. Everything that differs per tenant or per call (adapter, cache)
-is an argument, so that the hot path is pure functions: split the module once, merge it inside `jax.jit`.
+A model is an NNX module with base weights only. Everything that differs per tenant or call (adapter, cache) is an
+argument, so that the hot path consists of pure functions: split the module once, and merge it inside `jax.jit`.
 
-Adding an architecture means one file that describes it, in `skyrl/tx/families`.
+To add an architecture, add a file with its design to `skyrl/tx/families`.
 """
 
 from collections.abc import Iterable
@@ -22,46 +22,47 @@ from skyrl.tx.layers.cached_attention import Pages
 from skyrl.tx.layers.logprobs import Needs, Scores
 from skyrl.tx.models.recurrence import States
 
-if TYPE_CHECKING:  # transformers loads torch where that is installed, which array code has no use for
+if TYPE_CHECKING:  # transformers imports torch if installed, which array code does not need
     from skyrl.tx.models.configs import ModelConfig
 
 
 PAGE_SIZE = 64
-"""Tokens of a page of keys and values."""
+"""Number of tokens per page."""
 
 Cached = Pages | States
-"""Part of a cache for one layer, or for the layers of a group."""
+"""Part of a cache for one layer, or for all layers of a group."""
 
 Pool = tuple[tuple[Array, ...], tuple[Array, ...], tuple[tuple[Array, Array], ...]]
 """`keys`, `values` and `states` of a `KVCache`."""
 
 
 class KVCache(NamedTuple):
-    """Keys (after norm and RoPE) and values of past tokens, in pages, or what the model makes those of. A pytree.
+    """Paged cache of keys (after norm and RoPE) and values, or latents of latent attention. A pytree.
 
     The token at position p of row b is entry p % page_size of page `table[b, p // page_size]`. Rows may share pages
-    that none of them writes to. Positions past the table are not stored. Layers whose memory is of fixed size have
-    states instead: row b's is `slots[b]`, of the tokens before the next one.
+    that none of them writes to. Positions past the end of the table are not stored. Recurrent layers have states
+    instead: the state of row b, after its last token, is in slot `slots[b]`.
     """
 
     keys: tuple[Float[Array, "pages kv_heads key_dim page_size"], ...]
-    """One array per layer that has pages; if layers are scanned, one per group with those of one after the other.
+    """One array per layer with pages. If layers are scanned, one array per group, with all pages of one layer after
+    another.
 
-    Positions are the last axis, so that scores of one query are computed by vectors of positions.
+    Positions are the last axis, so that the scores of one query are computed for vectors of positions.
     """
     values: tuple[Float[Array, "pages kv_heads page_size value_dim"], ...]
-    """Values, paged as `keys`."""
+    """Values, in the same layout as `keys`."""
     table: Int[Array, "batch blocks"]
     states: tuple[tuple[Float[Array, "slots before channels"], Float[Array, "slots heads key_dim value_dim"]], ...] = ()
-    """States of layers that have them, grouped as `keys`: a window and a memory."""
+    """(window, memory) of recurrent layers, grouped as `keys`."""
     slots: Int[Array, "batch"] | None = None
-    """Slots of the rows' states, if there are."""
+    """Slot of each row's state. None for models without recurrent layers."""
 
     @classmethod
     def zeros(
         cls, config: "ModelConfig", batch: int, capacity: int, dtype: DTypeLike, page_size: int = PAGE_SIZE
     ) -> "KVCache":
-        """An empty cache for `batch` rows of at most `capacity` tokens, each with pages of its own."""
+        """Return an empty cache for `batch` rows of at most `capacity` tokens. Rows share no pages."""
         blocks = -(-capacity // page_size)
         table = jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
         pool = cls.pool(config, batch * blocks, dtype, page_size, states=batch)
@@ -69,7 +70,7 @@ class KVCache(NamedTuple):
 
     @staticmethod
     def pool(config: "ModelConfig", pages: int, dtype: DTypeLike, page_size: int = PAGE_SIZE, states: int = 0) -> Pool:
-        """So many pages per layer, and so many slots of states, all zeros."""
+        """Allocate `pages` pages and `states` slots per layer, filled with zeros."""
         keys, values, of_states = [], [], []
         for part in cache_parts(config):
             layers, d = part.layers, part.mixer
@@ -85,17 +86,17 @@ class KVCache(NamedTuple):
 
     @classmethod
     def of(cls, pool: Pool, table: Array, slots: Array) -> "KVCache":
-        """A cache of rows that have these pages and states of a pool."""
+        """Return the cache of rows with these pages and slots of a pool."""
         keys, values, states = pool
         return cls(keys, values, table, states, slots)
 
     @property
     def as_pool(self) -> Pool:
-        """Arrays in the form that `of` takes."""
+        """Arrays of the cache, as a pool for `of`."""
         return self.keys, self.values, self.states
 
     def by_group(self, config: "ModelConfig") -> dict[str, list[Cached]]:
-        """The parts of each group: one of each layer, or one of all if layers are scanned."""
+        """Return the parts of each group: one per layer, or one for all layers if they are scanned."""
         pages, states = zip(self.keys, self.values, strict=True), iter(self.states)
         parts: dict[str, list[Cached]] = {}
         for part in cache_parts(config):
@@ -108,7 +109,7 @@ class KVCache(NamedTuple):
         return parts
 
     def with_parts(self, parts: Iterable[list[Cached]]) -> "KVCache":
-        """With the arrays of these parts, in the order of `by_group`."""
+        """Replace the arrays by those of `parts`, in the order of `by_group`."""
         flat = [cached for some in parts for cached in some]
         return self._replace(
             keys=tuple(cached.keys for cached in flat if isinstance(cached, Pages)),
@@ -118,17 +119,17 @@ class KVCache(NamedTuple):
 
 
 class CachePart(NamedTuple):
-    """Purpose of one pair of arrays of a `KVCache`."""
+    """Description of one pair of arrays of a `KVCache`."""
 
     group: str
     """Name of the group of layers."""
     layers: int
-    """Layers that it is of, one after the other."""
+    """Number of layers in the arrays, one after another."""
     mixer: Mixer
 
 
 def cache_parts(config: "ModelConfig") -> list[CachePart]:
-    """Part of each pair of arrays of a cache, keys and values or states, in their order."""
+    """Describe the pairs of arrays of a cache (keys and values, or states), in their order."""
     parts = []
     for group in design_of(config).groups:
         layers = len(group.kinds)
@@ -141,16 +142,16 @@ class CausalLMOutput(NamedTuple):
     """Result of a forward pass."""
 
     last_hidden_state: Float[Array, "batch tokens hidden"]
-    """After the final norm."""
+    """Hidden states after the final norm."""
     kv_cache: KVCache | None = None
-    """The updated cache; None in training."""
+    """Updated cache; None in training."""
     hidden_states: list[Float[Array, "batch tokens hidden"]] | None = None
-    """Hidden states, if asked for: the embeddings, then each layer's output, the last one after the final norm. Of
-    several residual streams they are the means."""
+    """Hidden states: the embeddings, then the output of each layer, the last one after the final norm; means of several
+    residual streams. None if not requested."""
 
 
 class ModelForCausalLM(nnx.Module):
-    """A decoder with a vocabulary projection. `skyrl.tx.models.decoder` is the one there is."""
+    """Interface of a decoder with a vocabulary projection. `skyrl.tx.models.decoder` is the only implementation."""
 
     config: "ModelConfig"
 
@@ -158,13 +159,13 @@ class ModelForCausalLM(nnx.Module):
         raise NotImplementedError
 
     def get_model_config(self) -> "ModelConfig":
-        """The configuration that the model was made with."""
+        """Return the configuration of the model."""
         return self.config
 
     def is_lora_param(self, path: tuple[Any, ...], _value: Any) -> bool:
-        """Return True if a parameter belongs to the adapter (rather than the base).
+        """Return True if a parameter belongs to the adapter rather than to the base.
 
-        True below `lora_A` and `lora_B`, and with several residual streams for their connectors too.
+        These are parameters below `lora_A` and `lora_B` and, with several residual streams, those of connectors.
         """
         trainable = {"lora_A", "lora_B"}
         if self.config.mhc_expansion_rate > 1:
@@ -182,15 +183,15 @@ class ModelForCausalLM(nnx.Module):
         kv_cache: KVCache | None = None,
         output_hidden_states: bool = False,
     ) -> CausalLMOutput:
-        """Hidden states of all tokens.
+        """Compute the hidden states of all tokens.
 
-        Without a cache, attention is causal inside equal `segment_ids` (None: each row is one segment) and positions
-        restart in each segment; segment -1 is padding, whose output is meaningless but finite. With a cache, token t
-        of row b is stored at position `positions[b, t]` (past the table: nowhere), and attends to what is stored at
-        all earlier positions and at its own; tokens of segment -1, which are the last ones, are not part of the row.
+        Without a cache, attention is causal within equal `segment_ids` (None: each row is one segment), and positions
+        restart in each segment. Segment -1 is padding, whose output is meaningless but finite. With a cache, token t of
+        row b is stored at position `positions[b, t]` (dropped if past the end of the table), and attends to all earlier
+        positions and its own. Tokens of segment -1, which are the last ones of a row, are padding.
 
-        Without `adapter_index`, `adapter` is a single one for all rows. With it, `adapter` is a bank and row b uses
-        slot `adapter_index[b]`, none if that is negative.
+        Without `adapter_index`, all rows use `adapter`. With it, `adapter` is a bank, and row b uses slot
+        `adapter_index[b]`, or no adapter if that is negative.
         """
         raise NotImplementedError
 
@@ -200,7 +201,7 @@ class ModelForCausalLM(nnx.Module):
         adapter: Adapter | None = None,
         adapter_index: Int[Array, "*leading"] | None = None,
     ) -> Float[Array, "*leading vocab"]:
-        """float32 logits of final hidden states. `adapter_index` has one slot per hidden state."""
+        """Compute float32 logits of final hidden states. `adapter_index` has one slot per hidden state."""
         raise NotImplementedError
 
     def target_scores(
@@ -215,10 +216,10 @@ class ModelForCausalLM(nnx.Module):
         entropy: bool = False,
         train_base: bool = False,
     ) -> Scores:
-        """float32 log-probabilities (nats) of K targets per token: of all tokens, or of those that `needs` names.
+        """Compute float32 log-probabilities (nats) of K targets per token, for all tokens or those in `needs`.
 
-        `chunk_size` tokens at a time, so that logits never exceed `[chunk_size, vocab]`; 0 takes all tokens at once,
-        None the configured `loss_chunk_size`. Logits are divided by `temperature`, if there is one. With `entropy` that
-        of each distribution comes too. The model's own weights get a gradient only with `train_base`.
+        Processes `chunk_size` tokens at a time, so that logits never exceed `[chunk_size, vocab]`. 0: all tokens at
+        once; None: the configured `loss_chunk_size`. Logits are divided by `temperature`, if given. With `entropy`, the
+        entropy of each distribution is returned, too. The base weights get a gradient only with `train_base`.
         """
         raise NotImplementedError

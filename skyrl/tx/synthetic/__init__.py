@@ -1,1 +1,1 @@
-"""A small model and a tokenizer made on the spot, for demonstrations and tests."""
+"""Small random models and tokenizers, created locally, for demos, tests and benchmarks."""

@@ -1,9 +1,7 @@
-"""Models with random weights, in Hugging Face format: the built-in one, and others of any size.
+"""Models with random weights in Hugging Face format: the built-in model, and others of any size and family.
 
-Everything in a folder is a function of the arguments and of the small text in `data/`, so that equal arguments give
-equal bytes. Neither torch nor transformers is needed.
-
-Every family of `skyrl.tx.families` can be made.
+The files depend only on the arguments and on the small text in `data/`, so that equal arguments give equal bytes.
+Neither torch nor transformers is needed.
 """
 
 import json
@@ -27,10 +25,10 @@ from skyrl.utils.files.paths import cache_folder
 from skyrl.utils.spelling import did_you_mean
 
 BUILTIN_NAME = "tiny-qwen3"
-"""Folder of the built-in model. Adapters belong to their base, so a change of weights or tokens needs a new name."""
+"""Folder name of the built-in model. Adapters depend on their base, so new weights or tokens need a new name."""
 
 LONGEST = 32_768
-"""Tokens of the built-in model's longest sequence."""
+"""Context length of the built-in model in tokens."""
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -52,23 +50,23 @@ def make_model(
     dtype: str = "float32",
     weights: bool = True,
 ) -> Path:
-    """Write a model folder: configuration, random weights, tokenizer. The defaults are the built-in model's.
+    """Write a model folder: configuration, random weights, tokenizer. The defaults are those of the built-in model.
 
     Args:
-        out: The folder. Made if it is not there; files of the same names are replaced.
+        out: Folder to write. Created if missing; existing files are replaced.
         arch: `model_type` of a family, such as qwen3.
         hidden: Width of the residual stream.
-        layers: Decoder layers.
-        heads: Query heads, a multiple of `kv_heads`.
-        kv_heads: Key and value heads.
-        head_dim: Width of a head, even.
+        layers: Number of decoder layers.
+        heads: Number of query heads, a multiple of `kv_heads`.
+        kv_heads: Number of key and value heads.
+        head_dim: Width of a head, an even number.
         intermediate: Width of the MLP.
-        vocab: Rows of the embedding. The tokenizer has as many tokens or, where its text runs out, fewer.
-        tied: Whether the vocabulary projection shares the embedding's weights.
-        max_position: Longest sequence in tokens.
-        seed: Of the weights: any integer.
+        vocab: Rows of the embedding. The tokenizer may have fewer tokens, because its training text is small.
+        tied: True if the vocabulary projection shares the weights of the embedding.
+        max_position: Maximum length of sequences in tokens.
+        seed: Seed of the weights; any integer.
         dtype: "float32" or "bfloat16".
-        weights: False leaves them out, for a backend with load_format=dummy.
+        weights: False to write no weights, for a backend with load_format=dummy.
 
     Returns the folder. Raises KeyError for an unknown architecture and ValueError for impossible sizes.
     """
@@ -94,9 +92,9 @@ def make_model(
 
 
 def builtin_model() -> Path:
-    """The folder of the built-in model, in the user's cache folder; made there if it is missing.
+    """Return the folder of the built-in model, in the user's cache folder. Creates it if missing.
 
-    `SKYRL_CACHE` names another cache folder. Processes that make it at the same time do not disturb each other.
+    The environment variable `SKYRL_CACHE` sets the cache folder. Several processes may create the model concurrently.
     """
     root = cache_folder().absolute()
     folder = root / "models" / BUILTIN_NAME
@@ -113,7 +111,7 @@ def builtin_model() -> Path:
         try:
             make_model(unfinished).rename(folder)
         except OSError:
-            if not folder.exists():  # else another process was faster
+            if not folder.exists():  # otherwise another process has created it
                 raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -121,9 +119,9 @@ def builtin_model() -> Path:
 
 
 def _renew_template(folder: Path) -> None:
-    """Write tokenizer_config.json anew if an older program made it. Weights and tokens stay, and so do adapters."""
+    """Update tokenizer_config.json of an earlier version. Weights and tokens do not change, so adapters stay valid."""
     path, config = folder / "tokenizer_config.json", tokenizer_config(LONGEST)
-    with suppress(OSError):  # a folder that may only be read stays as it is
+    with suppress(OSError):  # a read-only folder is left unchanged
         if json.loads(path.read_text(encoding="utf-8")) != config:
             unfinished = path.with_name(f".{path.name}-{uuid4().hex}")
             _write_json(unfinished, config)
@@ -151,10 +149,10 @@ def _architecture(model_type: str) -> str:
 
 
 def _random(name: str, param: Param, seed: int) -> np.ndarray:
-    """Norms and biases that change nothing, else normal numbers that keep the scale of their input.
+    """Create a tensor: neutral values for norms and biases, normal values of standard deviation 1 / sqrt(in) otherwise.
 
-    Each tensor has a stream of its own. A standard deviation of 1 / sqrt(in) lets adapters of small models learn
-    several times faster than the usual 0.02.
+    Each tensor has its own random stream. With this standard deviation, adapters of small models learn several times
+    faster than with the usual 0.02.
     """
     shape = param.stored_shape
     if param.start != "normal":

@@ -1,6 +1,6 @@
-"""A byte-level BPE tokenizer learnt from the small text in `data/`, with Qwen3's special tokens and chat format.
+"""A byte-level BPE tokenizer trained on the small text in `data/`, with Qwen3's special tokens and chat format.
 
-Every byte is a token of its own, so any text is represented exactly.
+Every byte is a token, so any text is encoded without loss.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ CONTROL_TOKENS = [
     "<|image_pad|>",
     "<|video_pad|>",
 ]
-"""Left out when a decoder is told to skip special tokens."""
+"""Special tokens, which a decoder skips if requested."""
 
 TEXT_TOKENS = [
     "<tool_call>",
@@ -43,15 +43,15 @@ TEXT_TOKENS = [
     "<think>",
     "</think>",
 ]
-"""Single tokens too, but part of the text."""
+"""Added tokens that are part of the text and are never skipped."""
 
 SMALLEST_VOCABULARY = 256 + len(CONTROL_TOKENS) + len(TEXT_TOKENS)
 
 
 def make_tokenizer(vocab: int) -> Tokenizer:
-    """A tokenizer of at most `vocab` tokens: bytes, then merges as far as the text gives any, then special tokens.
+    """Train a tokenizer with at most `vocab` tokens: bytes, merges (as many as the text allows), then added tokens.
 
-    Raises ValueError if not even bytes and special tokens fit.
+    Raises ValueError if `vocab` is too small for bytes and added tokens.
     """
     if vocab < SMALLEST_VOCABULARY:
         raise ValueError(f"vocab={vocab} is below {SMALLEST_VOCABULARY} (all bytes and special tokens); use more")
@@ -71,7 +71,7 @@ def make_tokenizer(vocab: int) -> Tokenizer:
 
 
 def tokenizer_config(max_position: int) -> dict[str, Any]:
-    """Members of tokenizer_config.json, with the chat template."""
+    """Return the contents of tokenizer_config.json, with the chat template."""
     return {
         "add_bos_token": False,
         "add_prefix_space": False,
