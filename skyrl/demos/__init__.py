@@ -1,3 +1,1 @@
-"""Demonstrations that need no download: two adapters at once (`skyrl demo`), and RL that learns to add (`skyrl
-demo-rl`).
-"""
+"""Demos that need no download: two adapters at once (`skyrl demo`), and RL on sums (`skyrl demo-rl`)."""

@@ -1,9 +1,9 @@
-"""`skyrl demo-rl`: a small model learns to add, first from a careless teacher's examples, then by trying.
+"""`skyrl demo-rl`: a small model learns addition, first by SFT on flawed examples, then by RL.
 
-A transformer with random weights is shown worked sums whose teacher often forgets to carry, and forgets as often. Then
-it only tries: GRPO samples answers to sums, the environment `arithmetic` scores them, and nothing else is shown. It
-becomes better than its teacher, on sums that it never saw as well. Both parts are what `skyrl train sft` and
-`skyrl train rl` run.
+A transformer with random weights is first fine-tuned on examples of sums in which the teacher often forgets to carry,
+so the model makes the same mistakes. Then GRPO samples answers to sums, and the environment `arithmetic` scores them;
+the model sees no more examples. It becomes better than its teacher, also on held-out sums. The two parts use the
+trainers of `skyrl train sft` and `skyrl train rl`.
 """
 
 import asyncio
@@ -26,19 +26,19 @@ from skyrl.train.commands import REPORTED
 from skyrl.utils.arguments import ArgumentParser
 
 RIGHT = "eval/all/avg_score"
-"""Metric: the fraction of held-out sums whose most likely answer is right."""
+"""Metric: fraction of held-out sums with a correct greedy answer."""
 REWARD = "reward/avg_raw_reward"
-"""Metric: the fraction of sampled answers that are right."""
+"""Metric: fraction of sampled answers that are correct."""
 WARM_EVAL_INTERVAL = 50
 """Optimizer steps of the warm start between evaluations."""
 SUM = re.compile(r"\d\d\+\d\d=")
 """Sums of two numbers of two digits each."""
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
-"""A problem and its answer, nothing else: "17+25=42" and the end."""
+"""Chat template with only the problem and its answer: "17+25=42" and the end token."""
 
 
 class DemoError(Exception):
-    """The demo did not reach what it should. The message says what it reached instead."""
+    """The demo did not reach its goal. The message has the actual result."""
 
 
 @dataclass(frozen=True)
@@ -46,41 +46,41 @@ class Settings:
     """Sizes of the demo. The defaults fit two CPU cores and 10 minutes."""
 
     seed: int = 0
-    """Seed of problems, weights and everything drawn."""
+    """Seed of problems, weights and all random choices."""
     backend: str = "jax"
-    """By which models are trained and sampled."""
+    """Backend that trains and samples."""
     largest: int = 49
-    """Operands are from 10 to this."""
+    """Largest operand. The smallest is 10."""
     training_problems: int = 1280
-    """Sums that are taught and tried."""
+    """Number of sums for the warm start and for RL."""
     heldout_problems: int = 256
-    """Sums that are only evaluated on."""
+    """Number of sums for evaluation only."""
     hidden: int = 64
     """Width of the model."""
     lessons: int = 4
-    """Worked examples of each."""
+    """Examples per sum in the warm start."""
     careless: float = 0.7
     """Fraction of examples in which the teacher forgets to carry."""
     warm_batch_size: int = 128
-    """Examples of an optimizer step."""
+    """Examples per optimizer step of the warm start."""
     warm_steps: int = 300
     """Optimizer steps of the warm start."""
     warm_learning_rate: float = 3e-3
     """Learning rate of the warm start."""
     batch_size: int = 64
-    """Sums of a step of RL."""
+    """Sums per step of RL."""
     samples: int = 8
-    """Answers to each of them."""
+    """Sampled answers per sum."""
     epochs: int = 3
-    """Passes of RL over the sums that are tried."""
+    """Passes of RL over the training sums."""
     learning_rate: float = 3e-4
     """Learning rate of RL."""
     least_gain: float = 0.2
-    """By which the fraction of right held-out answers has to grow in RL."""
+    """Minimum increase of the fraction of correct held-out answers in RL."""
 
 
 def prepare(settings: Settings, files: Files) -> int:
-    """Write problems, template and the model with random weights. Returns its number of parameters."""
+    """Write problems, template and the model with random weights. Returns the number of parameters."""
     from safetensors import safe_open
 
     from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
@@ -118,7 +118,7 @@ def prepare(settings: Settings, files: Files) -> int:
 
 
 def as_example(row: dict[str, Any], careless: bool) -> dict[str, Any]:
-    """A problem with the teacher's answer, as a conversation. A careless one forgets to carry."""
+    """Return a problem and the teacher's answer as a conversation. If `careless`, the answer lacks the carry."""
     answer = int(row["reward_spec"]["ground_truth"])
     a, b = map(int, row["prompt"][0]["content"].rstrip("=").split("+"))
     if careless and a % 10 + b % 10 >= 10:
@@ -131,7 +131,7 @@ def template_options(prefix: str, files: Files) -> list[str]:
 
 
 def backend_options(settings: Settings) -> tuple[str, str]:
-    """Options of either trainer that choose the backend, without the section in front of them."""
+    """Return the options that select the backend, for either trainer, without the prefix of a section."""
     from skyrl.train.strategy.registry import SERVED
 
     name = next(name for name, each in SERVED.items() if settings.backend in (name, each.backend))
@@ -141,7 +141,7 @@ def backend_options(settings: Settings) -> tuple[str, str]:
 
 
 def rl_options(settings: Settings, files: Files, model: Path) -> list[str]:
-    """Arguments of `skyrl train rl`."""
+    """Return the arguments of `skyrl train rl`."""
     strategy, options = backend_options(settings)
     return [
         f"trainer.policy.model.path={model}",
@@ -221,7 +221,7 @@ async def warm_start(settings: Settings, files: Files) -> None:
 
 
 async def reinforce(settings: Settings, files: Files) -> list[dict[str, Any]]:
-    """Train by RL from what the warm start made. Returns the rows of the run's `metrics.jsonl`."""
+    """Train the model of the warm start by RL. Returns the rows of the run's `metrics.jsonl`."""
     from skyrl.train.config import SkyRLTrainConfig
     from skyrl.train.rl.run import train_rl
     from skyrl.train.tracking.tracker import read_metrics
@@ -239,7 +239,7 @@ async def reinforce(settings: Settings, files: Files) -> list[dict[str, Any]]:
 
 
 def run(settings: Settings, files: Files) -> None:
-    """The whole demo. Raises DemoError if a part does not reach what it should."""
+    """Run the whole demo. Raises DemoError if RL improves accuracy by less than `least_gain`."""
     begun = time.monotonic()
     parameters = prepare(settings, files)
     print(f"1. Warm start: {parameters:,} random weights learn from a teacher who often forgets to carry", flush=True)
@@ -252,12 +252,12 @@ def run(settings: Settings, files: Files) -> None:
 
 
 def summarize(files: Files, rows: list[dict[str, Any]], seconds: float) -> float:
-    """Print what RL came to and draw it. Returns by how much the fraction of right held-out answers grew.
+    """Print and plot the results of RL. Returns the increase of the fraction of correct held-out answers.
 
     Args:
-        files: Of a demo whose parts have ended.
-        rows: Metrics of the run.
-        seconds: That it took.
+        files: Files of the finished demo.
+        rows: Metrics of the RL run.
+        seconds: Duration of the demo.
     """
     from skyrl.train.tracking.plots import plot_metrics
 
@@ -279,7 +279,7 @@ def summarize(files: Files, rows: list[dict[str, Any]], seconds: float) -> float
 
 
 def _shown(path: Path) -> str:
-    """The path from here if it lies below, else the whole of it."""
+    """Return the path relative to the working directory if it is below it, or else the absolute path."""
     whole, here = os.path.abspath(path), os.path.join(os.getcwd(), "")
     return whole.removeprefix(here)
 

@@ -1,4 +1,4 @@
-"""Files that `skyrl demo-rl` leaves in its folder, and how they are made readable."""
+"""Output files of `skyrl demo-rl`, and a readable summary of its rollouts."""
 
 import json
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Files:
-    """Files that the demo leaves in a folder."""
+    """Paths of the demo's output files."""
 
     folder: Path
 
@@ -23,7 +23,7 @@ class Files:
 
     @property
     def rollouts(self) -> Path:
-        """A JSON line per answer, a file per step."""
+        """Folder with a file per step, which has a JSON line per answer."""
         return self.folder / "rl" / "dumped_rollouts"
 
     @property
@@ -45,7 +45,7 @@ class Files:
 
 
 def first_and_last(folder: Path) -> tuple[Path, Path]:
-    """Dumps of the lowest and of the highest number of a step."""
+    """Return the dumps of the first and the last step."""
     paths = sorted(folder.iterdir(), key=lambda path: int(path.stem.split("_")[2]))
     return paths[0], paths[-1]
 
@@ -55,12 +55,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def printable(answer: str) -> str:
-    """The answer on one line, whatever was sampled."""
+    """Return the answer on one line, with unprintable characters replaced."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in answer.strip())
 
 
 def sampled_answers(rollouts: Iterable[dict[str, Any]]) -> list[str]:
-    """A line per problem of a step: what was sampled for it, the right answers in brackets."""
+    """Return a line per problem of a step: its sampled answers, correct ones in brackets."""
     answers: dict[str, list[str]] = {}
     for rollout in rollouts:
         said = printable(rollout["turns"][0]["action"])
@@ -69,7 +69,7 @@ def sampled_answers(rollouts: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def heldout_answers(before: Path, after: Path) -> list[str]:
-    """A line per held-out problem: the right answer, and the model's before and after RL."""
+    """Return a line per held-out problem: the correct answer, and the model's answers before and after RL."""
     answers = {
         row["input_prompt"][0]["content"]: [row["env_extras"]["reward_spec"]["ground_truth"]]
         for row in read_lines(before / "unknown.jsonl")
@@ -83,7 +83,7 @@ def heldout_answers(before: Path, after: Path) -> list[str]:
 
 
 def write_sample(files: Files, problems: int = 20) -> list[str]:
-    """Write what was sampled first and last, and held-out answers, for people to read. Returns some of the latter."""
+    """Write a text with answers of the first and the last step, and held-out answers. Returns the held-out lines."""
     first, last = first_and_last(files.rollouts)
     heldout = heldout_answers(*first_and_last(files.evaluations))
     lines = [

@@ -1,8 +1,8 @@
-"""`skyrl demo`: the main job end to end, with the stock SDK against a real server, in a couple of minutes on a laptop.
+"""`skyrl demo`: an end-to-end test with the official SDK and a real server, in a few minutes on a laptop.
 
-Two tenants teach the same base model two different things at the same time, sample what they learned, save it, and
-find it unchanged after the server was restarted. Every claim is checked; the first that does not hold ends the demo
-with a message and a non-zero exit code.
+Train two adapters of one base model on different questions at the same time, sample and save both, restart the server,
+and sample them again. All answers must be correct and must not change. If a check fails, the demo stops with a message
+and a non-zero exit code.
 """
 
 import os
@@ -41,22 +41,22 @@ QUESTIONS = {
 }
 
 API_KEY = "tml-demo"
-"""May be any that starts with `tml-`: the local server asks for none."""
+"""Any key that starts with `tml-` works, because the local server has no keys."""
 RANK = 16
 LEARNING_RATE = 3e-3
 STEPS_PER_ROUND = 10
 MAX_ROUNDS = 12
 LOSS_WHEN_SURE = 0.1
-"""Nats per token: the right token has a probability of 0.9."""
+"""Target loss in nats per token: the correct token has a probability of 0.9."""
 
 
 class DemoError(Exception):
-    """A step of the demo did not do what it should. The message says which and what was seen instead."""
+    """A check of the demo failed. The message has the actual result."""
 
 
 @dataclass
 class Learner:
-    """One tenant: its questions, its adapter and what it has reached."""
+    """Training of one adapter: its questions, clients and results."""
 
     name: str
     questions: list[tuple[str, str]]
@@ -68,13 +68,13 @@ class Learner:
 
     @property
     def learned(self) -> bool:
-        """Return True if every answer is exact, with a clear margin."""
+        """Return True if all answers are exact and the loss is below `LOSS_WHEN_SURE`."""
         return self.losses[-1] < LOSS_WHEN_SURE and all(
             self.answers.get(question) == answer for question, answer in self.questions
         )
 
     def datum(self, question: str, answer: str) -> Any:
-        """Question and answer as one sequence, in which only the answer (and the end) counts."""
+        """Return question and answer as one sequence, with loss only on the answer and the end token."""
         import numpy as np
         import tinker
 
@@ -86,7 +86,7 @@ class Learner:
         return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
     def train_round(self) -> None:
-        """A few steps, all submitted before the first result is awaited."""
+        """Train `STEPS_PER_ROUND` steps, all submitted before the first result is awaited."""
         import tinker
 
         data = [self.datum(question, answer) for question, answer in self.questions]
@@ -101,7 +101,7 @@ class Learner:
             optim_step.result()
 
     def learn(self) -> None:
-        """Train until every answer is reproduced exactly."""
+        """Train until all answers are exact. Raises DemoError after `MAX_ROUNDS` rounds."""
         for _ in range(MAX_ROUNDS):
             self.train_round()
             self.answers = ask(self.trainer.save_weights_and_get_sampling_client().result(), self)
@@ -115,7 +115,7 @@ class Learner:
 
 
 def ask(sampler: Any, learner: Learner) -> dict[str, str]:
-    """The greedy answer to each question, all asked at once."""
+    """Sample a greedy answer to each question, all concurrently."""
     import tinker
 
     params = tinker.SamplingParams(max_tokens=12, temperature=0.0)
@@ -130,14 +130,14 @@ def ask(sampler: Any, learner: Learner) -> dict[str, str]:
 
 
 def connect(server: LocalServer) -> Any:
-    """A client of the stock SDK."""
+    """Create a client of the official SDK."""
     import tinker
 
     return tinker.ServiceClient(base_url=server.url, api_key=API_KEY)
 
 
 def train_and_save(server: LocalServer) -> list[Learner]:
-    """Teach both adapters at the same time and publish each under a name."""
+    """Train both adapters concurrently, and save each under a name."""
     import tinker
 
     service = connect(server)
@@ -162,7 +162,7 @@ def train_and_save(server: LocalServer) -> list[Learner]:
 
 
 def check_after_restart(server: LocalServer, learners: list[Learner]) -> None:
-    """Sample the published adapters again on the new server and compare."""
+    """Sample the saved adapters on the restarted server. Raises DemoError if an answer has changed."""
     service = connect(server)
     for learner in learners:
         again = ask(service.create_sampling_client(model_path=learner.sampler_path).result(), learner)
@@ -173,7 +173,7 @@ def check_after_restart(server: LocalServer, learners: list[Learner]) -> None:
 
 
 def summary(learners: list[Learner], seconds: float) -> str:
-    """Result of the demo, as a table of questions and answers per adapter."""
+    """Format the results of the demo: questions and answers of each adapter."""
     lines = [
         f"Done in {seconds:.0f} s. Both adapters answer their questions exactly, before and after the restart.",
         "",
@@ -187,7 +187,7 @@ def summary(learners: list[Learner], seconds: float) -> str:
 
 
 def run(folder: Path, backend: str = "jax") -> None:
-    """The whole demo, with the server's state in `folder`."""
+    """Run the whole demo, with the server's state in `folder`."""
     start = time.monotonic()
     server = LocalServer(folder, options={} if backend == "jax" else {"backend": backend})
     try:
