@@ -1,13 +1,13 @@
-"""Post-training of language models on one's own hardware: a server of the Tinker API, and trainers for SFT and RL.
+"""Self-hosted post-training of language models: a server for the Tinker API, and trainers for SFT and RL.
 
-    cli          the commands: serve, train, demo, keys, ...
-    demos        what `make demo` and `make demo-rl` run
+    cli          the commands: serve, train, demo, ...
+    demos        the demos of `make demo` and `make demo-rl`
     tinker       the server                     train   the trainers; neither imports the other
-    backends     one contract for both, and who satisfies it
+    backends     their common backend interface, and its implementations
     tx           models in JAX                  algorithms   losses, advantages, filters      envs   environments
     types, errors, utils                        no jax, no torch
 
-An import points down in this list, never up or sideways (`tests/test_layers.py`). docs/architecture.md has the walks.
+Imports point down in this list, never up or sideways (`tests/test_layers.py`). docs/architecture.md has an overview.
 """
 
 __version__ = "0.1.0"

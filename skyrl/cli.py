@@ -1,4 +1,4 @@
-"""The `skyrl` command. Each subcommand imports what it needs when it runs, so that help is instant."""
+"""The `skyrl` command. Subcommands import their modules only when they run, so that help is fast."""
 
 import argparse
 import sys
@@ -39,7 +39,7 @@ def gc(argv: Sequence[str]) -> int:
 
 
 def adopt(argv: Sequence[str]) -> int:
-    """tie a folder of checkpoints and a database that a server refuses (skyrl adopt --help)"""
+    """accept a checkpoint folder and a database that do not match (skyrl adopt --help)"""
     from skyrl.tinker.config import options_parser, read_config
 
     parser = options_parser(
@@ -57,7 +57,7 @@ def adopt(argv: Sequence[str]) -> int:
 
 
 def _told(command: str, run: Callable[[], None]) -> int:
-    """Run what a command does. A refusal is told in a line. Returns the exit status."""
+    """Run a command. A `RequestError` is printed in one line. Returns the exit status."""
     from skyrl.errors import RequestError
 
     try:
@@ -69,7 +69,7 @@ def _told(command: str, run: Callable[[], None]) -> int:
 
 
 def backup(argv: Sequence[str]) -> int:
-    """copy the state of a server while it runs (skyrl backup --help)"""
+    """back up the state of a running server (skyrl backup --help)"""
     from skyrl.admin.backup import main
 
     return main(argv)
@@ -83,28 +83,28 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def status(argv: Sequence[str]) -> int:
-    """watch a running server: who trains what, what waits and why (skyrl status --help)"""
+    """show the status of a running server: models, requests, wait reasons (skyrl status --help)"""
     from skyrl.admin.status import main
 
     return main(argv)
 
 
 def models(argv: Sequence[str]) -> int:
-    """look at a running server's models, unload one: skyrl models list, unload"""
+    """list or unload the models of a running server: skyrl models list, unload"""
     from skyrl.admin.lists import models
 
     return models(argv)
 
 
 def requests(argv: Sequence[str]) -> int:
-    """look at a running server's requests, cancel one: skyrl requests list, cancel"""
+    """list or cancel the requests of a running server: skyrl requests list, cancel"""
     from skyrl.admin.lists import requests
 
     return requests(argv)
 
 
 def make_model(argv: Sequence[str]) -> int:
-    """make a model with random weights, for tests and benchmarks"""
+    """create a model with random weights, for tests and benchmarks"""
     parser = ArgumentParser(
         prog="skyrl make-model",
         description="Write a model folder (config, random weights, tokenizer) that skyrl serve --base-model takes. "
@@ -143,49 +143,49 @@ def make_model(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str]) -> int:
-    """train a model as a typed configuration says: skyrl train rl, sft, dpo"""
+    """train a model with a typed configuration: skyrl train rl, sft, dpo"""
     from skyrl.train.commands import main
 
     return main(argv)
 
 
 def data(argv: Sequence[str]) -> int:
-    """make rows for RL from published data sets: skyrl data prepare gsm8k, math, dapo-math"""
+    """prepare published data sets for RL: skyrl data prepare gsm8k, math, dapo-math"""
     from skyrl.train.prepare.commands import main
 
     return main(argv)
 
 
 def adapter(argv: Sequence[str]) -> int:
-    """look at adapters in files: skyrl adapter inspect, merge, convert, import (to a server), export"""
+    """work with adapter files: skyrl adapter inspect, merge, convert, import (to a server), export"""
     from skyrl.utils.adapters.commands import main
 
     return main(argv)
 
 
 def runs(argv: Sequence[str]) -> int:
-    """look at runs on disk: skyrl runs list, show, rollouts, compare"""
+    """inspect runs on disk: skyrl runs list, show, rollouts, compare"""
     from skyrl.train.runs.commands import main
 
     return main(argv)
 
 
 def export(argv: Sequence[str]) -> int:
-    """write the model of a run's checkpoint: skyrl export RUN, --merged"""
+    """export the model of a run's checkpoint: skyrl export RUN, --merged"""
     from skyrl.train.runs.export import main
 
     return main(argv)
 
 
 def demo(argv: Sequence[str]) -> int:
-    """train two adapters on a local server and sample them (skyrl demo --help)"""
+    """train and sample two adapters on a local server (skyrl demo --help)"""
     from skyrl.demos.two_adapters import main
 
     return main(argv)
 
 
 def demo_rl(argv: Sequence[str]) -> int:
-    """train a small model to add, by examples and then by RL (skyrl demo-rl --help)"""
+    """teach addition to a small model by SFT and RL (skyrl demo-rl --help)"""
     from skyrl.demos.learn_to_add import main
 
     return main(argv)

@@ -1,8 +1,8 @@
-"""The two kinds of failure: what the caller can fix, and the rest.
+"""Shared exceptions. There are two kinds of failures: those that the caller can fix, and internal errors.
 
-A `RequestError` is reported to its sender word for word, so its message names the field, its value, the rule and a
-way out. A `ConfigError` is the same for a configuration. Every other exception is a fault of ours: the sender reads
-"internal error (request ...)" and the log has the traceback. `BackendLost` is nobody's fault, and ends the process.
+A `RequestError` is reported to the client verbatim, so its message names the field, its value, the rule and a way out.
+A `ConfigError` is the same for a configuration. All other exceptions are internal errors: the client gets "internal
+error (request ...)", and the log has the traceback. `BackendLost` is not caused by a request; it ends the process.
 """
 
 
@@ -11,21 +11,22 @@ class RequestError(Exception):
 
 
 class UnknownName(RequestError):
-    """An id or name that nothing is known by (a 404 at the HTTP door)."""
+    """Unknown id or name (HTTP status 404)."""
 
 
 class StorageError(Exception):
-    """A stored file is missing, damaged or cannot be written. The message names the path and what is wrong with it."""
+    """A stored file is missing, damaged or cannot be written. The message has the path and the problem."""
 
 
 class BackendLost(Exception):
-    """The backend cannot go on, and no request is to blame: a worker is dead or late, a device has failed for good.
+    """The backend cannot continue, not because of a request: a worker died or timed out, or a device failed.
 
-    The message says which and why. Its process ends; a new one recovers from snapshots and the log.
+    The process exits, and a new one recovers from snapshots and the log.
 
     Args:
-        message: What is lost and why.
-        request_ids: What was being computed by what is lost, which may be the cause after all. None: all that runs.
+        message: The lost part of the backend and the reason.
+        request_ids: Requests that the lost part was computing, which may still be the cause. None: all running
+            requests.
     """
 
     def __init__(self, message: str, request_ids: tuple[str, ...] | None = None):
@@ -34,7 +35,7 @@ class BackendLost(Exception):
 
 
 class WrongWeights(Exception):
-    """A sample was drawn from other weights than those that it was asked of. The message names both."""
+    """A sample was generated with other weights than requested. The message names both."""
 
 
 class ConfigError(ValueError):

@@ -1,7 +1,7 @@
-"""The `tx` command: `tx train` fine-tunes a model on the JAX backend, with the trainer of `skyrl train sft` underneath.
+"""The `tx` command: `tx train` fine-tunes a model on the JAX backend, using the trainer of `skyrl train sft`.
 
-An option of `tx train` is a field of that trainer's configuration under a shorter name; any other field can be given
-behind the options, as `key.path=value`.
+Options of `tx train` are short names for fields of that trainer's configuration. Any other field can be set after the
+options, as `key.path=value`.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from skyrl.utils.files.object_store import is_url
 from skyrl.utils.subcommands import Command, print_version, run_program
 
 EXPORTS = "export"
-"""Folder of exports in --output-dir."""
+"""Name of the folder of exports in --output-dir."""
 
 
 def train(argv: Sequence[str]) -> int:
-    """fine-tune a model, all of it or a LoRA adapter (tx train --help)"""
+    """fine-tune a model, fully or with a LoRA adapter (tx train --help)"""
     parser = _parser()
     given = parser.parse_args(argv)
     if given.tp_size != 1:
@@ -93,11 +93,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _overrides(given: argparse.Namespace) -> Iterator[str]:
-    """Fields of the trainer's configuration."""
+    """Yield the fields of the trainer's configuration as `key.path=value`."""
     source = given.dataset if given.split is None else f"{given.dataset}:{given.split}"
     output = given.output_dir
     exports = f"{output.rstrip('/')}/{EXPORTS}" if is_url(output) else Path(output) / EXPORTS
-    # Of exports only the last one is asked for: there is one after the last step.
+    # Only the export after the last step is needed, so periodic exports are disabled.
     fields: dict[str, Any] = {
         "strategy": "jax",
         "model.path": given.model,
