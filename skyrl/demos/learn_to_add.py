@@ -173,7 +173,7 @@ def rl_options(settings: Settings, files: Files, model: Path) -> list[str]:
 
 
 async def warm_start(settings: Settings, files: Files) -> None:
-    """Train on the teacher's examples."""
+    """Fine-tune the model on the teacher's examples."""
     from transformers import AutoTokenizer
 
     from skyrl.train.config import SFTConfig, SkyRLTrainConfig

@@ -48,7 +48,7 @@ def _folders(config: EngineConfig) -> Iterable[Path]:
         url = make_url(config.database_url)
         if url.get_backend_name() == "sqlite" and url.database:
             yield Path(url.database).parent
-    except ArgumentError:  # refused when it is opened
+    except ArgumentError:  # opening the database reports this
         pass
     if config.external_inference_lora_base:
         yield Path(config.external_inference_lora_base)

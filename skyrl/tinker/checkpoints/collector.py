@@ -50,7 +50,7 @@ class Collector:
         refresh: Stores the latest heartbeats, before silent sessions are determined.
         heard_since: Time from which heartbeats could arrive.
         force: Remove unreferenced folders and surplus checkpoints without the safety limit of `guard`.
-        tell: Called with the reason why a round removes none of these, once, and again if their number changes.
+        tell: Called with the reason if the safety limit prevents their removal, and again if their number changes.
         sampled: Returns the time of the last sample of each version since `heard_since`. None: unknown, so no version
             counts as unused.
     """
@@ -68,7 +68,7 @@ class Collector:
         sampled: Callable[[], Mapping[str, float]] | None = None,
     ):
         self.refusal: str | None = None
-        """Reason why the last full round removed no unreferenced folders. None if it did not refuse."""
+        """Reason why the safety limit prevented removals in the last full round. None if it did not."""
         self._config = config
         self._database = database
         self._discard = discard

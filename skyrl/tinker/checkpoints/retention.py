@@ -60,7 +60,7 @@ FOLDERS = 10
 BATCH = 200
 """Maximum number of rows that one transaction deletes, so that other writers get their turn."""
 MANY_SAMPLERS = 1000
-"""Number of samplers of one session that are deleted in a separate transaction."""
+"""Maximum number of samplers of one session that one transaction deletes. Sessions with more need several."""
 BATCH_BYTES = 64 * 2**20
 """Maximum bytes of results or bodies that one transaction deletes, unless a single one is larger."""
 GONE = ("failed", "copy", "expired")

@@ -72,7 +72,7 @@ class FolderContents:
 async def tie(config: EngineConfig, database: Database) -> None:
     """Check that the folder and the database belong together.
 
-    Writes a common id if both are new, or are older than state ids.
+    Writes a common id if both are empty, or are older than state ids.
 
     Raises:
         RequestError: They do not belong together. The message says how to inspect and fix this.

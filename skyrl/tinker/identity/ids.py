@@ -95,7 +95,7 @@ def session_of_model(model: str) -> str:
 
 
 def session_of(run: str) -> str:
-    """Session of a model or a sampler."""
+    """Return the session of a model or a sampler."""
     return run.rsplit(":", 2)[0]
 
 
@@ -114,12 +114,12 @@ def check_name(field: str, name: str) -> None:
 
 
 def folder_of_model(model: str) -> str:
-    """Folder of all files of a model, relative to `checkpoints_base`."""
+    """Return the folder of all files of a model, relative to `checkpoints_base`."""
     return model.replace(":", "-")
 
 
 def folder(model: str, kind: CheckpointKind | Literal["ephemeral", "snapshots"], name: str) -> str:
-    """Folder of a model's checkpoint, relative to `checkpoints_base`, which may be moved.
+    """Return the folder of a model's checkpoint, relative to `checkpoints_base`, which may be moved.
 
     `name` ends in the seq_id of its save, so no two saves share a folder.
     """
@@ -162,5 +162,5 @@ Client = tuple[str, int]
 
 
 def client_of(key: tuple[str, int]) -> Client:
-    """Client that sent the sample with this (sampler id, seq_id)."""
+    """Return the client that sent the sample with this (sampler id, seq_id)."""
     return key[0], key[1] // CLIENT_BLOCK

@@ -182,7 +182,7 @@ class Requests:
         return "its turn"
 
     def shown(self, tenant: str) -> str:
-        """Display name of a tenant: that of its key, or a common name on a server without keys."""
+        """Return the display name of a tenant: the name of its key, or a common name on a server without keys."""
         return tenant if self._has_keys else EVERYBODY
 
 

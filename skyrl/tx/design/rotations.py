@@ -125,7 +125,7 @@ def _strength(factor: float, scale: float) -> float:
 
 
 def _yarn(request: _Request) -> tuple[np.ndarray, float]:
-    """Interpolation of slow pairs, extrapolation of fast ones (Peng et al. 2023, https://arxiv.org/abs/2309.00071)."""
+    """Interpolate slow pairs and extrapolate fast ones (Peng et al. 2023, https://arxiv.org/abs/2309.00071)."""
     parameters, width = request.parameters, request.width
     assert request.maximum is not None, "a configuration with a longest sequence"
     factor = float(parameters.get("factor") or request.maximum / request.original)

@@ -109,7 +109,7 @@ def _forward(blocks: Blocks, matrices: Matrices, group: Group) -> tuple[Products
 
 
 def _backward(saved: tuple[Blocks, Matrices, Group], gradient: Products) -> tuple[Blocks, Matrices, None]:
-    """Gradients of blocks, and gradients of matrices: outer products, summed in place over the blocks of a group."""
+    """Compute the gradients of blocks and matrices; those of matrices are summed in place over blocks of a group."""
     blocks, matrices, group = saved
 
     def of_block(inputs: tuple[Array, Array]) -> Array:

@@ -58,7 +58,7 @@ Scores = Float[Array, "batch kv_heads group queries keys"]
 Segments = Int[Array, "batch tokens"]
 Window = Int[Array, ""] | None
 Saved = tuple[Queries, Keys, Values, Segments, Any, Mixed, PerQuery]
-"""The window is an array of JAX, or of NumPy where it is a constant."""
+"""Residuals of the forward pass. The window is a JAX array, or a NumPy array if it is constant."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

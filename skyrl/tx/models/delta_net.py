@@ -27,7 +27,7 @@ class DeltaNetLayer(nnx.Module):
     """Gated DeltaNet layer."""
 
     def __init__(self, design: DeltaNet, shapes: dict[str, Any], eps: float, dtype: jnp.dtype, rngs: nnx.Rngs):
-        """Initialise with random weights. `eps` is the epsilon of the norm of head outputs."""
+        """Create the layer with random weights. `eps` is the epsilon of the norm of head outputs."""
         self.design = design
         self.in_proj_qkv = Linear(shapes["in_proj_qkv"], dtype, rngs)
         self.in_proj_z = Linear(shapes["in_proj_z"], dtype, rngs)

@@ -87,7 +87,7 @@ def make_model(
         names = ((param, name) for param in table if param.stored for _, name in param.stack.names(param.name))
         arrays = {name: _random(name, param, seed).astype(DTYPES[dtype]) for param, name in names}
         save_file(arrays, out / "model.safetensors", metadata={"format": "pt"})
-        (out / "model.safetensors").chmod((out / "config.json").stat().st_mode)  # the library makes it private
+        (out / "model.safetensors").chmod((out / "config.json").stat().st_mode)  # the library writes it with mode 0600
     return out
 
 
