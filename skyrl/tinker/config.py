@@ -76,7 +76,7 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
     base_model: str | None = None
-    """Model to serve: a Hugging Face hub id or a local folder. Default: a built-in tiny Qwen3."""
+    """Model to serve: a Hugging Face hub id or a local folder. Default: a tiny Qwen3 with random weights."""
 
     model_aliases: Names = ()
     """Additional names of the base model for clients, separated by commas."""
