@@ -255,7 +255,8 @@ def test_a_bad_environment_variable_is_named_as_it_was_set(capsys):
     assert "TX_PORT=many: give a whole number" in refusal(capsys, TX_PORT="many")
 
 
-def test_help_explains_every_option(capsys):
+def test_help_explains_every_option(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")  # at some other widths argparse breaks lines at the hyphens of words
     with pytest.raises(SystemExit):
         parsed("--help")
     text = " ".join(capsys.readouterr().out.split())
