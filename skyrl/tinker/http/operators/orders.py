@@ -23,7 +23,7 @@ PATIENCE_S = 5.0
 """Seconds that a command waits for its result."""
 
 
-class Obeyed(BaseModel):
+class CommandStatus(BaseModel):
     """Result of a command so far."""
 
     request_id: str
@@ -35,7 +35,7 @@ class Obeyed(BaseModel):
 
 
 @router.post("/operator/requests/{request_id}/cancel")
-async def cancel_request(queue: QueueDependency, request_id: str) -> Obeyed:
+async def cancel_request(queue: QueueDependency, request_id: str) -> CommandStatus:
     """Make a training request or a sample fail. A training request fails at its position in its model's order."""
     await queue.cancel(request_id)
     log.warning("request %s is cancelled by an operator", request_id)
@@ -43,7 +43,7 @@ async def cancel_request(queue: QueueDependency, request_id: str) -> Obeyed:
 
 
 @router.post("/operator/models/{model_id}/unload")
-async def unload_model(queue: QueueDependency, model_id: str) -> Obeyed:
+async def unload_model(queue: QueueDependency, model_id: str) -> CommandStatus:
     """Free a model's training state after all requests that have arrived, as an unload by its client does."""
     body = Body(strict_json.dumps({"model_id": model_id}), JSON)
     request_id = await queue.training.submit(OPERATIONS[UNLOAD], body, EVERYBODY)
@@ -59,10 +59,10 @@ async def _ended(queue: RequestQueue, request_id: str) -> Outcome | Unread | Non
     return outcome if isinstance(outcome, Answer | Failure | Lost | Unread) else None
 
 
-def _obeyed(request_id: str, outcome: Outcome | Unread | None) -> Obeyed:
+def _obeyed(request_id: str, outcome: Outcome | Unread | None) -> CommandStatus:
     if outcome is None:
-        return Obeyed(request_id=request_id, state="pending")
+        return CommandStatus(request_id=request_id, state="pending")
     if isinstance(outcome, Failure):
         cancelled = outcome.error == CANCELLED
-        return Obeyed(request_id=request_id, state="failed", cancelled=cancelled, error=outcome.error)
-    return Obeyed(request_id=request_id, state="failed" if isinstance(outcome, Lost) else "done")
+        return CommandStatus(request_id=request_id, state="failed", cancelled=cancelled, error=outcome.error)
+    return CommandStatus(request_id=request_id, state="failed" if isinstance(outcome, Lost) else "done")
