@@ -35,7 +35,7 @@ SHARING_DEFECTS = [
     Defect(
         "D6c",
         "a round looks through tables in the writer, where all others wait",
-        [Edit("skyrl/tinker/checkpoints/collector.py", "if not isinstance(job, Walk):", "if True:")],
+        [Edit("skyrl/tinker/checkpoints/collector.py", "if not isinstance(job, TableSweep):", "if True:")],
         ["tests/tinker/test_plans.py::test_the_writer_walks_through_nothing"],
     ),
     Defect(

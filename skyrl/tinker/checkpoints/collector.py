@@ -12,7 +12,7 @@ from skyrl.errors import StorageError
 from skyrl.tinker.checkpoints import retention, trash
 from skyrl.tinker.checkpoints.disk_budget import GIB, MIB, remove_empty_folders
 from skyrl.tinker.checkpoints.guard import Stake, at_stake, nameless_folders
-from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules, Walk
+from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules, TableSweep
 from skyrl.tinker.checkpoints.surplus import surplus_versions
 from skyrl.tinker.checkpoints.transfer.uploads import Stored, stored_uploads
 from skyrl.tinker.config import EngineConfig
@@ -29,7 +29,7 @@ Discard = Callable[[UnreferencedFiles], Awaitable[None]]
 Forget = Callable[[tuple[str, ...]], None]
 Refresh = Callable[[], Awaitable[None]]
 
-Job = Walk[Any] | Callable[..., list[Removal]]
+Job = TableSweep[Any] | Callable[..., list[Removal]]
 
 OFTEN = (*retention.OFTEN, surplus_versions)
 SELDOM_S = 3600
@@ -124,7 +124,7 @@ class Collector:
             return removals
 
     async def _carry_out(self, job: Job, rules: Rules, now: float) -> list[Removal]:
-        if not isinstance(job, Walk):
+        if not isinstance(job, TableSweep):
             return await self._database.write(partial(job, rules=rules, now=now))
         found = await self._database.read(lambda session: job.find(session, rules, now))
         return await self._database.write(lambda session: job.remove(session, rules, now, found)) if found else []

@@ -1,9 +1,9 @@
 """Retention jobs. Each deletes expired rows and returns the files to delete with them.
 
-Jobs run in the database's writer. Full scans run in a reader first (`Walk`), so that they do not block writes. Rows are
-deleted first, and files after the commit: a kill in between leaves unreferenced files, which `orphans` finds, but never
-a row without files. A dry run executes the same jobs and rolls them back. Data that the revival of a model needs is
-kept regardless of its age.
+Jobs run in the database's writer. Full scans run in a reader first (`TableSweep`), so that they do not block writes.
+Rows are deleted first, and files after the commit: a kill in between leaves unreferenced files, which `orphans` finds,
+but never a row without files. A dry run executes the same jobs and rolls them back. Data that the revival of a model
+needs is kept regardless of its age.
 """
 
 import logging
@@ -96,7 +96,7 @@ class Removal:
 
 
 @dataclass(frozen=True)
-class Walk(Generic[Found]):
+class TableSweep(Generic[Found]):
     """A job that scans a table: a reader finds candidates, and the writer checks them again and removes them."""
 
     find: Callable[[Session, Rules, float], Sequence[Found]]
@@ -158,7 +158,7 @@ def _empty_bodies(session: Session, rules: Rules, now: float, found: Sequence[st
     return [Removal(f"{len(ids)} bodies of finished requests", total)] if ids else []
 
 
-bodies = Walk(_find_bodies, _empty_bodies)
+bodies = TableSweep(_find_bodies, _empty_bodies)
 
 
 def _up_to_batch_bytes(sized: Iterable[tuple[str, int]]) -> tuple[list[str], int]:
@@ -183,7 +183,7 @@ def _remove_expired(session: Session, rules: Rules, now: float, found: Sequence[
     return _unnamed(session, rules, session.exec(over).all(), "expired checkpoint")
 
 
-expired_checkpoints = Walk(_find_expired, _remove_expired)
+expired_checkpoints = TableSweep(_find_expired, _remove_expired)
 """Removes checkpoints whose time to live has passed."""
 
 
@@ -223,7 +223,7 @@ def _remove_surplus(session: Session, rules: Rules, now: float, crowded: Sequenc
     return _unnamed(session, rules, _beyond(session, rules, crowded), what)
 
 
-surplus_checkpoints = Walk(_find_surplus, _remove_surplus)
+surplus_checkpoints = TableSweep(_find_surplus, _remove_surplus)
 """Removes all but the newest `keep_last_checkpoints` per model and kind. Public checkpoints stay and do not count."""
 
 
@@ -266,7 +266,7 @@ def _forget_ended_versions(session: Session, rules: Rules, now: float, found: Se
     return removals
 
 
-ended_versions = Walk(_find_ended_versions, _forget_ended_versions)
+ended_versions = TableSweep(_find_ended_versions, _forget_ended_versions)
 
 
 def _overwritten(rules: Rules, now: float) -> Any:
@@ -295,7 +295,7 @@ def _forget_overwritten(session: Session, rules: Rules, now: float, found: Seque
     return [forget_version(session, version, folder, 0) for version, folder in still if folder not in needed]
 
 
-overwritten_checkpoints = Walk(_find_overwritten, _forget_overwritten)
+overwritten_checkpoints = TableSweep(_find_overwritten, _forget_overwritten)
 
 
 def older_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
@@ -373,7 +373,7 @@ def _forget_snapshots(session: Session, rules: Rules, now: float, found: Sequenc
     return removals
 
 
-snapshots = Walk(_find_ended_models, _forget_snapshots)
+snapshots = TableSweep(_find_ended_models, _forget_snapshots)
 
 
 def _unwritten() -> ColumnElement[bool]:

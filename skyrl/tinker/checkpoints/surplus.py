@@ -12,7 +12,7 @@ from sqlalchemy import func, or_
 from sqlmodel import Session, col, select
 
 from skyrl.tinker.checkpoints.disk_budget import GIB
-from skyrl.tinker.checkpoints.retention import BATCH, Removal, Rules, Walk, forget_version
+from skyrl.tinker.checkpoints.retention import BATCH, Removal, Rules, TableSweep, forget_version
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.tables import ModelRow, SamplerRow, VersionRow
 
@@ -48,7 +48,7 @@ def _remove(session: Session, rules: Rules, now: float, crowded: Sequence[str]) 
     return removals
 
 
-surplus_versions = Walk(_crowded, _remove)
+surplus_versions = TableSweep(_crowded, _remove)
 
 
 def _going(session: Session, model_id: str, rules: Rules, now: float) -> Iterator[tuple[VersionRow, str]]:
