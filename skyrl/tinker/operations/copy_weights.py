@@ -16,7 +16,7 @@ from skyrl.tinker.identity import ids
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import TinkerPath
 from skyrl.tinker.operations.checkpoint_access import readable_checkpoint
-from skyrl.tinker.operations.held_checkpoints import Place, earlier, path_of, record
+from skyrl.tinker.operations.held_checkpoints import RunPosition, earlier, path_of, record
 from skyrl.tinker.wire import management_schemas as rest
 from skyrl.utils.files.stored_folders import copy_stored, remove_stored
 
@@ -57,20 +57,20 @@ async def copy_checkpoint(
 
 async def _place(
     service: Service, caller: Caller, request: rest.CopyWeightsRequest, idempotency_key: str | None
-) -> Place:
+) -> RunPosition:
     if request.session_id is not None and request.model_seq_id is not None:
         row = await service.directory.session(request.session_id, caller)
         if row.finished_at is not None:
             raise RequestError(f"session {request.session_id} is finished; start a new ServiceClient")
         request_id = f"{KIND}-{ids.model_id(request.session_id, request.model_seq_id)}"
-        return Place(request.session_id, request.model_seq_id, row.tenant, request_id, new_session=False)
+        return RunPosition(request.session_id, request.model_seq_id, row.tenant, request_id, new_session=False)
     session_id = ids.new_session_id()
     key = f"{caller.name}\0{idempotency_key}" if idempotency_key else session_id
     request_id = f"{KIND}-{hashlib.sha256(key.encode()).hexdigest()}"
-    return Place(session_id, 0, caller.tenant_of(session_id), request_id, True, request.destination_project_id)
+    return RunPosition(session_id, 0, caller.tenant_of(session_id), request_id, True, request.destination_project_id)
 
 
-def _copy_of(source: CheckpointRow, place: Place, ttl_seconds: int | None) -> CheckpointRow:
+def _copy_of(source: CheckpointRow, place: RunPosition, ttl_seconds: int | None) -> CheckpointRow:
     path = path_of(source)
     assert path.kind is not None
     return CheckpointRow(
@@ -89,7 +89,7 @@ def _copy_of(source: CheckpointRow, place: Place, ttl_seconds: int | None) -> Ch
     )
 
 
-def _record(session: Session, place: Place, source: CheckpointRow, copy: CheckpointRow, by: str) -> None:
+def _record(session: Session, place: RunPosition, source: CheckpointRow, copy: CheckpointRow, by: str) -> None:
     """Store the run and the name of a copy that is on disk.
 
     Raises `RequestError` if its position was taken meanwhile.

@@ -21,7 +21,7 @@ from skyrl.tinker.wire import strict_json
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPosition:
     """Position of a run that holds a checkpoint."""
 
     session_id: str
@@ -48,7 +48,7 @@ class Place:
         return ids.folder(self.model_id, kind, f"{name}@0")
 
 
-def earlier(session: Session, place: Place) -> TinkerPath | None:
+def earlier(session: Session, place: RunPosition) -> TinkerPath | None:
     """Return the checkpoint of an earlier equal request. Raises `RequestError` if something else has its position."""
     row = session.get(RequestRow, place.request_id)
     if row is not None:
@@ -62,7 +62,7 @@ def earlier(session: Session, place: Place) -> TinkerPath | None:
     return None
 
 
-def record(session: Session, kind: str, place: Place, held: CheckpointRow, by: str) -> None:
+def record(session: Session, kind: str, place: RunPosition, held: CheckpointRow, by: str) -> None:
     """Store the run and the name of a checkpoint that is on disk. Raises `RequestError` if its position was taken
     meanwhile.
 

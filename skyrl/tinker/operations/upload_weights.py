@@ -25,7 +25,7 @@ from skyrl.tinker.identity import ids
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import TinkerPath
 from skyrl.tinker.identity.tokens import BadToken
-from skyrl.tinker.operations.held_checkpoints import Place, earlier, path_of, record
+from skyrl.tinker.operations.held_checkpoints import RunPosition, earlier, path_of, record
 from skyrl.tinker.operations.models import check_rank
 from skyrl.tinker.wire import management_schemas as rest
 from skyrl.tinker.wire.json_numbers import parse_short
@@ -143,7 +143,7 @@ async def finish_upload(service: Service, caller: Caller, upload_id: str) -> Tin
     upload = upload_of(claims)
     session_id = ids.new_session_id()
     tenant = caller.tenant_of(session_id)
-    place = Place(session_id, 0, tenant, _request_id(upload), new_session=True, project_id=claims["project"])
+    place = RunPosition(session_id, 0, tenant, _request_id(upload), new_session=True, project_id=claims["project"])
     async with service.uploads.turn_to_import(caller.sharer):  # of two equal requests the second finds the first
         before = await service.database.read(lambda session: earlier(session, place))
         if before is not None:
