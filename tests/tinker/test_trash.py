@@ -11,7 +11,7 @@ import pytest
 
 from skyrl import cli
 from skyrl.tinker.checkpoints.disk_budget import MIB
-from skyrl.tinker.checkpoints.guard import Stake
+from skyrl.tinker.checkpoints.guard import RemovalPlan
 from tests.tinker.harness import wait_until_ready
 from tests.tinker.test_retention import DAY_S, LONG_AGO, Server, folder_of, folders
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_is_loaded_again_after_it_was_moved_back_and_adopted(tmp_pa
     ],
 )
 def test_more_than_ten_folders_and_more_than_a_fifth_are_too_much(nameless, surplus, total, too_much):
-    assert Stake(nameless, surplus, total).too_much == too_much
+    assert RemovalPlan(nameless, surplus, total).too_much == too_much
 
 
 def nameless(server: Server, count: int) -> None:

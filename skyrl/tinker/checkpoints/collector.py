@@ -11,7 +11,7 @@ from typing import Any
 from skyrl.errors import StorageError
 from skyrl.tinker.checkpoints import retention, trash
 from skyrl.tinker.checkpoints.disk_budget import GIB, MIB, remove_empty_folders
-from skyrl.tinker.checkpoints.guard import Stake, at_stake, nameless_folders
+from skyrl.tinker.checkpoints.guard import RemovalPlan, at_stake, nameless_folders
 from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules, TableSweep
 from skyrl.tinker.checkpoints.surplus import surplus_versions
 from skyrl.tinker.checkpoints.transfer.uploads import Stored, stored_uploads
@@ -77,7 +77,7 @@ class Collector:
         self._rules = Rules(config, heard_since)
         self._force = force
         self._tell = tell
-        self._refused: Stake | None = None
+        self._refused: RemovalPlan | None = None
         self._sampled = sampled
         self._seldom_at = 0.0
         self._last_round = time.time()

@@ -24,7 +24,7 @@ SHARE = 0.2
 
 
 @dataclass(frozen=True)
-class Stake:
+class RemovalPlan:
     """Numbers of folders and checkpoints that a round would remove."""
 
     nameless: int
@@ -50,7 +50,7 @@ class Stake:
         )
 
 
-def at_stake(config: EngineConfig, database: Database, rules: Rules, first: bool) -> Stake:
+def at_stake(config: EngineConfig, database: Database, rules: Rules, first: bool) -> RemovalPlan:
     """Compute the stake of a round.
 
     Surplus checkpoints count only in the `first` round: later ones become surplus one at a time, with each save.
@@ -62,7 +62,7 @@ def at_stake(config: EngineConfig, database: Database, rules: Rules, first: bool
         there = saved_folders(config.checkpoints_folder, config.checkpoints_bucket)
     except StorageError:  # the total is smaller then, so the limit is stricter
         there = saved_folders(config.checkpoints_folder)
-    return Stake(_kept(whole), surplus, _kept(there))
+    return RemovalPlan(_kept(whole), surplus, _kept(there))
 
 
 def _kept(names: Collection[str]) -> int:
