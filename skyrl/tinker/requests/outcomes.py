@@ -24,7 +24,7 @@ from skyrl.tinker.database.database import Job
 from skyrl.tinker.database.decisions import Decisions
 from skyrl.tinker.database.ledger import charges
 from skyrl.tinker.database.log import replay_log, request_log
-from skyrl.tinker.database.log.request_log import Forgotten
+from skyrl.tinker.database.log.request_log import ExpiredResult
 from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.retrying_writer import RetryingWriter, Stopped
 from skyrl.tinker.database.tables import DONE, ModelRow
@@ -243,7 +243,7 @@ class _Once:
     def __call__(self, session: Session) -> tuple[Outcome, UnreferencedFiles | None]:
         if self.tried:
             _, outcome = request_log.outcome_of(session, self.request_id)
-            if not isinstance(outcome, Lost | Forgotten):
+            if not isinstance(outcome, Lost | ExpiredResult):
                 return outcome, None
         self.tried = True
         return self.job(session)

@@ -9,7 +9,7 @@ from typing import Literal
 from skyrl.tinker.checkpoints.retention import ENDED_AFTER_S
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.log import request_log
-from skyrl.tinker.database.log.request_log import Forgotten, Unread
+from skyrl.tinker.database.log.request_log import ExpiredResult, Unread
 from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.identity.callers import Caller
@@ -101,7 +101,7 @@ class RequestQueue:
         )
         if not caller.may_touch(tenant):
             raise request_log.unknown_request(request_id)
-        return self._result_is_gone(request_id) if isinstance(outcome, Forgotten) else outcome
+        return self._result_is_gone(request_id) if isinstance(outcome, ExpiredResult) else outcome
 
     def handed_out(self, request_id: str) -> None:
         """Record that the answer of a request is sent to its client."""

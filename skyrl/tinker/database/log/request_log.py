@@ -193,7 +193,7 @@ def _result_values(request_id: str, body: bytes, media_type: str, finished_at: f
 
 
 @dataclass(frozen=True)
-class Forgotten:
+class ExpiredResult:
     """The request was done, but its result was removed."""
 
 
@@ -204,13 +204,13 @@ class Unread:
     size: int
 
 
-def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | Forgotten]:
+def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | ExpiredResult]:
     """(tenant, outcome) of a logged request that is no longer pending. Raises `UnknownName` if it is not in the log."""
     tenant, outcome = small_outcome_of(session, request_id)
-    return tenant, result_of(session, request_id) or Forgotten() if isinstance(outcome, Unread) else outcome
+    return tenant, result_of(session, request_id) or ExpiredResult() if isinstance(outcome, Unread) else outcome
 
 
-def small_outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | Forgotten | Unread]:
+def small_outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | ExpiredResult | Unread]:
     """(tenant, outcome) as `outcome_of`, with `Unread` instead of a result of more than `LARGE_BYTES`."""
     size = _RESULTS.c.size_bytes
     asked = (_REQUESTS.c.tenant, size, case((size <= LARGE_BYTES, _RESULTS.c.body)), _RESULTS.c.media_type)
@@ -227,7 +227,7 @@ def small_outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | 
         return tenant, Unread(size)
     if error is not None:
         return tenant, Failure(error, "user" if category == "user" else "server")
-    return tenant, Forgotten() if status == "done" else Lost()
+    return tenant, ExpiredResult() if status == "done" else Lost()
 
 
 def result_of(session: Session, request_id: str) -> Answer | None:
