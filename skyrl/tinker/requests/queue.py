@@ -9,7 +9,7 @@ from typing import Literal
 from skyrl.tinker.checkpoints.retention import ENDED_AFTER_S
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.log import request_log
-from skyrl.tinker.database.log.request_log import ExpiredResult, Unread
+from skyrl.tinker.database.log.request_log import ExpiredResult, LargeResult
 from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.identity.callers import Caller
@@ -78,10 +78,10 @@ class RequestQueue:
         await self.samples.drain()
         await self.training.drain()
 
-    async def outcome(self, request_id: str, caller: Caller) -> Outcome | Unread | TryAgain:
+    async def outcome(self, request_id: str, caller: Caller) -> Outcome | LargeResult | TryAgain:
         """Return the outcome of a request, after waiting up to one long poll.
 
-        Returns `Unread` for a large stored result, which `read` loads.
+        Returns `LargeResult` for a large stored result, which `read` loads.
 
         Raises:
             UnknownName: There is no training request with this id.

@@ -198,7 +198,7 @@ class ExpiredResult:
 
 
 @dataclass(frozen=True)
-class Unread:
+class LargeResult:
     """The request has a large result, which `result_of` reads."""
 
     size: int
@@ -207,11 +207,11 @@ class Unread:
 def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | ExpiredResult]:
     """(tenant, outcome) of a logged request that is no longer pending. Raises `UnknownName` if it is not in the log."""
     tenant, outcome = small_outcome_of(session, request_id)
-    return tenant, result_of(session, request_id) or ExpiredResult() if isinstance(outcome, Unread) else outcome
+    return tenant, result_of(session, request_id) or ExpiredResult() if isinstance(outcome, LargeResult) else outcome
 
 
-def small_outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | ExpiredResult | Unread]:
-    """(tenant, outcome) as `outcome_of`, with `Unread` instead of a result of more than `LARGE_BYTES`."""
+def small_outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | ExpiredResult | LargeResult]:
+    """(tenant, outcome) as `outcome_of`, with `LargeResult` instead of a result of more than `LARGE_BYTES`."""
     size = _RESULTS.c.size_bytes
     asked = (_REQUESTS.c.tenant, size, case((size <= LARGE_BYTES, _RESULTS.c.body)), _RESULTS.c.media_type)
     told = (_REQUESTS.c.error, _REQUESTS.c.category, _REQUESTS.c.status)
@@ -224,7 +224,7 @@ def small_outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | 
     if result is not None:
         return tenant, Answer(result, result_type)
     if size is not None:
-        return tenant, Unread(size)
+        return tenant, LargeResult(size)
     if error is not None:
         return tenant, Failure(error, "user" if category == "user" else "server")
     return tenant, ExpiredResult() if status == "done" else Lost()

@@ -6,7 +6,7 @@ from typing import Literal
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 
-from skyrl.tinker.database.log.request_log import UNLOAD, Unread
+from skyrl.tinker.database.log.request_log import UNLOAD, LargeResult
 from skyrl.tinker.http.routes.dependencies import QueueDependency, operator
 from skyrl.tinker.identity.callers import EVERYBODY
 from skyrl.tinker.operations.table import OPERATIONS
@@ -51,15 +51,15 @@ async def unload_model(queue: QueueDependency, model_id: str) -> CommandStatus:
     return _obeyed(request_id, await _ended(queue, request_id))
 
 
-async def _ended(queue: RequestQueue, request_id: str) -> Outcome | Unread | None:
+async def _ended(queue: RequestQueue, request_id: str) -> Outcome | LargeResult | None:
     future = queue.futures.get(request_id)
     if future is not None:
         return await future.wait(PATIENCE_S)
     outcome = await queue.outcome(request_id, EVERYBODY)  # it ended long ago
-    return outcome if isinstance(outcome, Answer | Failure | Lost | Unread) else None
+    return outcome if isinstance(outcome, Answer | Failure | Lost | LargeResult) else None
 
 
-def _obeyed(request_id: str, outcome: Outcome | Unread | None) -> CommandStatus:
+def _obeyed(request_id: str, outcome: Outcome | LargeResult | None) -> CommandStatus:
     if outcome is None:
         return CommandStatus(request_id=request_id, state="pending")
     if isinstance(outcome, Failure):

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from skyrl.algorithms.checks.requests import MAX_NUM_SAMPLES
 from skyrl.tinker.database.answers import sent
-from skyrl.tinker.database.log.request_log import Unread
+from skyrl.tinker.database.log.request_log import LargeResult
 from skyrl.tinker.http.errors import error_response
 from skyrl.tinker.http.routes.dependencies import (
     AnswerRoomDependency,
@@ -76,11 +76,11 @@ async def retrieve_future(
     """Return the result of a queued request, after waiting up to one long poll."""
     as_it_is = PROTOBUF in request.headers.get("accept", "")
     outcome = await queue.outcome(body.request_id, caller)
-    if isinstance(outcome, Answer | Unread):
+    if isinstance(outcome, Answer | LargeResult):
         if body.allow_metadata_only and outcome.size > MAX_INLINE_BYTES:
             return _json(schemas.MetadataResponse(response_payload_size=outcome.size))
         room.grow_to(outcome.size * (1 if as_it_is else JSON_COPIES))
-        if isinstance(outcome, Unread):
+        if isinstance(outcome, LargeResult):
             outcome = await queue.read(body.request_id, outcome.size, caller)
     match outcome:
         case Answer(body=data, media_type=media_type):
