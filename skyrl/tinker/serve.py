@@ -25,7 +25,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.config import EngineConfig, url_of, without_password
 from skyrl.tinker.http.app import create_app
 from skyrl.tinker.http.connections import Connection
-from skyrl.tinker.http.doorstep import Doorstep
+from skyrl.tinker.http.startup_gate import StartupGate
 from skyrl.tinker.processes.engine_process import EngineProcess
 from skyrl.tinker.processes.engine_supervisor import EngineSupervisor
 from skyrl.tinker.processes.launcher_link import BACKLOG, LauncherLink, fail
@@ -70,9 +70,9 @@ async def _serve(
 ) -> int:
     app = create_app(config, partial(EngineSupervisor, first=engine, again=link.again))
     server: TinkerServer = app.state.server
-    door = Doorstep(app, config.long_poll_s)
+    gate = StartupGate(app, config.long_poll_s)
     options = uvicorn.Config(
-        door,
+        gate,
         http=Connection,
         ws="none",
         proxy_headers=False,  # otherwise a client without a key could forge its address
@@ -83,13 +83,13 @@ async def _serve(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(OPEN_REQUESTS * config.shutdown_timeout_sec),
     )
-    http = _HttpServer(options, server, door, partial(_leave, config.shutdown_timeout_sec + LAST_S, link))
+    http = _HttpServer(options, server, gate, partial(_leave, config.shutdown_timeout_sec + LAST_S, link))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, http.end)
     link.watch(http.end)
     link.greet(listener if link.listener is None else None)
     with listener:
-        life = asyncio.create_task(_live(server, door, http, _url(listener), link))
+        life = asyncio.create_task(_live(server, gate, http, _url(listener), link))
         life.add_done_callback(http.nothing_to_serve)
         try:
             await http.serve(sockets=[listener])
@@ -109,32 +109,32 @@ async def _serve(
     return 0
 
 
-async def _live(server: TinkerServer, door: Doorstep, http: "_HttpServer", url: str, link: LauncherLink) -> None:
-    """Start the server's parts while `Doorstep` answers, then announce the address.
+async def _live(server: TinkerServer, gate: StartupGate, http: "_HttpServer", url: str, link: LauncherLink) -> None:
+    """Start the server's parts while `StartupGate` answers, then announce the address.
 
     Returns if no engine can be started.
     """
     try:
         await server.start(again=link.again)
     finally:
-        door.turn_away()
+        gate.turn_away()
     # All objects loaded so far are permanent; scanning them in each collection would block all answers for 0.2 s.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTIONS)
-    door.let_in()
+    gate.let_in()
     await _announce(server, url, http, link)
 
 
 class _HttpServer(uvicorn.Server):
     """uvicorn server that stops on command and then ends long polls immediately."""
 
-    def __init__(self, config: uvicorn.Config, server: TinkerServer, door: Doorstep, leave: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, server: TinkerServer, gate: StartupGate, leave: Callable[[], None]):
         super().__init__(config)
         self.told = False
         """True after the command to stop."""
         self._server = server
-        self._door = door
+        self._gate = gate
         self._leave = leave
 
     @contextlib.contextmanager
@@ -151,7 +151,7 @@ class _HttpServer(uvicorn.Server):
             log.info("stopping")
             self._leave()
         self.told = self.should_exit = True
-        self._door.turn_away()
+        self._gate.turn_away()
         self.force_exit |= at_once
         self._server.release_waiters(at_once)
 

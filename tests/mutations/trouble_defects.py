@@ -75,7 +75,7 @@ TROUBLE_DEFECTS = [
     Defect(
         "D5d",
         "a server that waits for its database answers no probe",
-        [Edit("skyrl/tinker/http/doorstep.py", ' and scope["path"] != LIVEZ:', ":")],
+        [Edit("skyrl/tinker/http/startup_gate.py", ' and scope["path"] != LIVEZ:', ":")],
         [TROUBLE + "test_a_server_that_is_started_again_and_waits_for_its_database_is_alive_and_not_ready"],
     ),
     Defect(

@@ -15,7 +15,7 @@ from skyrl.tinker.http.operators.probes import LIVEZ, READYZ, unready
 REASON = "the server is starting: its database and its folder are not open yet; its log says why"
 
 
-class Doorstep:
+class StartupGate:
     """ASGI wrapper of `app`, which gets no requests before `let_in`. The liveness probe is answered here.
 
     Args:
