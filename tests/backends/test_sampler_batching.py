@@ -199,8 +199,8 @@ def test_tokens_are_compared_a_few_times_however_many_prompts_are_read_together(
         compared += min(len(a), len(b))
         return common_prefix(a, b)
 
-    for module in ("prefill", "reads"):
-        monkeypatch.setattr(f"skyrl.backends.common.sampling.{module}.common_prefix", counting, raising=False)
+    for module in ("page_table", "sampling.prefill_queue"):
+        monkeypatch.setattr(f"skyrl.backends.common.{module}.common_prefix", counting)
     sampler = rig.make_sampler(max_rows=32)
     asked = [request(prompt_of(300, seed % 3) + [seed] * 300, "v0", max_tokens=1) for seed in range(24)]
     assert sorted(map(hits, run(sampler, *asked))) == [0] * 3 + [300] * 21
