@@ -1,6 +1,7 @@
 """A bucket that refuses, is slow or goes away: saves say so, nothing that was acknowledged is lost, nothing is half."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,23 @@ def test_a_server_that_is_killed_while_the_store_hangs_saves_after_its_restart(
         assert server.result(request)["path"] == f"tinker://{model}/weights/a"
         assert len(manifests(store)) == 1
         server.end(signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_a_minute_of_503_and_slow_answers_loses_nothing(tmp_path, bucket, store, s3_proxy: Proxy):
+    with server_of(tmp_path, bucket) as server:
+        wait_until_ready(server)
+        models = [server.model() for _ in range(3)]
+        begun = time.monotonic()
+        s3_proxy.trouble = lambda method, path: "refuse" if time.monotonic() < begun + 60 else 2.0
+        saves = [submit_save(server, model, 1, "a") for model in models]
+        for model in models:
+            server.train(model, 2)
+        while any(server.poll(request).status_code == 408 for request in saves):
+            pass
+        paths = [server.result(request)["path"] for request in saves]
+        s3_proxy.trouble = lambda method, path: None
+        assert [listed(server, path) is not None for path in paths] == [True] * 3
+        assert len(manifests(store)) == 3
+        for path in paths:
+            server.result(load_as_new(server, path))
