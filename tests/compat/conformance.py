@@ -152,7 +152,7 @@ class Checks:
 
     @check
     def train(self) -> None:
-        """The loss falls, and to the same value with every SDK."""
+        """The loss decreases, and reaches the same value with every SDK."""
         names = [model.model_name for model in settle(self.service.get_server_capabilities()).supported_models]
         assert self.base_model in names, names
         self.trainer = self.new_trainer(user_metadata={"run": "matrix"})
@@ -163,7 +163,7 @@ class Checks:
 
     @check
     def chunks(self) -> None:
-        """Data that the SDK splits into several requests count as the sum, whatever order they arrive in."""
+        """Data that the SDK splits into several requests give the summed gradients, in any order of arrival."""
         base = [sequence(5, seed=100 + i) for i in range(BASE_CHUNK)]
         together, split = self.new_trainer(), self.new_trainer()
         whole = step(together, [supervised(tokens, REPEATS) for tokens in base])
@@ -176,7 +176,7 @@ class Checks:
 
     @check
     def custom_loss(self) -> None:
-        """A loss of the user's own has the value and the gradients of the built-in one it spells out."""
+        """A custom loss that implements a built-in loss has the same value and gradients."""
         built_in, custom = self.new_trainer(), self.new_trainer()
         old, advantages = score(built_in) - 0.1, np.linspace(-1, 2, len(TAUGHT) - 1)
         data = [datum(TAUGHT, logprobs=old, advantages=advantages)]
@@ -199,7 +199,7 @@ class Checks:
 
     @check
     def losses(self) -> None:
-        """The losses for reinforcement learning, with their configuration."""
+        """The RL losses work with their configuration."""
         trainer = self.new_trainer()
         old, advantages = score(trainer) - 0.3, np.linspace(-1, 1, len(TAUGHT) - 1)
         data = [datum(TAUGHT, logprobs=old, advantages=advantages)]
@@ -212,7 +212,7 @@ class Checks:
 
     @check
     def forward(self) -> None:
-        """A forward pass gives the log-probabilities and leaves no gradient."""
+        """A forward pass returns log-probabilities and adds no gradient."""
         trainer = self.new_trainer()
         before = score(trainer)
         settle(trainer.optim_step(ADAM))
@@ -222,7 +222,7 @@ class Checks:
 
     @check
     def save(self) -> None:
-        """Saves return paths, and a taken name is refused unless it is to be overwritten."""
+        """Saves return paths. A name in use is rejected unless overwriting is requested."""
         model = settle(self.trainer.get_info()).model_id
         self.state = settle(self.trainer.save_state("one")).path
         self.version = settle(self.trainer.save_weights_for_sampler("one")).path
@@ -234,7 +234,7 @@ class Checks:
 
     @check
     def resume(self) -> None:
-        """A run that is resumed in another session takes the step that it would have taken uninterrupted."""
+        """A run resumed in another session takes the same step as an uninterrupted run."""
         resumed = settle(self.connect().create_training_client_from_state_with_optimizer(self.state))
         close(score(resumed), score(self.trainer), 1e-6)
         for trainer in (resumed, self.trainer):
@@ -244,7 +244,7 @@ class Checks:
 
     @check
     def resume_weights(self) -> None:
-        """Resuming the weights alone starts the optimizer anew."""
+        """Resuming only the weights resets the optimizer."""
         settle(method(self.trainer, "load_state_with_optimizer")(self.state))
         resumed = settle(self.service.create_training_client_from_state(self.state))
         close(score(resumed), score(self.trainer), 1e-6)
@@ -255,7 +255,7 @@ class Checks:
 
     @check
     def load(self) -> None:
-        """Loading a state into a model brings its weights back, with the optimizer's state or without."""
+        """Loading a state into a model restores its weights, with or without the optimizer state."""
         fresh = self.new_trainer(seed=8)
         settle(fresh.load_state(self.state))
         settle(self.trainer.load_state_with_optimizer(self.state))
@@ -263,7 +263,7 @@ class Checks:
 
     @check
     def resume_modules(self) -> None:
-        """A run with some modules left out resumes with the same ones left out."""
+        """A run that does not train some modules resumes without these modules."""
         trainer = self.new_trainer(train_mlp=False, train_unembed=False)
         step(trainer, [supervised(TAUGHT)])
         path = settle(trainer.save_state("modules")).path
@@ -274,14 +274,14 @@ class Checks:
 
     @check
     def tokenizer(self) -> Any:
-        """The clients find the tokenizer of the served model."""
+        """Clients find the tokenizer of the served model."""
         tokenizer = settle(self.trainer.get_tokenizer())
         assert tokenizer.decode(tokenizer.encode("a tokenizer")) == "a tokenizer"
         return tokenizer
 
     @check
     def sampling(self) -> None:
-        """Greedy tokens, stops, several samples and seeds."""
+        """Greedy sampling, stop tokens, several samples and seeds work."""
         sampler = self.sampler_of(self.version)
         tokens = greedy(sampler)
         assert len(tokens) == 8
@@ -302,7 +302,7 @@ class Checks:
 
     @check
     def stop_strings(self) -> None:
-        """A text stop ends the sample with the token that completes it."""
+        """A sample ends with the token that completes a stop string."""
         sampler = self.sampler_of(self.version)
         tokens = greedy(sampler)
         piece = next(token for token in tokens[1:] if 33 <= token < 90)
@@ -311,7 +311,7 @@ class Checks:
 
     @check
     def logprobs(self) -> None:
-        """The sampler's log-probabilities are the trainer's."""
+        """The sampler's log-probabilities equal the trainer's."""
         settle(self.trainer.load_state_with_optimizer(self.state))
         found = settle(self.sampler_of(self.version).compute_logprobs(text(TAUGHT)))
         assert len(found) == len(TAUGHT) and found[0] is None, found
@@ -320,7 +320,7 @@ class Checks:
 
     @check
     def prompt_topk(self) -> None:
-        """The likeliest tokens at each place of a prompt, in order, in agreement with its log-probabilities."""
+        """The most likely tokens at each prompt position are sorted and agree with the prompt's log-probabilities."""
         sampler = self.sampler_of(self.version)
         needs(sampler.sample, "topk_prompt_logprobs")
         params = tinker.SamplingParams(max_tokens=1, temperature=0.0)
@@ -335,7 +335,7 @@ class Checks:
 
     @check
     def topk_sample(self) -> None:
-        """The likeliest tokens at each sampled place; greedy decoding took the first."""
+        """The most likely tokens at each sampled position start with the token of greedy decoding."""
         sampler = self.sampler_of(self.version)
         needs(sampler.sample, "topk_sample_logprobs")
         params = tinker.SamplingParams(max_tokens=4, temperature=0.0, stop=[])
@@ -346,7 +346,7 @@ class Checks:
 
     @check
     def target_logprobs(self) -> None:
-        """Log-probabilities of tokens of the caller's choice at each place of a prompt."""
+        """The server returns log-probabilities of given tokens at each prompt position."""
         sampler = self.sampler_of(self.version)
         needs(sampler.sample, "target_prompt_logprobs")
         targets = np.asarray([[token, -1] for token in TAUGHT[1:]], np.int64)
@@ -361,7 +361,7 @@ class Checks:
 
     @check
     def alternatives(self) -> None:
-        """Alternative tokens drawn for each place of a prompt, the same with a seed, with their log-probabilities."""
+        """Alternative tokens at each prompt position have log-probabilities and are reproducible with a seed."""
         sampler = self.sampler_of(self.version)
         needs(sampler.sample, "prompt_alt_tokens_k")
         params = tinker.SamplingParams(max_tokens=1, seed=5)
@@ -378,7 +378,7 @@ class Checks:
 
     @check
     def last_logprobs(self) -> None:
-        """Only the last prompt tokens are scored where no more is asked for."""
+        """The server scores only the last prompt tokens if the request limits scoring to these."""
         sampler = self.sampler_of(self.version)
         needs(sampler.compute_logprobs, "prompt_logprobs_last_n")
         whole = settle(sampler.compute_logprobs(text(TAUGHT)))
@@ -388,7 +388,7 @@ class Checks:
 
     @check
     def ephemeral(self) -> None:
-        """A sampler of the current weights stays as it is while training goes on."""
+        """A sampler of the current weights does not change during further training."""
         sampler = settle(self.trainer.save_weights_and_get_sampling_client())
         before = greedy(sampler)
         for _ in range(8):
@@ -398,7 +398,7 @@ class Checks:
 
     @check
     def inflight(self) -> None:
-        """An inflight sampler follows the model's later inflight saves."""
+        """An inflight sampler uses the model's later inflight saves."""
         create = self.trainer.save_weights_and_get_sampling_client
         needs(create, "kind")
         sampler = settle(create(kind="inflight"))
@@ -411,7 +411,7 @@ class Checks:
 
     @check
     def clones(self) -> None:
-        """A pickled sampler samples as the one it was made from."""
+        """A pickled sampler gives the same samples as the original."""
         sampler = self.sampler_of(self.version)
         if "__reduce__" not in vars(type(sampler)):
             raise Absent("samplers cannot be pickled")
@@ -419,7 +419,7 @@ class Checks:
 
     @check
     def listing(self) -> None:
-        """Runs, checkpoints and sessions are listed."""
+        """Runs, checkpoints and sessions can be listed."""
         model = settle(self.trainer.get_info()).model_id
         run = settle(self.rest.get_training_run(model))
         assert (run.training_run_id, run.base_model, run.lora_rank) == (model, self.base_model, 4), run
@@ -436,7 +436,7 @@ class Checks:
 
     @check
     def publish(self) -> None:
-        """A checkpoint can be made public and private again."""
+        """A checkpoint can be published and made private again."""
         model = settle(self.trainer.get_info()).model_id
 
         def public() -> bool:
@@ -465,7 +465,7 @@ class Checks:
 
     @check
     def delete(self) -> None:
-        """A deleted checkpoint is gone for listing and loading, and its name is free again."""
+        """A deleted checkpoint cannot be listed or loaded, and its name can be used again."""
         path = settle(self.trainer.save_state("short-lived")).path
         settle(self.rest.delete_checkpoint_from_tinker_path(path))
         model = settle(self.trainer.get_info()).model_id
@@ -485,7 +485,7 @@ class Checks:
 
     @check
     def external(self) -> None:
-        """Weights can be exported and fetched from signed addresses."""
+        """Weights can be exported and downloaded from signed URLs."""
         path = settle(method(self.trainer, "save_weights_external")("exported")).path
         urls = settle(self.rest.get_external_weights_urls(path)).urls
         assert {"adapter_config.json", "adapter_model.safetensors"} <= set(urls), sorted(urls)
@@ -503,7 +503,7 @@ class Checks:
 
     @check
     def whoami(self) -> None:
-        """The client can tell who it is."""
+        """The client can query its own identity."""
         assert settle(method(self.rest, "whoami")()) is not None
 
     def refused(self, words: str, call: Callable, *arguments: Any, **options: Any) -> None:
@@ -520,7 +520,7 @@ class Checks:
 
     @check
     def errors(self) -> None:
-        """Bad requests fail soon, with the server's message, and the client goes on."""
+        """Invalid requests fail quickly with the server's message, and the client continues."""
         create = self.service.create_lora_training_client
         self.refused("no/such-model", create, "no/such-model", rank=4)
         trainer = self.new_trainer()

@@ -14,7 +14,7 @@ from tests.compat.conformance import Checks
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 RUNS = (Path("build/matrix.json"), Path("build/cookbook.json"))
 MARKS = {"ok": "ok", "failed": "**failed**", "absent": "-"}
-OWN = {"run": "The script runs to its end.", "values": "All numbers are those that the newest SDK gets."}
+OWN = {"run": "The script runs to its end.", "values": "All numbers equal those of the newest SDK."}
 """Checks of the runner, beside those of the script."""
 
 
@@ -23,7 +23,7 @@ def as_markdown(summary: dict[str, Any]) -> str:
     sdks = summary["sdks"]
     names = list(dict.fromkeys(name for result in sdks.values() for name in result["checks"]))
     lines = [
-        f"Run of {summary['date']}, Python {summary['python']}. `-`: this SDK has no such thing.",
+        f"Run of {summary['date']}, Python {summary['python']}. `-`: the SDK does not have this feature.",
         "",
         f"| check | {' | '.join(sdks)} |",
         f"| --- |{' --- |' * len(sdks)}",
@@ -46,12 +46,12 @@ def recipes_as_markdown(summary: dict[str, Any]) -> str:
     lines = [
         f"Run of {summary['date']}, Python {summary['python']}, {summary['cores']} CPU cores, two recipes at a time.",
         "",
-        "| recipe | metric | first steps | last steps | must | steps | seconds | |",
+        "| recipe | metric | first steps | last steps | required change | steps | seconds | result |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, found in summary["recipes"].items():
         ends = [f"{found[end]:.3f}" if end in found else "" for end in ("first", "last")]
-        wanted = [f"{found['by']:+}" if found["by"] else "be there"]
+        wanted = [f"{found['by']:+}" if found["by"] else "none"]
         wanted += [f"`{other}` < {bound:g}" for other, bound in found["below"].items()]
         cells = [name, f"`{found['metric']}`", *ends, ", ".join(wanted), str(found.get("steps", ""))]
         lines.append(f"| {' | '.join(cells)} | {found['seconds']:.0f} | {MARKS[found['status']]} |")
