@@ -46,8 +46,8 @@ ANSWER_DEFECTS = [
         [
             Edit(
                 "skyrl/tinker/http/routes/dependencies.py",
-                "            whole.write(piece)\n",
-                "            whole.write(piece)\n            pieces.append(piece)\n",
+                "                whole.write(piece)\n",
+                "                whole.write(piece)\n                pieces.append(piece)\n",
             ),
             Edit(
                 "skyrl/tinker/http/routes/dependencies.py",
