@@ -136,7 +136,7 @@ def _named_ids(folder: Path, token: int | None) -> dict[str, frozenset[int]]:
 
 
 def _id_of(tokenizer: tokenizers.Tokenizer, token: Any) -> int | None:
-    """Return the id of a token that is spelled as in tokenizer_config.json."""
+    """Return the id of a token. `token` has the form of tokenizer_config.json: a string or a mapping with `content`."""
     token = token.get("content") if isinstance(token, dict) else token
     return tokenizer.token_to_id(token) if isinstance(token, str) else None
 

@@ -398,7 +398,7 @@ class Checks:
 
     @check
     def inflight(self) -> None:
-        """An inflight sampler uses the model's later inflight saves."""
+        """A sampler of kind `inflight` uses each newer version that the model saves with this kind."""
         create = self.trainer.save_weights_and_get_sampling_client
         needs(create, "kind")
         sampler = settle(create(kind="inflight"))

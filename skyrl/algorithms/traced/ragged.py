@@ -112,7 +112,7 @@ class Layout:
 
     @cached_property
     def column_count(self) -> Any:
-        """Number of targets per token of each datum, `[batch, slots]`."""
+        """Number of targets per token, for each datum: `[batch, slots]`. A slot is a datum's number in its row."""
         assert self._columns is not None, "only where a value has several targets per token"
         return self.total(self.xp.where(self.position == 0, self._columns, self.xp.zeros_like(self._columns)))
 

@@ -71,7 +71,7 @@ class SampleStream:
 
 
 def _top(places: list[dict[str, float]], count: int) -> TokenTable:
-    """The `count` most likely tokens at each position. vLLM may report the sampled token in addition."""
+    """Return the `count` most likely tokens at each position. Any further token that vLLM reports is left out."""
     ids, logprobs = np.zeros((len(places), count), np.int32), np.zeros((len(places), count), np.float32)
     for row, place in enumerate(places):
         told = sorted((-logprob, int(token.removeprefix(TOKEN))) for token, logprob in place.items())[:count]

@@ -65,7 +65,10 @@ class ReadOnlyDatabase:
 
 
 def _address(url: str) -> URL:
-    """URI of an SQLite file that prevents SQLite from creating files: a stopped server has left no log file."""
+    """Return a URL that opens the database without creating files next to an SQLite file.
+
+    A stopped server leaves no `-wal` file. SQLite would create one even for reading, unless the URL is `immutable`.
+    """
     file = sqlite_file(url)
     if file is None:
         return with_driver(make_url(url))

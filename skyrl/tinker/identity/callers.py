@@ -103,9 +103,9 @@ class Keys:
         return Caller(tenant, expires=claims["exp"])
 
     def is_operator(self, key: str | None) -> bool:
-        """Return True if the key may see the status of the whole server: an operator's, or any key if none are
-        configured.
+        """Return True if the key may see the status of the whole server.
 
+        This is the case for operator keys, and for every key if the server has neither operator keys nor API keys.
         Raises `BadKey` for an unknown key.
         """
         if not (self._operators or self._tenants) or _hash(key or "") in self._operators:

@@ -283,7 +283,10 @@ def _expression(value: str | list[str] | None) -> str | None:
 
 
 def built(cls: type[T], options: dict[str, Any], where: str) -> T:
-    """Return `cls(**options)`. Raises ConfigError for invalid options, with field names below `where`."""
+    """Return `cls(**options)`. Raises ConfigError for invalid options.
+
+    The error names each field by its path, which begins with `where`.
+    """
     try:
         return cls(**options)
     except ValidationError as error:

@@ -1,8 +1,8 @@
 """Data-parallel sampling: each rank with the whole base model has a sampler, and each request goes to one of them.
 
 Each rank's sampler has its own cache and queue. The samplers' bursts run in parallel threads, but only one thread
-computes at a time: a thread passes its turn on while it waits for its rank (`Turn`). Shared state of the samplers
-therefore needs no other lock.
+computes at a time: a thread has the lock `Turn`, and releases it while it waits for its rank. Shared state of the
+samplers therefore needs no other lock.
 """
 
 import threading
@@ -22,7 +22,7 @@ Version = TypeVar("Version")
 
 
 class Turn:
-    """Mutual exclusion for threads that give up their turn while they wait."""
+    """Lock for threads that compute. A thread releases it while it waits for its rank."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class Turn:
 
     @contextmanager
     def passed_on(self) -> Iterator[None]:
-        """Let other threads run during this context. Requires the turn."""
+        """Release the lock during this context. The calling thread must have the lock."""
         self._lock.release()
         try:
             yield
@@ -48,7 +48,7 @@ class RankSamplers(Generic[Version]):
 
     Args:
         samplers: One sampler for each rank.
-        turn: The turn that all their runners use.
+        turn: Lock that the runners of all samplers share.
     """
 
     elsewhere: tuple[str, ...] = ()

@@ -310,7 +310,7 @@ class Sampler(Generic[Version]):
         return completions
 
     def _end_turn(self, prompt: Prompt) -> None:
-        """Queue a prompt for its next turn, or for the start of its samples once it is read."""
+        """Queue a prompt for its next chunk or, if all of it has been read, for the start of its samples."""
         if not prompt.is_read:
             self._prefill.end_turn(prompt)
             return
