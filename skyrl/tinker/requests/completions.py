@@ -1,10 +1,10 @@
 """Notifications of finished samples, for clients that wait for all of their samples at once (`retrieve_futures`).
 
 A client is a sampler together with the range of one billion seq_ids that the client counts in. Each finished sample is
-an event, numbered by one ascending counter, the cursor. A poll names the last cursor that the client has seen: earlier
-events are forgotten, and later events are returned. If there are no later events, the poll waits. Cursors start at the
-current time in microseconds, so a server that was started later has higher cursors. If the clock was set back in
-between, cursors start above all cursors of the earlier server.
+an event, numbered by one ascending counter, the cursor. A poll names the last cursor that the client has seen. The
+events up to this cursor are forgotten, and the later events are returned. If there are no later events, the poll waits.
+Cursors start at the current time in microseconds, so a server that was started later has higher cursors. If the clock
+was set back in between, cursors start above all cursors of the earlier server.
 """
 
 import asyncio
@@ -39,7 +39,8 @@ class _Inbox:
 class Completions:
     """Events of all clients. An event is kept until its client acknowledges it.
 
-    If the answer is dropped first, the event is kept until `MAX_OUTLIVED` newer events have lost their answers, too.
+    If the answer is dropped first, the event is kept until the answers of `MAX_OUTLIVED` further events have been
+    dropped.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,10 @@ class Completions:
             self._tidy(client, inbox)
 
     def outlive(self, client: Client, request_id: str) -> None:
-        """Record that the answer of an event was dropped. Forgets the oldest such events above `MAX_OUTLIVED`."""
+        """Record that the answer of an event was dropped.
+
+        Above `MAX_OUTLIVED` events without an answer, those whose answers were dropped first are forgotten.
+        """
         self._outlived[request_id] = client
         while len(self._outlived) > MAX_OUTLIVED:
             oldest, its_client = self._outlived.popitem(last=False)
@@ -77,7 +81,7 @@ class Completions:
         """Return the events after the cursor `seen`, and forget earlier ones. Waits up to `timeout_s` seconds for an
         event.
 
-        A `seen` above the current cursor belongs to another server, and counts as no cursor.
+        A `seen` above the current cursor comes from another server. All events are then returned.
         """
         inbox = self._inboxes.setdefault(client, _Inbox())
         if seen <= self.cursor:

@@ -35,7 +35,7 @@ class EngineEvents:
         self._samples = samples
         self._training = training
         self.sampling: tuple[str, ...] = ()
-        """Requests of the engine's most recent sampling burst; training in between does not change it."""
+        """Samples in the engine's most recent `Running` frame, without frames that report training requests."""
 
     def frame(self, frame: FromEngine) -> None:
         """Handle a frame from the engine."""

@@ -74,15 +74,16 @@ class EngineModels:
         """Replayed operations whose requests already have an outcome, by request id."""
         self._life = 0
         self._proving = -1
-        """Number of the engine for which suspect bodies are decoded one at a time, before all other revivals."""
+        """Number of the engine for which models with suspect bodies (`CrashRecord.suspect_bodies`) are revived, one at
+        a time and before all other models. -1: no such engine."""
         self._places = asyncio.Semaphore(AT_A_TIME)
         self._database = RetryingWriter(service.database, OSError, Unreachable)
         self._tasks = Tasks()
 
     def deliver(self, owed: PendingRequest) -> None:
-        """Send a logged request to the engine, or revive its model first.
+        """Send a logged request to the engine, or start a revival if its model is absent.
 
-        The request is sent when its model is in the engine.
+        During a revival or parking, the request waits and is sent afterwards.
         """
         if self._service.engine.state != "ready" or owed.sent:
             return
@@ -97,7 +98,7 @@ class EngineModels:
     def refuse(self, owed: PendingRequest) -> None:
         """Make a cancelled request fail at its position in its model's order.
 
-        Notifies the engine if it has the request.
+        The engine is notified only if the request was already sent to it.
         """
         assert owed.cancelled is not None and isinstance(owed.cancelled.operation, Rejected), owed.request_id
         if owed.sent:
@@ -108,7 +109,8 @@ class EngineModels:
         return dict(self._states)
 
     def turned_away(self, model_id: str) -> None:
-        """Tell the engine that a request of a model was rejected for lack of room and will be sent again."""
+        """Tell the engine that a request of a model was rejected because of a memory quota. The client will send the
+        request again."""
         if self._service.engine.state == "ready" and self._states.get(model_id) == "here":
             self._service.engine.send(RetryLater(model_id))
 
@@ -161,7 +163,7 @@ class EngineModels:
     def park(self, is_idle: Callable[[str], bool]) -> None:
         """Ask the engine to park models (snapshot them and free their memory).
 
-        Parks each model whose session `is_idle` and that has no pending requests.
+        Parks each model that has no pending requests and for whose session `is_idle` returns True.
         """
         for model_id, state in list(self._states.items()):
             if state == "here" and is_idle(session_of_model(model_id)) and not self._pending.of_model(model_id):
@@ -191,7 +193,7 @@ class EngineModels:
             self._revive(model_id)
 
     async def _prove(self, suspects: set[str], life: int) -> None:
-        """Revive models whose bodies are suspects one at a time, then all others."""
+        """Revive the models with suspect bodies one at a time, then all other models that have work."""
         for model_id in suspects:
             if life == self._life:
                 self._states[model_id] = "reviving"
@@ -294,7 +296,7 @@ class EngineModels:
                 raise Unrevivable(f"{error}; a stop and a start of the server make it try again")
 
     def _free(self, model_id: str, tenant: str) -> None:
-        """Delete a model from the engine, after everything that was sent for it."""
+        """Tell the engine to delete a model, after all requests that were sent for the model."""
         self._states.pop(model_id, None)
         freeing = DeleteModel(request_id=f"unload-{uuid4()}", tenant=tenant, model_id=model_id)
         self._service.engine.send(Enqueue(freeing))
@@ -336,7 +338,10 @@ class EngineModels:
 
 
 def is_pass(owed: PendingRequest) -> bool:
-    """Return True if a request would add gradients. A request whose body was not read counts if it might."""
+    """Return True if a request adds to the gradients.
+
+    If its body has not been read, the kind of the operation and the logged decisions are used.
+    """
     if owed.accepted is None:
         return owed.operation.name == "forward_backward" and not owed.decided.forward_only
     operation = owed.accepted.operation
@@ -346,7 +351,10 @@ def is_pass(owed: PendingRequest) -> bool:
 
 
 def _has_lost_files(operation: ModelOperation) -> bool:
-    """Return True if the files that an operation reads are missing or have another digest."""
+    """Return True if the files that an operation reads are missing or have another digest.
+
+    Files in a bucket are not inspected and count as missing.
+    """
     if not isinstance(operation, LoadSnapshot | LoadCheckpoint):
         return False
     if is_url(operation.path):  # the file may exist, but a bucket may take minutes to answer

@@ -4,8 +4,9 @@ A future is created before its request is acknowledged. It is answered once, and
 times.
 
 Answers of samples are kept only in memory. When finished answers exceed `MAX_FINISHED_BYTES`, the oldest answers of the
-sharer with the most bytes are dropped, and the client resubmits these samples. The newest answer of a sharer is kept,
-so large answers of one sharer do not evict answers of others, unless such newest answers alone exceed twice the limit.
+sharer (tenant or address, see `Caller.sharer`) with the most bytes are dropped, and the client resubmits these samples.
+If this sharer has a single answer, nothing is dropped until the total exceeds twice the limit, so one large answer does
+not evict the answers of other sharers.
 
 Answers of training requests are stored in the database first. Their futures are a cache of the database and can be
 dropped at any time.
@@ -41,7 +42,7 @@ class PendingFuture:
         self.sharer = sharer or tenant
         """Sharer whose memory quota the answer counts against; see `Caller.sharer`."""
         self.key = key
-        """(sampler, seq_id) of a sample, which identifies duplicates of a request."""
+        """(sampler id, seq_id) of a sample; a second request with this key is a duplicate. None: a training request."""
         self.reason: str | None = None
         self.outcome: Outcome | None = None
         self.timeline = Timeline(request_id, run if key is None else key[0])
@@ -134,7 +135,7 @@ class Futures:
             self.drop(surplus)
 
     def _surplus(self, newest: str) -> str | None:
-        """Return the next answer to drop, or None. The newest answer is kept, whatever its size."""
+        """Return the id of the next answer to drop, or None. The answer `newest` is never dropped."""
         for sharer, _ in self._bytes_of.most_common():
             oldest = next(iter(self._finished[sharer]))
             if len(self._finished[sharer]) == 1 and self._finished_bytes <= 2 * self._max_bytes:

@@ -1,10 +1,10 @@
 """The end of a training request: commit the outcome, answer the client, then remove obsolete files.
 
-Outcomes and snapshots of one model are stored in the order in which they arrive: if the log has the outcome of a
-request, it has the outcomes of all requests that finished earlier. (A save finishes when its files are written; later
-requests may finish before that.) If the database cannot store an outcome because its disk is full, the write is retried
-until it succeeds. If the server has to stop first, nothing later of that model is stored either, so the next server
-repeats all of it.
+Outcomes and snapshots of one model are stored in the order in which they arrive. If the log has the outcome of a
+request, it therefore has the outcomes of all requests that finished earlier. (A save finishes when its files are
+written; later requests may finish before that.) If the database cannot store an outcome because its disk is full, the
+write is retried until it succeeds. If the server stops before the write succeeds, no later outcome of this model is
+stored either, and the next server repeats these requests.
 """
 
 import asyncio
@@ -75,7 +75,8 @@ class Outcomes:
     # -- events to store ----------------------------------------------------------------------------------------------
 
     def finish(self, owed: PendingRequest, result: Result) -> None:
-        """Store the outcome of a request, which is no longer pending, and answer it."""
+        """Store the outcome of a request and answer its client. The caller has removed the request from the pending
+        ones."""
         self._add(owed.model_id, partial(self._finish, owed, result))
 
     def snapshotted(self, frame: Snapshotted) -> None:
@@ -104,7 +105,7 @@ class Outcomes:
         await self._serial.drained(model_id)
 
     async def drain(self) -> None:
-        """Wait until all outcomes that have arrived are stored, or cannot be."""
+        """Wait until all outcomes that have arrived are stored or given up."""
         self._writer.stop()
         self._last_writer.stop()
         await self._serial.drain()
@@ -191,7 +192,7 @@ class Outcomes:
         await self._remove(superfluous)
 
     async def _remove(self, superfluous: str | None) -> None:
-        """Remove a folder that nothing needs any more, if there is one."""
+        """Remove the folder `superfluous`, which is no longer needed. None: do nothing."""
         if superfluous is not None:
             path = self._service.path_of(superfluous)
             await self._tidied(path, asyncio.to_thread(_remove_stored, path))
@@ -292,7 +293,10 @@ def _end(session: Session, owed: PendingRequest, outcome: Answer | Failure) -> U
 
 
 def _as_done(owed: PendingRequest) -> Decisions | None:
-    """Return the decisions to repeat for a finished request that the log marks as failed, else None."""
+    """Return the decisions to log for a cancelled request that was done nevertheless; they replace the logged refusal.
+
+    None: the request was not cancelled.
+    """
     return owed.decided if owed.cancelled is not None else None
 
 
@@ -302,7 +306,7 @@ def _is_repeated(owed: PendingRequest) -> bool:
 
 
 def _release(session: Session, owed: PendingRequest) -> UnreferencedFiles | None:
-    """Return the snapshot of an unloaded model, once the model has no pending requests."""
+    """Return the snapshot folder to remove if the model is unloaded and needs no revival any more, else None."""
     model = session.get(ModelRow, owed.model_id)
     folder = replay_log.release(session, owed.model_id) if model is not None and model.status == "unloaded" else None
     return UnreferencedFiles(None, folder) if folder is not None else None

@@ -49,14 +49,17 @@ class RequestQueue:
         await self.training.restore(database)
 
     async def cancel(self, request_id: str) -> None:
-        """Cancel a request on behalf of an operator. Raises as `TrainingQueue.cancel`."""
+        """Cancel a request on behalf of an operator. Raises the same errors as `TrainingQueue.cancel`."""
         if is_sample(request_id):
             self.samples.cancel_by_order(request_id)
         else:
             await self.training.cancel(request_id)
 
     def park(self, session_id: str | None = None) -> None:
-        """Park models of sessions that have ended or are idle. With `session_id`, that session ends now."""
+        """Park models of sessions that have ended or are idle.
+
+        `session_id`: a session that its client has just ended.
+        """
         activity, config = self._service.activity, self._service.config
         timeout_s = config.session_timeout_sec
         if timeout_s < 0:  # no timeout, but expired sessions need no models in the engine

@@ -16,8 +16,8 @@ what to do with each of these requests:
               (only a save can be)                         repeated
     pending   after the last request with an outcome       sent after the revival as an ordinary request
 
-`prepare` reads the bodies of these requests and accepts them again with the decisions of the first time. The result is
-a `Revival`.
+`prepare` reads the bodies of these requests and accepts them again with the logged decisions of their first acceptance.
+The result is a `Revival`.
 """
 
 import asyncio
@@ -178,7 +178,7 @@ def _decide_pending(
 
 
 def _came_late(request: LoggedRequest, requests: Sequence[LoggedRequest]) -> bool:
-    """Return True if later requests failed because this one was missing, before it arrived."""
+    """Return True if a request with a higher seq_id had an outcome before this request arrived."""
     assert request.seq_id is not None
     return any(
         other.seq_id is not None
@@ -204,7 +204,7 @@ class Revival:
     accepted: dict[str, tuple[Accepted, Decisions]]
     """Pending requests whose bodies were read from the log, with the decisions about them."""
     written: dict[str, SaveOutput]
-    """Versions that are on disk, although the log does not say so."""
+    """Saves by version: versions that are complete on disk although the log counts them as unwritten."""
     published_again: set[str]
     """Versions that one of the operations publishes."""
 
@@ -262,7 +262,7 @@ def _placed(service: Service, step: ModelOperation) -> ModelOperation:
 
 
 def _check_reachable(operations: Sequence[Operation]) -> None:
-    """Raise `Unreachable` if the bucket does not answer for what these load."""
+    """Raise `Unreachable` if the bucket of a snapshot or checkpoint that these operations load does not answer."""
     for operation in operations:
         if isinstance(operation, LoadSnapshot | LoadCheckpoint) and is_url(operation.path):
             try:
@@ -293,7 +293,7 @@ def _pending(history: History) -> list[LoggedRequest]:
 
 
 async def _accept_again(service: Service, history: History, request: LoggedRequest, body: Body) -> Accepted:
-    """Return the operation that a logged request was accepted as.
+    """Accept a logged request again with its logged decisions, and return the operation.
 
     Raises `Unrevivable` if the request was done and this server cannot repeat it.
     """

@@ -42,13 +42,14 @@ from skyrl.utils.quota import Quota
 log = logging.getLogger(__name__)
 
 MAX_PENDING_SAMPLES = 20_000
-"""Maximum pending samples, shared as in `quota`. Above this, samples are rejected with status 429 for a second."""
+"""Maximum number of pending samples, divided between sharers (`skyrl.utils.quota`). Above a sharer's part, samples are
+rejected with status 429, and the client retries after a second."""
 MAX_PENDING_BYTES = 2 * 2**30
-"""Maximum memory of pending samples in bytes, shared in the same way."""
+"""Maximum memory of pending samples in bytes, divided in the same way."""
 OVERHEAD_BYTES = 4096
 """Bytes that each sample counts for in addition to its body, or to its prompt and targets."""
 TOGETHER = 2
-"""Engine crashes during a sample that ran beside others, after which the sample is sent alone."""
+"""Number of engine crashes during a sample after which the sample is sent alone."""
 STOP_BYTES = 64
 """Bytes of a stop token or string in memory, in addition to its size in the body."""
 
@@ -96,7 +97,7 @@ class SampleQueue:
         self._tasks = Tasks()
 
     async def submit(self, operation: QueuedOperation, body: Body, caller: Caller) -> tuple[str, int]:
-        """Accept a sample. Returns (request id, number of sequences). Raises as `admit`, and `Busy`."""
+        """Accept a sample. Returns (request id, number of sequences). Raises `Busy`, and the same errors as `admit`."""
         with self._read.reserved(caller.sharer, JSON_FACTOR * len(body.data), MAX_PENDING_BYTES):
             return await self._read_and_take_in(operation, body, caller)
 

@@ -38,12 +38,12 @@ from skyrl.utils.failpoints import crash_point
 from skyrl.utils.quota import Busy
 
 MAX_PENDING_BYTES = 2 * 2**30
-"""Maximum memory of pending training requests in bytes, shared as in `quota`. Above this, submissions are rejected with
-status 429 for a second."""
+"""Maximum memory of pending training requests in bytes, divided between sharers (`skyrl.utils.quota`). Above a sharer's
+part, submissions are rejected with status 429, and the client retries after a second."""
 OVERHEAD_BYTES = 4096
 """Bytes that each training request counts for in addition to its body."""
 PATIENCE_S = 30.0
-"""Seconds to wait for the database before a submission is rejected. The request is logged all the same."""
+"""Seconds to wait for the database before a submission is rejected. The write to the log continues nevertheless."""
 
 
 class TrainingQueue:
@@ -52,7 +52,7 @@ class TrainingQueue:
     Args:
         service: The server's shared parts.
         futures: Futures of all requests.
-        reads: Returns True if something else may still read a checkpoint's folder.
+        reads: Returns True if a sample may still read a checkpoint's folder.
         versions: Versions whose files are not on disk yet.
     """
 
@@ -71,7 +71,7 @@ class TrainingQueue:
     async def submit(self, operation: QueuedOperation, body: Body, caller: Caller) -> str:
         """Accept a request. Returns its request id, or the id of an earlier duplicate.
 
-        Raises as `admit`, and `Busy` if too many bytes are pending or the database does not answer.
+        Raises the same errors as `admit`, and `Busy` if too many bytes are pending or the database does not answer.
         """
         self._check_undecoded(caller.sharer, OVERHEAD_BYTES + len(body.data))
         admission, parsed = await admit(self._service, operation, body, caller)
@@ -117,23 +117,24 @@ class TrainingQueue:
     def _check_undecoded(self, sharer: str, size: int) -> None:
         """Raise `Busy` if a request of this size has no room.
 
-        The request is not decoded yet, so memory of held requests is not counted: it may be the request that they wait
-        for.
+        Held requests wait in the engine for an earlier request of their model. This request is not decoded yet and may
+        be the one that they wait for, so their bytes are not counted.
         """
         quota = self._pending.quota
         if not quota.has_room(sharer, size, MAX_PENDING_BYTES):
             quota.check(sharer, size, MAX_PENDING_BYTES, self._held_bytes(sharer))
 
     def _aside(self, admission: Admission, size: int) -> int:
-        """Return the number of pending bytes of the sender to ignore when the request is checked against the quota.
+        """Return how many pending bytes of the sharer the quota check of a request ignores.
 
-        A request that the sender's held requests wait for has to be admitted, or they would wait for ever. Their bytes
-        are therefore ignored: those of the same model, and those of the sender's other models that also wait for an
-        earlier request. In total, such requests stay below three quarters of the limit.
+        If the request precedes all held requests of its model, it may be the one that they wait for, and must be
+        admitted. The bytes of all held requests of the sharer are then ignored, unless they and this request exceed
+        three quarters of the limit.
 
         Raises:
-            RequestError: The request would be held, and the memory for all held requests of the model would never
-                suffice, because the client sends the missing request only after them.
+            RequestError: The held requests of this model, with this request, exceed their limit: three quarters of
+                `MAX_PENDING_BYTES` if the request precedes them, else half. Waiting cannot help, because the client
+                sends the missing request only after them.
         """
         target, sharer = admission.target, admission.caller.sharer
         if self._pending.quota.has_room(sharer, size, MAX_PENDING_BYTES):
@@ -192,7 +193,7 @@ class TrainingQueue:
 
         Raises:
             UnknownName: There is no pending request with this id.
-            RequestError: Requests that create or unload a model cannot be cancelled.
+            RequestError: The request creates or unloads a model, or is not logged yet.
         """
         owed = self._pending.get(request_id)
         if owed is None:
@@ -243,7 +244,7 @@ class TrainingQueue:
         self.outcomes.finish(owed, result)
 
     def fail_poisonous(self, request_ids: Collection[str]) -> None:
-        """Fail those of these requests that were identified as the cause of engine crashes. Their models continue."""
+        """Fail each of these requests that was identified as the cause of engine crashes. Its model continues."""
         for request_id in request_ids:
             error = self._service.crash_record.verdict(request_id)
             if error is not None and (owed := self._pending.pop(request_id)) is not None:
@@ -280,7 +281,10 @@ def _effect_of_cancelling(owed: PendingRequest) -> GradientEffect:
 
 
 def _without_key(operation: QueuedOperation, body: Body, parsed: Parsed) -> Body:
-    """Return the part of a body to log, without access tokens and without unneeded content."""
+    """Return the body to log, without the access token of `load_weights`.
+
+    A body that is too large, or a `load_weights` body that cannot be parsed, is logged as empty.
+    """
     if body.too_large:
         return replace(body, data=b"")
     if operation.name != "load_weights":

@@ -1,7 +1,7 @@
 """Samples that the engine does not have yet, grouped by the version that they wait for.
 
-The queue checks which samples can be sent whenever a sample arrives or ends, so that check must not take time in
-proportion to the number of waiting samples.
+The queue checks which samples can be sent whenever a sample arrives or ends, so the duration of this check must not
+grow with the number of waiting samples.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,18 +31,18 @@ class UnsentSamples:
         self._groups.setdefault(group, {})[request_id] = None
 
     def remove(self, request_id: str) -> None:
-        """Remove a sample, if it is here."""
+        """Remove a sample. Does nothing if the engine has it."""
         if (group := self._group_of.pop(request_id, None)) is not None:
             del self._groups[group][request_id]
             if not self._groups[group]:
                 del self._groups[group]
 
     def group_of(self, request_id: str) -> Group | None:
-        """Group of a sample; None if it is not here."""
+        """Group of an unsent sample; None if the engine has the sample."""
         return self._group_of.get(request_id)
 
     def first_suspect(self) -> str | None:
-        """Return a suspect that can be sent now, if there is one."""
+        """Return a suspect that can be sent now, or None."""
         return next((next(iter(self._groups[group])) for group in self._ready(suspects=True)), None)
 
     def take_others(self) -> list[str]:

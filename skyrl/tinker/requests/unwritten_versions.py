@@ -8,8 +8,8 @@ from skyrl.tinker.identity.ids import model_of_version
 class UnwrittenVersions:
     """Tracks versions that were published without waiting for their files.
 
-    A version is announced by `published` and leaves with `stored`. If the engine exits in between, the version is
-    missing until its model is revived and publishes it again.
+    `published` adds a version, and `stored` removes it. If the engine exits in between, the version is missing until
+    its model is revived and publishes it again.
     """
 
     def __init__(self) -> None:
