@@ -155,7 +155,7 @@ class ApiChannel:
         self._unsent: OrderedDict[str, deque[ToEngine]] = OrderedDict()
         """Unsent frames by tenant, in round-robin order. No tenant has an empty queue."""
         self._sending: asyncio.Task[None] | None = None
-        """Task that sends frames while there are any."""
+        """Task that sends the frames in `_unsent`; None while there are none."""
         self._writing = False
         """True while a large frame is partly written."""
 
@@ -170,7 +170,7 @@ class ApiChannel:
     def send(self, frame: ToEngine) -> None:
         """Queue a frame for sending.
 
-        Never blocks. A closed channel discards the frame; its reader sees the end of the stream.
+        Never blocks. If the channel is closed, the frame is discarded, and `frames` ends.
         """
         tenant = _tenant(frame)
         if not self._writing and tenant not in self._unsent and not _is_large(frame):

@@ -15,7 +15,7 @@ class Column(NamedTuple):
     """All arrays of one name, concatenated over rows."""
 
     values: np.ndarray
-    """Concatenated values of the arrays."""
+    """`[elements of all arrays]`: the flattened arrays, concatenated."""
     lengths: np.ndarray
     """int64 `[rows]`: first dimension of each array."""
     widths: np.ndarray | None

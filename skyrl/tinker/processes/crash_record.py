@@ -1,9 +1,10 @@
 """Crash attribution: counts of the requests that were computed, or decoded from the log, when a process crashed.
 
-Two files in the checkpoint folder record the requests that the engine computes and the logged bodies that the API
-process decodes, and how many crashes each of them was present at. If all processes die at once, as when a container
-runs out of memory, the next server counts the crash when it starts. The files are not synced to disk: they survive the
-processes, and a failure of the machine itself is not attributed to a request.
+Two files in the checkpoint folder are the record. One contains the requests that the engine computes and the logged
+bodies that the API process decodes. The other contains the number of crashes during each of them. If all processes die
+at once, for example in a container that runs out of memory, the next server counts the crash when it starts. The files
+survive a crash of the processes. They are not synced to disk, so a failure of the machine is not attributed to a
+request.
 
 A request that was running beside others at a crash becomes a suspect, which runs alone from then on. A request fails
 only because of crashes at which it was alone: after `ALONE` of them in a row, or after one of them if it was present at
@@ -26,8 +27,8 @@ ALONE = 3
 """Consecutive crashes at which a request was alone, after which it fails. A crash during other work resets the count.
 """
 IN_ALL = 20
-"""Crashes in total, after which a single crash alone suffices. Without this limit, two requests that crash alternately
-would be retried for ever."""
+"""Total number of crashes after which a request fails as soon as it is alone at one of them. Without this limit, two
+requests that crash alternately would be retried for ever."""
 KEPT = 10_000
 """Maximum number of requests with crash counts; the oldest are forgotten."""
 RUNNING, COUNTS = ".running", ".crashes.json"
@@ -57,7 +58,7 @@ class Count:
 class CrashRecord:
     """Record of the current work and of the crashes of each request. All methods are called on the event loop.
 
-    Work that an earlier server was doing when it died is counted at once.
+    If an earlier server died during its work, the constructor counts this crash.
 
     Args:
         folder: Folder of the record; only one server uses it.
@@ -141,7 +142,7 @@ class CrashRecord:
         return {request_id: count.model_id for request_id, count in self._bodies.items()}
 
     def acquit(self, request_id: str) -> None:
-        """Forget the crashes of a request that has ended without one."""
+        """Forget the crashes of a request that now has an outcome."""
         if self._work.pop(request_id, None) is not None:
             self._save()
 
@@ -215,7 +216,8 @@ def _add(counts: dict[str, Count], present: dict[str, str], alone: bool) -> None
 
 
 def _parse(content: bytes) -> tuple[int, list[str], dict[str, str]]:
-    """Parse the file of current work: (number of the life, requests computed, requests decoded with their models)."""
+    """Parse the file of current work: (number of the next crash, ids of requests that were computed, model by id of
+    each request that was decoded)."""
     first, *lines = content.decode(errors="replace").split("\n")
     computing: list[str] = []
     decoding: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The engine process as its parent sees it.
+"""Start, signals and exit of the engine process, for its parent.
 
 This module needs only the configuration, so the API process starts the engine before it imports its own dependencies,
 and both processes load in parallel.
@@ -34,7 +34,7 @@ class EngineProcess:
     long-lived thread.
 
     Args:
-        config: Configuration in its first frame.
+        config: Configuration, which the engine receives in its first frame.
 
     Raises:
         OSError: The system cannot create another process.

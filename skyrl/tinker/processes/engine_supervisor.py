@@ -1,10 +1,10 @@
 """Keeps one engine process running next to the API process.
 
 When the engine's stream ends, the supervisor reaps the child, reports the reason to `on_crash`, and starts a new child
-after a growing pause, also if the system has no process or descriptor for the child at that time. It kills an engine
-that hangs (`heartbeat`). The child exits when its end of the stream closes, so it never outlives this process, however
-this process ends. Frames go only to the current engine and are not kept for the next one: the senders are notified of
-`Ready` and decide what to send again.
+after a growing pause. It also retries if the system lacks processes or descriptors for a child. It kills an engine that
+hangs (`heartbeat`). The child exits when its end of the stream closes, so it never outlives this process, however this
+process ends. Frames go only to the current engine and are not kept for the next one. Senders are notified of `Ready`
+and decide which requests to send again.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ class EngineSupervisor:
         self.info: BackendInfo | None = None
         """Facts about the loaded model, from the first `Ready` on."""
         self.metrics: dict[str, int] = {}
-        """Programs that the running engine's backend has compiled."""
+        """Number of programs that the running engine's backend has compiled, by name of the counter."""
         self.statistics: Statistics = {}
         """Statistics that the running engine has reported."""
         self.restarts = 0
@@ -166,7 +166,7 @@ class EngineSupervisor:
             self.restarts += 1
 
     async def _run_engine(self) -> tuple[str, bool]:
-        """Run one engine until it exits. Returns the reason, and whether it had been ready."""
+        """Run one engine until it exits. Returns (reason for the exit, True if the engine had been ready)."""
         process, self._first = self._first or EngineProcess(self.config), None
         self._process, self._hung = process, None
         watch = Watch(self.config, asyncio.get_running_loop().time())

@@ -1,10 +1,10 @@
 """Encoding of frames: a pickle, followed by long arrays as raw memory.
 
-A frame begins with the number of these parts and the size of each, as 64-bit integers. A large frame may be sent in
-pieces, with other frames in between. Each piece begins with a zero, the number of the frame's parts and the size of
-each, followed by the index of its part, its offset in that part and its size. The sequences of a pass and its outputs
-are pickled as columns (`skyrl.tinker.processes.columns`), so the number of objects does not depend on the number of
-tokens.
+A frame begins with the number of its parts (the pickle and the arrays) and the size of each, as 64-bit integers. A
+large frame may be sent in pieces, with other frames in between. Each piece belongs to one part. It begins with a zero,
+the number of the frame's parts, the size of each, the index of the piece's part, the offset in this part, and the size
+of the piece. The sequences of a pass and its outputs are pickled as columns (`skyrl.tinker.processes.columns`), so the
+number of objects does not depend on the number of tokens.
 """
 
 import io
@@ -27,7 +27,7 @@ PIECE_BYTES = 2**18
 """Size of a piece of a large frame in bytes."""
 
 TOKENS = "tokens"
-"""Name of a datum's own tokens among its inputs."""
+"""Column name of a datum's tokens, beside the names of its loss inputs."""
 
 
 def encode(frame: object) -> list[bytes | memoryview]:

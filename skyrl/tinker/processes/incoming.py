@@ -106,7 +106,7 @@ class Incoming(asyncio.BufferedProtocol):
     # -- parsing ------------------------------------------------------------------------------------------------------
 
     def _parse(self) -> Generator[memoryview, None, None]:
-        """Parser coroutine: requests bytes by yielding their memory, and appends complete frames."""
+        """Parser coroutine: yields the memory for the next bytes, and appends complete frames to `_arrived`."""
         large: Parts = []
         while True:
             (count,) = yield from _numbers(1)

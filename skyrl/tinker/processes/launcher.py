@@ -30,7 +30,7 @@ STOP, NOW = b"s", b"n"
 """Messages of the launcher: stop after everything is stored; stop at once."""
 
 STARTS = 5
-"""Crashes before the first `READY` after which the launcher gives up."""
+"""Number of crashes without any `READY` after which the launcher gives up."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 STEADY_S = 2.0
@@ -146,7 +146,7 @@ class Launcher:
                 return
 
     def _stop(self) -> None:
-        """Forward a stop request to the API process; a second one is more urgent."""
+        """Forward a stop request to the API process: the first as `STOP`, further ones as `NOW`."""
         self._stops += 1
         if self._listener is not None:  # clients must not wait for a server that will not start
             self._listener.close()
@@ -179,7 +179,7 @@ class Launcher:
 
 
 def run(options: Sequence[str], prog: str, owner: int | None = None) -> int:
-    """Serve with these command-line options until told to stop. Returns the process's exit status."""
+    """Serve with these command-line options until the server stops. Returns the exit status."""
     return Launcher(prog, options, owner).run()
 
 

@@ -68,10 +68,10 @@ class LauncherLink:
 def fail(message: str, link: LauncherLink, for_good: bool = False) -> int:
     """Print an error for the user who started the server, and return its exit status.
 
-    A server that was ready before exits only `for_good`, because other errors may be temporary.
+    If the server was ready before, the error counts as temporary unless `for_good`.
 
     Raises:
-        SystemExit: The launcher, which was not told of the exit, has to restart the process.
+        SystemExit: The error is temporary. The process exits without a message, so the launcher restarts it.
     """
     if link.again and not for_good:
         raise SystemExit(f"skyrl: {message}")

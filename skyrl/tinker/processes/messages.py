@@ -105,10 +105,10 @@ class Alive:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Counters of the engine. Sent when they have changed, but not for each step, and before the engine sleeps."""
+    """Counters of the engine. Sent when they have changed: at intervals while the engine works, and before it sleeps."""
 
     values: dict[str, int]
-    """Programs that the backend has compiled."""
+    """Number of programs that the backend has compiled, by name of the counter."""
     statistics: Statistics
 
 
@@ -146,7 +146,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Running:
-    """Requests that the engine computes from now on, which a crash would interrupt. Empty: none."""
+    """Requests that the engine computes from now on; a crash would interrupt them. Empty: no request is computed."""
 
     request_ids: tuple[str, ...]
 
