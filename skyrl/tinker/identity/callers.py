@@ -1,5 +1,5 @@
-"""Identity of callers. With configured keys, a tenant is a key. Otherwise every key is accepted, and a tenant is a
-session.
+"""Identity of callers. If keys are configured, each key is a tenant. Otherwise every key is accepted, and each session
+is a tenant.
 
 A client can exchange its key for a token, which it sends instead of the key for an hour. Tokens of keys that are no
 longer configured are rejected.
@@ -76,7 +76,7 @@ class Keys:
     """The keys of this server, by their hashes, and tokens that replace them.
 
     Args:
-        tenants: Tenants by configured keys. Without any, every key is accepted.
+        tenants: Tenant of each configured key, by key. Empty: every key is accepted.
         signer: Creates the tokens.
         operators: Keys of operators, who are not tenants.
     """
@@ -104,6 +104,8 @@ class Keys:
 
     def is_operator(self, key: str | None) -> bool:
         """Return True if the key may see the status of the whole server.
+
+        These are the operators' keys. If neither operators' nor tenants' keys are configured, every key may see it.
 
         This is the case for operator keys, and for every key if the server has neither operator keys nor API keys.
         Raises `BadKey` for an unknown key.

@@ -156,7 +156,7 @@ class TinkerPath:
 
 
 CLIENT_BLOCK = 10**9
-"""Number of seq_ids of each client of a sampler."""
+"""Size of the range of seq_ids that each client of a sampler uses."""
 Client = tuple[str, int]
 """(sampler id, number of the client)."""
 
