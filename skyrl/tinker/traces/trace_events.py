@@ -1,10 +1,10 @@
 """Timelines in Chrome's trace event format, as JSON for https://ui.perfetto.dev and chrome://tracing.
 
-A model or sampler is a process. Its requests are slices on the minimum number of threads without overlaps. The slice
-of a request is divided into its phases, without gaps:
+A model or sampler is a process. Its requests are slices, on as few threads as possible, so that slices on a thread do
+not overlap. The slice of a request is divided into its phases, without gaps:
 
 queue     until it is sent to the engine: waits for the log, its model's revival, its version, or the engine's start
-batch     until the engine starts it: waits for earlier requests of its model, its tenant's turn, or room in a batch
+batch     until the engine starts it: waits for earlier requests of its model, other tenants, or room in a batch
 compute   until the engine has finished it, including written files; other requests may be computed in between
 save      until its outcome is stored and available
 
@@ -21,7 +21,7 @@ from skyrl.tinker.identity.ids import kind_of
 from skyrl.tinker.traces.timelines import Timeline
 
 PIECE = 64
-"""Number of requests per piece of text, which takes a millisecond to write."""
+"""Number of requests per yielded piece of text. Encoding a piece takes a millisecond."""
 PIECE_BYTES = 40_000
 """Approximate bytes of a piece."""
 
