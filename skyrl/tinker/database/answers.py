@@ -1,9 +1,10 @@
 """Delivery of large answers: fair order of reads, and a memory quota.
 
-Large answers are read from the database in fair order, by bytes and time, in the threads that decode bodies. Other
-answers and lookups of rows do not wait for these reads. Concurrent requests for the same answer share one read and one
-copy. Memory of answers that are being sent is shared as in `quota`; requests above the quota are rejected with status
-429. A client that does not read its answer loses its connection (`connections`), which frees the memory.
+Large answers are read from the database in the threads that decode bodies, in an order that is fair between sharers by
+bytes and time. Small answers and lookups of rows do not wait for these reads. Concurrent requests for the same answer
+share one read and one copy. The memory for answers that are being sent is divided between sharers
+(`skyrl.utils.quota`); requests above the quota are rejected with status 429. A client that does not read its answer
+loses its connection (`connections`), which frees the memory.
 """
 
 import asyncio
@@ -40,7 +41,9 @@ class Answers:
         """Answers in memory, by request."""
 
     async def read(self, sharer: str, request_id: str, size: int, job: Job[Answer | None]) -> Answer | None:
-        """Return the result of `job`, read in the sharer's turn, unless the answer is already being read or in memory.
+        """Return the result of `job`, run when the fair order reaches the sharer.
+
+        If the answer is in memory or already being read for the sharer, that answer is returned, and `job` is not run.
 
         Args:
             sharer: Sharer that requests the answer; see `Caller.sharer`.
@@ -65,7 +68,7 @@ class Answers:
     def _ended(self, place: tuple[str, str], reading: asyncio.Task[Answer | None]) -> None:
         del self._reading[place]
         if not reading.cancelled():
-            reading.exception()  # is not lost: who still waits has it, and nobody else wants it
+            reading.exception()  # marks the exception as retrieved; callers that still wait for the task get it
 
 
 def sent(answer: Answer) -> Response:

@@ -59,7 +59,8 @@ READERS = 4
 POSTGRES_LIMITS = {"connect_timeout": 10, "tcp_user_timeout": 20_000}
 """Timeouts of a connection: seconds to connect, milliseconds until unacknowledged data close it."""
 CLAIM_S = 10.0
-"""Seconds for PostgreSQL to notice that the previous server is dead."""
+"""Seconds to wait for the advisory lock, because PostgreSQL may not have noticed yet that the previous server is dead.
+"""
 IN_MEMORY = (None, "", ":memory:")
 """SQLite's names for databases without a file."""
 NAME_IT = "name the one that the server uses with --database-url"
@@ -118,8 +119,8 @@ class Database:
     async def write(self, job: Job[T]) -> T:
         """Run `job` in the writer's next transaction; return after the commit.
 
-        If the job raises an exception, its changes are rolled back. A job may run twice (alone, after a full disk), so
-        it must contain only database work.
+        If the job raises an exception, its changes are rolled back. If the transaction fails, for example because the
+        disk is full, the job may run again alone, so it must contain only database work.
 
         Raises:
             DatabaseFull: The database's disk is full.
@@ -185,7 +186,7 @@ class Database:
                         last = True
                     else:
                         group.append(item)
-            # A job that nobody waits for any more is dropped, and cannot be given up from here on.
+            # Drop jobs whose caller has stopped waiting. The others cannot be cancelled from here on.
             self._commit([queued for queued in group if queued.future.set_running_or_notify_cancel()])
             if last:
                 return
@@ -328,10 +329,10 @@ def _is_of_one(error: DBAPIError) -> bool:
 
 
 def _is_of_all(error: Exception) -> bool:
-    """Return True if an error concerns all jobs, so that a retry of each alone is pointless or could run it twice.
+    """Return True if an error concerns all jobs of a transaction, so that they must not be retried one by one.
 
-    It is pointless if each retry would take as long. It could run jobs twice if the connection was lost, because the
-    transaction may have been committed.
+    If the connection was lost, the transaction may have been committed, and a retry could run jobs twice. If the
+    database is locked, each retry would wait as long again. If another server has taken over, each retry would fail.
     """
     if not isinstance(error, DatabaseError):
         return isinstance(error, Superseded)
@@ -368,7 +369,7 @@ def _pragma(connection: PoolProxiedConnection, name: str) -> int:
 
 
 def _run_to_end(connection: PoolProxiedConnection, statement: str) -> list[Any]:
-    """Repeat an SQLite statement in the current transaction until it has nothing left to do."""
+    """Run an SQLite statement to its end in the current transaction, by fetching all of its rows."""
     driver = connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
     return driver.execute(statement).fetchall()
@@ -384,7 +385,7 @@ def _open(url: str) -> Engine:
             raise _refusal(url, "a database in memory is not served; name a file, sqlite:///FILE")
         if sqlite:
             _keep_private(Path(str(parsed.database)))
-        # A connection that has died while nobody used it is found out before a job does, and replaced.
+        # `pool_pre_ping` replaces a connection that has died while idle, before a job uses it.
         limits: dict[str, Any] = {} if sqlite else {"connect_args": POSTGRES_LIMITS}
         engine = sqlalchemy.create_engine(parsed, pool_size=READERS + 2, pool_pre_ping=not sqlite, **limits)
     except ModuleNotFoundError as error:
@@ -408,12 +409,13 @@ def _open(url: str) -> Engine:
 
 
 def with_driver(url: URL) -> URL:
-    """Return the URL with our driver, if it names none."""
+    """Return the URL, with the driver psycopg if it is a `postgresql` URL without a driver."""
     return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
 
 
 def _keep_private(file: Path) -> None:
-    """Restrict a file with secrets, created if missing, and the files beside it to their owner."""
+    """Create a database file if it is missing, and restrict it and the files beside it to their owner: they have
+    secrets."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch(mode=0o600)
     for suffix in ("", "-wal", "-shm", ".lock"):
@@ -433,13 +435,13 @@ def _sqlite_connect(connection: Any, _: Any) -> None:
 def _sqlite_begin(connection: Connection) -> None:
     """Take the write lock at the start of a writing transaction.
 
-    SQLite does not wait for locks after a read.
+    A transaction that reads first cannot wait for the lock afterwards: SQLite then fails at once.
     """
     connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get(WRITES) else "BEGIN")
 
 
 def sqlite_file(url: str) -> Path | None:
-    """Return the file of an SQLite database with links resolved."""
+    """Return the file of an SQLite database, with links resolved. None: the URL has no such file."""
     try:
         parsed = make_url(url)
     except ArgumentError:  # refused when it is opened

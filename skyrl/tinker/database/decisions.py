@@ -23,7 +23,7 @@ class LoggedRefusal:
 
 @dataclass
 class Decisions:
-    """Choices for one request. None: no choice was necessary, or it is not made yet."""
+    """Choices for one request. A field is None if its choice was not necessary or is not made yet."""
 
     held_bytes: int | None = None
     """Bytes that the request counts for in memory."""
@@ -36,7 +36,7 @@ class Decisions:
     folder: str | None = None
     """Folder of the checkpoint at a path, or of an unnamed version."""
     digest: str | None = None
-    """Digest of the checkpoint at a path. Also None if the checkpoint has none."""
+    """Digest of the checkpoint at a path. Also None if this checkpoint has no digest."""
     lora_config: dict[str, Any] | None = None
     """Configuration of the checkpoint at a path."""
     version: str | None = None

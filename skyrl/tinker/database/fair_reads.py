@@ -14,7 +14,7 @@ from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES, DecodePool
 
 
 class Listings:
-    """Answers with lists of a tenant's objects, fairly between tenants by the time that their lists have taken.
+    """Answers requests for lists of a sharer's objects, fairly between sharers by the time that their lists have taken.
 
     Args:
         database: The server's database.

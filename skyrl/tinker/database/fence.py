@@ -3,7 +3,7 @@
 Each start of a server increments a number in the settings, the epoch. Each writing transaction checks that the epoch is
 unchanged, and fails otherwise. Writes of an older server are therefore rejected after a newer one has started, and the
 older server exits. On PostgreSQL, the lock against a second server belongs to a connection, which may be lost while it
-is unused. The lock is therefore checked periodically and acquired again.
+is unused. The lock is therefore checked periodically, and acquired again if it was lost.
 """
 
 import logging
@@ -31,7 +31,7 @@ WATCH_S = 5.0
 
 _SETTINGS = SQLModel.metadata.tables[str(SettingRow.__tablename__)]
 _READ = select(_SETTINGS.c.value).where(_SETTINGS.c.name == EPOCH)
-# On PostgreSQL the next server waits for transactions that have read it; SQLite refuses theirs if it has changed since.
+# On PostgreSQL, the next server waits for transactions that have read the epoch. SQLite rejects them if it has changed.
 _HOLD = _READ.with_for_update(read=True)
 _HELD = (
     "SELECT count(*) FROM pg_locks JOIN pg_database ON pg_database.oid = database WHERE datname = current_database() "
@@ -65,9 +65,9 @@ class Fence:
 
     Args:
         engine: The database's engine.
-        claim: Connection that holds the lock, if there is one.
+        claim: Connection that holds the lock on PostgreSQL; on SQLite, a connection without a lock.
         shown: Option that names the database, for messages.
-        writes: True if this server writes. Readers do not exclude anybody.
+        writes: True if this server writes, so it starts a new epoch. A reader starts none and excludes no other server.
     """
 
     def __init__(self, engine: Engine, claim: Connection, shown: str, writes: bool):

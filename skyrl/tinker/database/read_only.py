@@ -46,7 +46,7 @@ class ReadOnlyDatabase:
             self._engine = sqlalchemy.create_engine(parsed, **limits)
             with self._engine.connect() as connection:
                 self.revision = revision_of(connection)
-                """Revision of the database; None if the tables are not this server's."""
+                """Revision of the database; None if the database was not created by this server."""
         except (ArgumentError, DatabaseError, ModuleNotFoundError) as error:
             why = error.orig if isinstance(error, DatabaseError) else error
             raise RequestError(f"database_url={self.url}: it cannot be opened ({why})") from error
@@ -65,9 +65,10 @@ class ReadOnlyDatabase:
 
 
 def _address(url: str) -> URL:
-    """Return a URL that opens the database without creating files next to an SQLite file.
+    """Return the URL of a database, for SQLite a URI with which SQLite creates no files.
 
-    A stopped server leaves no `-wal` file. SQLite would create one even for reading, unless the URL is `immutable`.
+    Without a `-wal` file, which a stopped server has removed, SQLite would create one. The file is then opened as
+    immutable.
     """
     file = sqlite_file(url)
     if file is None:

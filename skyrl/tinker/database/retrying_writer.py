@@ -32,7 +32,7 @@ class RetryingWriter:
 
     Args:
         database: The server's database.
-        also: Further errors to retry after, in addition to connection errors. After a connection error, the write
+        also: Errors after which jobs are retried, in addition to connection errors. After a connection error, a write
             may have taken effect.
     """
 

@@ -29,7 +29,7 @@ ModelStatus = Literal["creating", "live", "failed", "lost", "unloaded", "expired
 RequestStatus = Literal["pending", "done", "failed"]
 SamplerKind = Literal["base", "checkpoint", "snapshot", "inflight"]
 WITH_BODY = "length(body) > 0"
-"""Condition on requests that their indexes use."""
+"""SQL condition for requests whose body is stored, as in the partial indexes of `RequestRow`."""
 DONE = "done"
 """Value of `RequestRow.gradients` if the engine completed the request and only its answer failed."""
 
@@ -101,15 +101,15 @@ class ModelRow(SQLModel, table=True):
     user_metadata: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
     status: str = "creating"
     """A `ModelStatus`. A `live` model is in the engine, or can be revived from its snapshot and the later log. A `lost`
-    model cannot be revived because files are missing or damaged. An `expired` model cannot because its session was idle
-    for too long. A `copy` only holds a copied or uploaded checkpoint."""
+    model cannot be revived because files are missing or damaged. An `expired` model cannot be revived because its
+    session was idle for too long. A `copy` only holds a copied or uploaded checkpoint."""
     snapshot_seq_id: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     """Last request that the newest snapshot includes; None before the first snapshot."""
     snapshot_folder: str | None = None
     snapshot_digest: str | None = None
     snapshot_bytes: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     snapshot_failed_pass: str | None = None
-    """Error of a failed pass, which the next optimizer step after the snapshot must raise; None if there is none."""
+    """Error of a failed pass before the snapshot, which the next optimizer step must raise; None if no pass failed."""
     last_request_at: float | None = None
     inflight_version: str | None = None
     """Version that inflight samplers of the model use; None before the first inflight save."""
@@ -138,7 +138,8 @@ class SamplerRow(SQLModel, table=True):
     counted: dict[str, int] = Field(
         default_factory=dict, sa_column=Column(JSON, nullable=False, server_default=text("'{}'"))
     )
-    """Upper bounds of the seq_ids used by clients, by client number, for clients with many (see `sample_counts`)."""
+    """Upper bound of the seq_ids of each client that has used more than the first thousand, by client number (see
+    `sample_counts`)."""
     removed_by: str | None = None
     """Option and value that removed the version before its session ended."""
     created_at: float = _created()
@@ -213,7 +214,7 @@ class CheckpointRow(SQLModel, table=True):
 
 
 class UsageRow(SQLModel, table=True):
-    """The ledger: usage of one session for one run within one hour, of requests that have ended and were answered."""
+    """The ledger: usage of one session for one run within one hour, by requests with an answer."""
 
     __tablename__ = "usage"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (Index("usage_by_hour", "hour", "tenant"),)
@@ -249,7 +250,7 @@ class UsageRow(SQLModel, table=True):
 
 
 class ChargedSampleRow(SQLModel, table=True):
-    """Charge of a sample whose answer has not been handed out, or only very recently."""
+    """Charge of a sample whose answer has not been handed out. The row is deleted soon after the answer was."""
 
     __tablename__ = "charged_samples"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (Index("charged_samples_by_hour", "hour"),)
@@ -315,8 +316,8 @@ class RequestRow(SQLModel, table=True):
     created_at: float = _created()
     finished_at: float | None = None
     body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
-    """Body as sent; empty when no revival needs it. The last column, because SQLite reads all columns before the one it
-    needs."""
+    """Body as sent; empty when no revival needs it. This is the last column, because SQLite reads a row up to the last
+    column that a query needs."""
 
 
 class ResultRow(SQLModel, table=True):

@@ -20,9 +20,9 @@ from skyrl.tinker.wire import management_schemas as rest
 GIGABYTE = 10**9
 LONGEST = timedelta(days=14)
 TRAIN_FLOPS, FORWARD_FLOPS = 6, 2
-"""Floating-point operations per token and active parameter: of passes with gradients, and of other passes and sampling
-(Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Attention is not counted, nor are adapters and the gradients of the
-base model's weights, which they save."""
+"""Floating-point operations per token and active parameter, for passes with gradients and for all other computation
+(Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Attention and adapters are not counted. The gradients of the base
+model's weights are, although an adapter does not need them."""
 AuditType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
@@ -63,8 +63,9 @@ def usage(session: Session, caller: Caller, window: Window, now: float) -> rest.
 def _events(row: UsageRow, caller: Caller) -> Iterator[rest.UsageEvent]:
     """Events of a row, one per kind of tokens.
 
-    Seconds are part of only one event: those of passes and steps are reported with trained tokens, if there are any,
-    and those of samples with sampled tokens.
+    Device seconds are reported in one event only. The seconds of passes and steps are in the event of trained tokens
+    or, in an hour with forward tokens only, of forward tokens. The seconds of samples are in the event of sampled
+    tokens.
     """
     trained, forward = (
         rest.TrainingUsage(forward_only=only, token_count=count)
@@ -119,7 +120,8 @@ def _made(session: Session, caller: Caller, window: Window) -> Iterator[rest.Usa
 
 
 def _stored(session: Session, caller: Caller, window: Window, now: float) -> Iterator[rest.UsageEvent]:
-    """Checkpoints that are or were on disk, with the stored time within each hour."""
+    """Storage of named checkpoints in gigabyte-hours, by hour and run, including checkpoints that
+    were deleted later."""
     total: defaultdict[tuple[int, str, str | None, str], float] = defaultdict(float)
 
     def count(model_id: str, project_id: str | None, base_model: str, size: int, since: float, until: float) -> None:
@@ -206,6 +208,6 @@ def _owned(tenant: Any, caller: Caller) -> ColumnElement[bool]:
 
 
 def _with_session(query: Any) -> Any:
-    """Checkpoints with data of their run's session, which may have been removed."""
+    """Join a query of checkpoints with the session of each checkpoint's run. A removed session gives NULL."""
     run = ModelRow.model_id == CheckpointRow.model_id
     return query.outerjoin(ModelRow, run).outerjoin(SessionRow, SessionRow.session_id == ModelRow.session_id)

@@ -1,8 +1,8 @@
 """Database jobs that charge each sample with an answer exactly once.
 
 A sample is charged before it is answered, and its charge is stored until its answer is handed out. If the answer is
-lost before that, because the API process was killed or evicted it, the client is told so and the charge is refunded. A
-resubmitted sample is then charged like any other. If it has the same request id, the last answer counts.
+lost before that, because the API process was killed or evicted it, the client gets an error and the charge is refunded.
+A resubmitted sample is charged like any other. If a request id is charged again, the new charge replaces the old one.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from skyrl.tinker.database.tables import ChargedSampleRow, UsageRow
 from skyrl.tinker.identity.callers import Caller
 
 KEPT_S = HOUR_S
-"""Seconds for which the charge of an unretrieved answer is stored, and up to an hour more."""
+"""Minimum seconds for which the charge of an unretrieved answer is stored. It may be stored for an hour longer."""
 AT_A_TIME = 500
 """Maximum rows in a statement."""
 
@@ -34,7 +34,7 @@ _KNOWN = text("SELECT request_id FROM charged_samples WHERE request_id IN :reque
 
 
 def add(session: Session, samples: Mapping[str, Charge]) -> None:
-    """Charge samples, by request id, in the current hour. Idempotent."""
+    """Charge samples, by request id, in the current hour. An earlier charge of the same request id is replaced."""
     hour = charges.this_hour()
     for row in _rows(session, list(samples)):
         _take_back(session, row)
@@ -48,7 +48,7 @@ def add(session: Session, samples: Mapping[str, Charge]) -> None:
 
 
 def refund(session: Session, request_id: str, caller: Caller) -> None:
-    """Refund the charge of a caller's sample, if its answer was not handed out."""
+    """Refund the charge of a sample of the caller whose answer was not handed out. Does nothing otherwise."""
     row = session.get(ChargedSampleRow, request_id)
     used = None if row is None else session.get(UsageRow, (row.session_id, row.model_id, row.hour))
     if row is not None and used is not None and caller.may_touch(used.tenant):

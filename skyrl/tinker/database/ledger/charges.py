@@ -66,7 +66,7 @@ def of_training(operation: Operation, tenant: str, info: BackendInfo, device_s: 
 def of_sample(
     sample: Sample, result: SampleOutput, session_id: str, tenant: str, info: BackendInfo, device_s: float
 ) -> Charge:
-    """Return the charge for a sample that will be answered to a session."""
+    """Return the charge for a finished sample that `session_id` requested."""
     cached = result.prompt_cache_hit_tokens
     return Charge(
         session_id=session_id,
@@ -90,7 +90,8 @@ _ADD = text(
     "ON CONFLICT (session_id, model_id, hour) "
     f"DO UPDATE SET {', '.join(f'{name} = usage.{name} + excluded.{name}' for name in AMOUNTS)}"
 )
-"""Statement for both SQLite and PostgreSQL. The cast gives the parameter the same type in both places."""
+"""Statement for both SQLite and PostgreSQL. The cast gives `:session_id` the same type where it is inserted and where
+it is compared."""
 
 
 def add(session: Session, charges: Sequence[Charge]) -> None:

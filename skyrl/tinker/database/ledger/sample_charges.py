@@ -64,14 +64,14 @@ class SampleCharges:
         self._handed_out.add(request_id)
 
     async def refund(self, request_id: str, caller: Caller) -> None:
-        """Refund the charge of a sample whose answer was lost, before its client is told."""
+        """Refund the charge of a sample whose answer was lost, before its client gets the error."""
         if request_id in self._handed_out:
             return
         if await self._database.read(lambda session: session.get(ChargedSampleRow, request_id)) is not None:
             await self._database.write(partial(charged_samples.refund, request_id=request_id, caller=caller))
 
     async def drain(self) -> None:
-        """Wait until all charges are stored, or cannot be."""
+        """Wait until all charges are stored or given up."""
         self._writer.stop()
         if self._storing is not None:
             await self._storing
@@ -87,7 +87,7 @@ class SampleCharges:
             self._storing = None
 
     async def _try(self, batch: _Batch) -> None:
-        # Clients of the server before this one have had time to come back.
+        # By then, clients of the previous server have had time to retrieve or lose their answers.
         forgets, handed_out = time.monotonic() - self._since > charged_samples.KEPT_S, frozenset(self._handed_out)
 
         def store(session: Session) -> None:

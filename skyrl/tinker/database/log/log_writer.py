@@ -1,8 +1,8 @@
 """Appends training requests to the log, compresses large ones, and resolves writes with an unknown outcome.
 
-A database may commit a transaction and lose the answer, as when a PostgreSQL server is replaced. The request is then in
-the log and must be done, or later requests of its model would wait for ever. A write without an answer is therefore
-retried until there is one. A retry that finds the request in the log treats it as written.
+A database may commit a transaction and lose the answer, for example when a PostgreSQL server is replaced. The request
+is then in the log and must be done, or later requests of its model would wait for ever. A write without an answer is
+therefore retried until there is one. A retry that finds the request in the log treats it as written.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES, DecodePool
 PASSES = ("forward_backward", "forward")
 """Kinds of requests whose bodies can be read whether or not they are compressed."""
 LEVEL = -1
-"""Compression level of zstd, at which compression takes less time than it saves on the disk."""
+"""Compression level of zstd. At this level, compression takes less time than it saves in writing to disk."""
 
 
 class LogWriter:
@@ -68,7 +68,8 @@ class _Append:
     refusal: Failure | None
     on_log: Callable[[Session], None]
     tried: bool = False
-    """True after an attempt, either by this class or by the writer, which retries jobs of a failed group alone."""
+    """True after the first attempt. Retries come from `RetryingWriter`, and from the writer when a group of jobs fails.
+    """
 
     def __call__(self, session: Session) -> Logged:
         if self.tried:

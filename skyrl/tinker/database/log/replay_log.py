@@ -1,4 +1,4 @@
-"""The data that revive a model: its newest snapshot, later requests, and unwritten versions.
+"""Data for the revival of a model: its newest snapshot, later requests, and unwritten versions.
 
 Bodies of requests are kept until a later snapshot covers them. Unnamed versions that are not on disk yet are published
 again by a replay of their requests. The functions are jobs of the database.
@@ -50,7 +50,8 @@ class History:
     model: ModelRow
     session: SessionRow
     requests: list[LoggedRequest]
-    """Pending requests, and all after the snapshot, by seq_id; requests without a seq_id come last."""
+    """All requests after the snapshot, and earlier ones that are pending, by seq_id. Requests without a seq_id come
+    last."""
     unwritten: dict[str, str]
     """Folder of each published version that may not be on disk."""
 
@@ -87,7 +88,11 @@ def bodies(session: Session, request_ids: Sequence[str]) -> dict[str, Body]:
 
 
 def record_snapshot(session: Session, snapshot: Snapshotted) -> str | None:
-    """Record a snapshot, which replaces earlier requests in a revival. Returns the folder of the older snapshot."""
+    """Record a snapshot; a revival then needs no earlier requests.
+
+    Returns the folder to remove: of the older snapshot or, if the model is gone or has a newer one, of this one. None:
+    there is no such folder.
+    """
     model = session.get(ModelRow, snapshot.model_id)
     if model is None or (model.snapshot_seq_id is not None and model.snapshot_seq_id > snapshot.seq_id):
         return snapshot.path
@@ -101,7 +106,7 @@ def record_snapshot(session: Session, snapshot: Snapshotted) -> str | None:
 
 
 def record_version(session: Session, version: str, saved: SaveOutput) -> str | None:
-    """Record that a version is on disk. Returns a folder that is no longer needed, if there is one."""
+    """Record that a version is on disk. Returns the snapshot folder that is no longer needed, or None."""
     row = session.get(VersionRow, version)
     if row is None:
         return None
@@ -118,10 +123,12 @@ def unwritten_versions(session: Session) -> dict[str, str]:
 
 
 def release(session: Session, model_id: str) -> str | None:
-    """Forget the data for the revival of a model that was unloaded and whose published versions are all on disk.
+    """Forget the data for the revival of an unloaded model.
+
+    Does nothing while the model has pending requests, or published versions that are not on disk.
 
     Returns:
-        The folder of its snapshot, which is no longer needed.
+        The folder of the model's snapshot, which is no longer needed; None if nothing was forgotten.
     """
     waits = select(col(RequestRow.request_id)).where(
         col(RequestRow.model_id) == model_id, col(RequestRow.status) == "pending"
@@ -137,7 +144,7 @@ def release(session: Session, model_id: str) -> str | None:
 
 
 def folders_to_load(session: Session) -> set[str]:
-    """Folders of checkpoints that a revival may load again, because no snapshot covers the load yet."""
+    """Folders of checkpoints that a revival may load again, because their loading is not part of a snapshot yet."""
     uncovered = or_(col(ModelRow.snapshot_seq_id).is_(None), col(RequestRow.seq_id) > col(ModelRow.snapshot_seq_id))
     query = (
         select(col(RequestRow.decided))

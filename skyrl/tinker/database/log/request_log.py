@@ -24,7 +24,7 @@ LOST_ADVICE = (
     "fresh one, or restart the server once its files are back; saved checkpoints and samplers still work"
 )
 UNLOAD = "unload_model"
-"""The only kind of request without a seq_id. A second one for the same model counts as a duplicate of the first."""
+"""The only kind of request without a seq_id. A second unload of a model counts as a duplicate of the first."""
 EXPIRED = (
     "can not be brought back any more: its session had been silent for longer than --session-retention-sec; load its "
     "last checkpoint (create_training_client_from_state_with_optimizer), or make a fresh training client; saved "
@@ -32,8 +32,8 @@ EXPIRED = (
 )
 _IS_PENDING = col(RequestRow.status) == "pending"
 
-# Statements that every request needs are made once, of tables: to make one of mapped classes takes ten times what it
-# takes to run it. Unlike those, these do not flush what an earlier job has left in the session.
+# Statements for every request are built once, from tables: building one from mapped classes takes ten times as long as
+# running it. Statements on tables do not flush pending changes of earlier jobs in the session.
 _REQUESTS = SQLModel.metadata.tables[str(RequestRow.__tablename__)]
 _RESULTS = SQLModel.metadata.tables[str(ResultRow.__tablename__)]
 _MODELS = SQLModel.metadata.tables[str(ModelRow.__tablename__)]
@@ -85,7 +85,7 @@ def append(session: Session, entry: Entry, refusal: Failure | None, on_log: Call
     Args:
         session: Transaction to write in.
         entry: The request.
-        refusal: Failure of a request that was already refused.
+        refusal: Failure, if the request was refused before it is logged.
         on_log: Further writes for a request that is new and not refused.
     """
     session.flush()
@@ -158,7 +158,7 @@ def finish(
         outcome: Answer or failure.
         gradients: Effect of a failure on the gradient sums; `DONE` if only the answer failed.
         keep_body: True if a revival without a newer snapshot has to repeat the request.
-        decided: The decisions, if they differ from the log: the request was done although it was cancelled.
+        decided: Decisions that replace the logged ones, for a request that was done although it was cancelled.
     """
     session.flush()
     connection, now = session.connection(), time.time()
@@ -211,7 +211,8 @@ def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | Expire
 
 
 def small_outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | ExpiredResult | LargeResult]:
-    """(tenant, outcome) as `outcome_of`, with `LargeResult` instead of a result of more than `LARGE_BYTES`."""
+    """(tenant, outcome) of a request, like `outcome_of`. A result above `LARGE_BYTES` is not read: `LargeResult`
+    instead."""
     size = _RESULTS.c.size_bytes
     asked = (_REQUESTS.c.tenant, size, case((size <= LARGE_BYTES, _RESULTS.c.body)), _RESULTS.c.media_type)
     told = (_REQUESTS.c.error, _REQUESTS.c.category, _REQUESTS.c.status)

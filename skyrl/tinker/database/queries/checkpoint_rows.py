@@ -1,7 +1,7 @@
 """Rows of named checkpoints: names, folders and expiry.
 
-A folder name contains the seq_id of its save, so a save under a used name never touches files that may be read at the
-time. The row moves to the new folder, and the old folder is removed when nothing refers to it.
+A folder name contains the seq_id of its save, so a save under a used name never changes files that may be in use. The
+name's row is replaced by one with the new folder, and the old folder is removed when nothing refers to it.
 
 A named checkpoint exists until it is deleted or expires. Samplers of an overwritten checkpoint continue to work.
 Samplers of a deleted checkpoint end, and requests by its name fail.
@@ -25,7 +25,7 @@ from skyrl.types import SaveOutput
 
 
 class UnreferencedFiles(NamedTuple):
-    """Files without a name, and their version, if they are one."""
+    """Files that no checkpoint name refers to. `version` is the version that they contain, or None."""
 
     version: str | None
     folder: str
@@ -101,14 +101,16 @@ async def refuse_taken_name(database: Database, saved: SavedAs) -> None:
 
 
 def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> UnreferencedFiles | None:
-    """Store the row of a finished save. Returns the previous files of its name, if no sampler uses them.
+    """Store the row of a finished save.
+
+    Returns the previous files of this name if no sampler uses them, else None.
 
     Raises `RequestError` if the name was taken during the save.
     """
     older = find_checkpoint_or_expired(session, saved.path)
     obsolete = None
     if older is not None and older.version == saved.version:
-        return None  # this save's own, stored by a transaction whose end the database could not tell us
+        return None  # row of this save, stored by a transaction whose outcome was not reported to us
     if older is not None:
         if not saved.overwrite and not has_expired(older):
             _refuse(saved, older)
@@ -144,7 +146,8 @@ def expiry(ttl_seconds: int | None) -> float | None:
 
 
 def own_checkpoint(session: Session, path: TinkerPath, caller: Caller) -> CheckpointRow:
-    """Return the checkpoint at a path, for a change. Raises `UnknownName` for those of others, also public ones."""
+    """Return the caller's checkpoint at a path, for a change. Raises `UnknownName` for another tenant's, even if
+    public."""
     row = find_checkpoint(session, path)
     if row is None or not caller.may_touch(row.tenant):
         raise unknown_checkpoint("path", path)
@@ -172,7 +175,7 @@ class DeletedCheckpoint:
 
     files: UnreferencedFiles
     samplers: list[str]
-    """Ids of its samplers."""
+    """Ids of the samplers that used the checkpoint."""
 
 
 def delete_checkpoint(session: Session, row: CheckpointRow, by: str) -> DeletedCheckpoint:

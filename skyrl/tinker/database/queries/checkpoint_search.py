@@ -1,4 +1,5 @@
-"""Search for checkpoints. Pages are delimited by checkpoints, so concurrent changes do not shift the next page."""
+"""Search for checkpoints. The cursor of a page names its last checkpoint, so concurrent changes do not shift the next
+page."""
 
 from collections.abc import Iterator
 from itertools import islice

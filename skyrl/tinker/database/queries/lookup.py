@@ -67,7 +67,7 @@ class Directory:
             row = await self._database.read(lambda session: session.get(table, row_id))
         if not isinstance(row, table) or not caller.may_touch(row.tenant):
             raise _unknown(field, row_id, hint)
-        if changes == self._changes:  # else what was read may be older than what was written meanwhile
+        if changes == self._changes:  # otherwise the row may be older than a change since the read
             self._rows[row_id] = row
             self._rows.move_to_end(row_id)
         while len(self._rows) > KEPT_ROWS:

@@ -1,9 +1,9 @@
 """Upper bounds of the seq_ids that clients of samplers have used, so that a restarted server can report lost samples.
 
 A client that waits with `retrieve_futures` does not list its samples, so the server has to report lost ones. Samples
-are not logged, but their ids follow from their seq_ids. The database therefore has an upper bound of these per client.
-The bound is raised in steps of a thousand, before the first sample of each thousand is acknowledged. The first thousand
-needs no write.
+are not logged, but their ids follow from their seq_ids. The database therefore has an upper bound of the used seq_ids
+for each client. The bound is raised in steps of a thousand, before the first sample of each thousand is acknowledged.
+The first thousand needs no write.
 """
 
 from collections import OrderedDict
@@ -18,7 +18,8 @@ STEP = 1000
 """Step by which a bound is raised."""
 
 MOST_LOST = 21_000
-"""Maximum number of lost samples to report: the most that can be pending (`MAX_PENDING_SAMPLES`), plus one step."""
+"""Maximum number of lost samples to report: the maximum number of pending samples (`MAX_PENDING_SAMPLES`) plus a step.
+"""
 
 KEPT_BOUNDS = 20_000
 """Maximum number of clients whose bound is cached."""

@@ -1,4 +1,5 @@
-"""Search for sessions. Pages are delimited by sessions, not by numbers, so new sessions do not shift the next page."""
+"""Search for sessions. The cursor of a page names its last session rather than an offset, so new sessions do not shift
+the next page."""
 
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from skyrl.tinker.wire.search_schemas import (
 )
 
 ACTIVE_S = 300
-"""Seconds since its last activity within which a session counts as active."""
+"""A session counts as active for this many seconds after its last activity."""
 NO_PROJECT = "default"
 """Name of the project of a session without one."""
 ROUNDING_S = 1e-3

@@ -1,4 +1,4 @@
-"""Folders are named as they lie below checkpoints_base: MODEL/KIND/NAME. Earlier servers wrote down absolute paths."""
+"""Folders become relative to checkpoints_base: MODEL/KIND/NAME. Earlier servers stored absolute paths."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ def _rename(name: Callable[[str], str]) -> None:
 
 
 def _rows(connection: sa.Connection, key: Any, column: Any, which: Any) -> Iterator[tuple[Any, str]]:
-    """(key, value) of the rows for which `which` holds, a batch at a time: there may be millions."""
+    """Yield (key, value) of the rows that satisfy `which`. They are read in batches, because there may be millions."""
     query, last = sa.select(key, column).where(which).order_by(key).limit(BATCH), None
     while found := connection.execute(query if last is None else query.where(key > last)).all():
         yield from ((row_key, value) for row_key, value in found)

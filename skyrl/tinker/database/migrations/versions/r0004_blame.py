@@ -1,4 +1,4 @@
-"""Crashes of requests are counted beside the database, where their deaths cannot be missed."""
+"""Crash counts of requests move from the database to files (`crash_record`)."""
 
 import sqlalchemy as sa
 from alembic import op

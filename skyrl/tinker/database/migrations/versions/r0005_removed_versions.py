@@ -1,4 +1,4 @@
-"""Samplers say which limit took their version away."""
+"""Samplers record the limit that removed their version."""
 
 import sqlalchemy as sa
 from alembic import op

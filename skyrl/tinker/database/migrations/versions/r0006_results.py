@@ -1,4 +1,4 @@
-"""Results have a table of their own, bodies come last in their rows, and what is looked for has an index."""
+"""Results move to a separate table, bodies become the last column of their rows, and queries get indexes."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -32,7 +32,7 @@ PARTIAL_INDEXES = {
     "versions_unwritten": ("versions", "model_id", "digest IS NULL"),
 }
 HASH_INDEXES = {"sessions_of_project": ("sessions", ["project_id"])}
-"""Indexes of texts that clients choose: PostgreSQL's other indexes refuse those that are long."""
+"""Hash indexes of texts that clients choose. PostgreSQL's other indexes reject long texts."""
 OLD_INDEXES = {
     "ix_versions_model_id": ("versions", "model_id"),
     "ix_checkpoints_tenant": ("checkpoints", "tenant"),
@@ -59,7 +59,7 @@ def upgrade() -> None:
     op.drop_index("requests_with_result", "requests")
     op.drop_index("requests_with_body", "requests")
     op.drop_index("ix_requests_status", "requests")
-    # A new row has its columns in this order; on PostgreSQL, which keeps large values elsewhere, order is nothing.
+    # New rows have their columns in this order. PostgreSQL stores large values elsewhere, so it ignores the order.
     with op.batch_alter_table("requests", partial_reordering=[("finished_at", "body")]) as batch_op:
         batch_op.drop_column("result")
         batch_op.drop_column("result_type")

@@ -1,4 +1,4 @@
-"""Charges of samples whose answers have not been handed out, so that a lost sample is not charged."""
+"""Charges of samples whose answers have not been handed out, so that the charge of a lost sample can be refunded."""
 
 import sqlalchemy as sa
 from alembic import op
