@@ -14,7 +14,8 @@ class StorageMetrics:
         """Time of the last measurement, on the monotonic clock."""
         self.stored: dict[str, int] = {}
         self.free: int | None = None
-        """Free bytes at the last measurement, as `stored` has the used bytes by kind. None before the first."""
+        """Free bytes of the disk at the last measurement; None before the first. `stored` has the used bytes by kind.
+        """
         self._stored = Gauge(
             "skyrl_stored_bytes",
             "Bytes of what is saved below checkpoints_base, its trash aside.",

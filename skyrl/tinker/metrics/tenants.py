@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 MOST_TENANTS = 50
-"""Number of tenants with their own label, in order of appearance. All others share one."""
+"""Maximum number of tenants with their own label: the first ones that send requests. All later tenants share a label.
+"""
 EVERYBODY, OTHERS = "local", "other"
 """Labels of all callers of a server without keys, and of tenants without their own label."""
 
