@@ -1,12 +1,14 @@
-"""The engine loop: receives operations from the API process, orders them, and runs the backend one quantum at a time.
+"""The engine loop: receives operations from the API process, orders them, and runs the backend one quantum (a step of
+bounded duration) at a time.
 
 `TinkerEngine.turn` is one iteration: handle frames, submit operations to the backend, run one quantum, send results.
 Without work, the loop first lets the backend prepare for later requests, and then sleeps until a frame arrives,
 background work ends or a held request expires; nothing polls. The engine has no SQL and no HTTP.
 `skyrl.tinker.processes.engine_supervisor` starts it.
 
-To add a backend, register its class below, or name the class as "module:attribute" in the configuration. It is called
-with (base_model, config, progress); the annotation of `config` determines the class of the configuration.
+To add a backend, register its class below, or name the class as "module:attribute" in the configuration. The class is
+called with (base_model, config, progress). The annotation of its parameter `config` determines the class of the
+configuration.
 """
 
 import argparse
@@ -77,8 +79,9 @@ LARGE_RESULT_BYTES = 2**20
 NICENESS = 5
 """Niceness of the engine process, so that the API process responds quickly while computation uses every core."""
 QUIET_S = 0.25
-"""Idle seconds before the engine prepares for later requests. One step of preparation takes longer than this, and
-should not delay clients that have just connected, or that send their next request when they receive a result."""
+"""Idle seconds before the engine prepares for later requests. One step of preparation takes longer than `QUIET_S`. It
+should not delay clients that have just connected, or clients that send their next request when they receive a result.
+"""
 TELL_S = 0.25
 """Minimum seconds between two `Metrics` frames while the engine works."""
 DRAIN = 0.6
@@ -106,9 +109,9 @@ class TinkerEngine:
         """The last `Metrics` frame, sent at time `_told_at`."""
         self._told_at = -math.inf
         self._stored: deque[Stored] = deque()
-        """`Stored` frames to send; a writer thread appends to it."""
+        """`Stored` frames to send; a writer thread appends to this queue."""
         self._sent: deque[Operation] = deque()
-        """Samples whose large results have been sent; the sending thread appends to it."""
+        """Samples whose large results have been sent; the thread that sends appends to this queue."""
         self._stopping = False
         self._worked_at = time.monotonic()
         """Time of the last frame or computation."""
@@ -209,7 +212,7 @@ class TinkerEngine:
     def _send_apart(self, operation: Operation, completion: Completion) -> None:
         """Send a sample's large result in the background.
 
-        The sample occupies its tenant's window until the result is sent.
+        The sample counts against its tenant's `SampleWindow` until the result is sent.
         """
 
         def sent() -> None:
@@ -260,7 +263,8 @@ class TinkerEngine:
     def _about_to_run(self, request_ids: tuple[str, ...]) -> None:
         """Report the requests that the backend is about to compute.
 
-        The engine's own operations are not reported, so no request is blamed if they crash.
+        The engine's own operations (snapshots, parking) are not reported, so a crash in them is not attributed to a
+        request.
         """
         for request_id in request_ids:
             if request_id in self.maintenance:
@@ -437,7 +441,7 @@ def _leave() -> None:
 def _deliver_shutdown(channel: EngineChannel) -> None:
     """Deliver a shutdown from a thread.
 
-    Signal handlers run in the main thread, which may hold the locks that this needs.
+    A signal handler runs in the main thread, which may hold the locks that `deliver` needs.
     """
     threading.Thread(target=channel.deliver, args=[Shutdown()]).start()
 

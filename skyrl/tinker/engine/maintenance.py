@@ -1,8 +1,8 @@
 """Maintenance of the engine's models: snapshots, and parking of unused models.
 
-Each of these is an operation that goes directly to the backend, past the scheduler's queues. A snapshot runs before all
-operations that have not started, so it has the state after the last finished request. Completions of these operations
-go only to `ended`.
+Each snapshot or parking is an operation that goes directly to the backend, past the scheduler's queues. A snapshot runs
+before all operations that have not started, so it has the state after the last finished request. Completions of
+maintenance operations go only to `ended`.
 """
 
 import logging
@@ -54,7 +54,8 @@ class Maintenance:
         self._own: dict[str, tuple[ModelOperation, Callable[[Result], None]]] = {}
         """Running maintenance operations and their continuations, by request id."""
         self._failed_pass: dict[str, str | None] = {}
-        """By request id of a snapshot: the error of a failed pass, if the gradient sums in the snapshot are incomplete.
+        """Error of a failed pass, by request id of a snapshot whose gradient sums are incomplete for this reason; None
+        if they are complete.
         """
         self.snapshots_failed = 0
 
@@ -63,7 +64,10 @@ class Maintenance:
         return request_id in self._own
 
     def begins(self, request_id: str) -> None:
-        """Handle the start of a maintenance operation's quantum. Its model does not change during the quantum."""
+        """Handle the start of the quantum (step of the backend) that runs a maintenance operation.
+
+        The operation's model does not change during the quantum.
+        """
         operation, _ = self._own[request_id]
         self._failed_pass[request_id] = self._backend.failed_pass(operation.model_id)
 
@@ -133,7 +137,7 @@ class Maintenance:
         model_id = operation.model_id
         failed_pass = self._failed_pass.pop(operation.request_id, None)
         if not self._scheduler.knows(model_id):  # it was deleted meanwhile
-            if not is_url(operation.path):  # a bucket is not waited for here; what nothing names is collected
+            if not is_url(operation.path):  # do not wait for a bucket: the collector removes unreferenced folders
                 shutil.rmtree(operation.path, ignore_errors=True)
         elif isinstance(result, SaveOutput):
             assert result.digest is not None and result.size_bytes is not None, result

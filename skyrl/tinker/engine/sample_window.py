@@ -1,7 +1,7 @@
 """Admission of samples to the backend: a window of tokens per tenant. Further samples wait here.
 
-The window limits the memory for a tenant's results on their way to the API process. Each tenant has a separate window,
-so tenants do not wait for each other here. The backend itself schedules the admitted samples fairly.
+The window limits the memory for a tenant's results until they are sent to the API process. Each tenant has a separate
+window, so no sample waits here for another tenant. The backend schedules the admitted samples fairly.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ class SampleWindow:
     """Waiting and admitted samples of each tenant, in order of arrival.
 
     Args:
-        tokens: Size of the window: prompt tokens, and tokens that may be generated.
+        tokens: Size of each tenant's window in tokens, of prompts and of possible output together.
     """
 
     def __init__(self, tokens: int):
@@ -62,7 +62,7 @@ class SampleWindow:
             self._forget_idle(sample.tenant)
 
     def remove(self, request_id: str) -> bool:
-        """Remove a waiting sample. Returns True if there was one."""
+        """Remove a waiting sample. Returns True if the sample was waiting here."""
         for name, tenant in self._tenants.items():
             if tenant.waiting.pop(request_id, None) is not None:
                 self._forget_idle(name)

@@ -6,8 +6,8 @@ request that arrives early is held until all earlier ones have arrived. If no re
 request. Other requests go to the backend at once, and the backend schedules them fairly. Only samples above the limit
 of `SampleWindow` wait here.
 
-The scheduler also tracks the last finished request of each model. A revived model has a position in its order only
-after all replayed operations have finished.
+The scheduler also tracks the last finished request of each model. For a revived model, it is unknown until all replayed
+operations have finished.
 
 The scheduler has no threads and no clock except the `now` argument, in seconds.
 """
@@ -48,7 +48,7 @@ class Scheduler:
 
     Args:
         gap_timeout_s: Seconds that held requests wait for a missing one while no other request of their model arrives.
-        samples_at_a_time: Size of each tenant's window in tokens, as in `BackendInfo`.
+        samples_at_a_time: Size of each tenant's `SampleWindow` in tokens; see `BackendInfo.samples_at_a_time`.
     """
 
     def __init__(self, gap_timeout_s: float, samples_at_a_time: int):
@@ -59,7 +59,7 @@ class Scheduler:
         self._samples = SampleWindow(samples_at_a_time)
         self._lines: dict[str, _Line] = {}
         self._gaps: dict[str, float] = {}
-        """Models with held requests, and the time of their last arrival."""
+        """For each model with held requests: the time at which its last request arrived."""
         self._notices: list[tuple[str, str | None]] = []
         self._own: set[str] = set()
         self._seq_ids: dict[str, int] = {}
@@ -106,7 +106,10 @@ class Scheduler:
         return self._ready.popleft() if self._ready else self._samples.next()
 
     def done(self, operation: Operation) -> bool:
-        """Record that a submitted operation has ended or was cancelled. Returns True if it came from `add`."""
+        """Record that a submitted operation has ended or was cancelled.
+
+        Returns False if the scheduler itself added the operation, so that its result is not sent.
+        """
         if isinstance(operation, Sample):
             self._samples.done(operation)
         elif isinstance(operation, ModelOperation):
@@ -140,7 +143,7 @@ class Scheduler:
         self._lines.pop(model_id, None)
 
     def drop_sample(self, request_id: str) -> bool:
-        """Remove a sample that was not submitted. Returns True if there was one."""
+        """Remove a sample that was not submitted yet. Returns True if the sample was found."""
         return self._samples.remove(request_id)
 
     def refuse(self, refusal: Rejected) -> bool:
@@ -158,7 +161,8 @@ class Scheduler:
         return False
 
     def turned_away(self, model_id: str, now: float) -> None:
-        """Restart the timeout of held requests, because an earlier one was rejected for lack of room.
+        """Restart the timeout of a model's held requests, because the server rejected an earlier request for lack of
+        memory.
 
         The client will send the rejected request again.
         """
@@ -182,7 +186,7 @@ class Scheduler:
         return notices
 
     def _line_up(self, line: _Line, seq_id: int, operation: ModelOperation, now: float) -> None:
-        """Hold a request, then queue all requests whose turn has come."""
+        """Hold a request, then queue all held requests whose predecessors have arrived."""
         if seq_id in line.held:
             return
         line.held[seq_id] = operation

@@ -32,7 +32,7 @@ LONGEST_PAUSE_S = 60.0
 
 @dataclass
 class _Counts:
-    """Work that would have to be replayed without a snapshot."""
+    """Work that a revival would have to replay."""
 
     changes: int = 0
     """Requests that may have changed the model."""
@@ -81,12 +81,12 @@ class SnapshotPolicy:
         return [model_id for model_id in self._wanted if self._models[model_id].retry_at <= now]
 
     def deadline(self, now: float) -> float:
-        """Time at which the next model becomes due without further work; infinity if none does."""
+        """Earliest time after `now` at which a failed snapshot is retried; infinity if no retry is pending."""
         times = (self._models[model_id].retry_at for model_id in self._wanted)
         return min((time for time in times if time > now), default=math.inf)
 
     def changed(self) -> list[str]:
-        """Models that may have changed since their last snapshot or since the start of the one in progress."""
+        """Models that may have changed since their last snapshot, or since the start of the snapshot in progress."""
         return [model_id for model_id, model in self._models.items() if model.since.changes]
 
     def under_way(self, model_id: str) -> bool:
