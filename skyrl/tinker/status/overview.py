@@ -24,7 +24,7 @@ def overview(
     Args:
         service: The server's shared parts.
         requests: Pending requests of the server.
-        states: States of models that are not only on disk; see `EngineModels.states`.
+        states: States of models that are in the engine or on their way to or from it; see `EngineModels.states`.
         owners: Tenants of models without requests.
     """
     loads = dict(requests.by_model())

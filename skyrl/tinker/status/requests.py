@@ -34,7 +34,7 @@ class Queued:
     future: PendingFuture
     request: PendingRequest | WaitingSample
     ahead: int = 0
-    """Number of earlier requests of its model, for a training request."""
+    """For a training request: number of earlier pending requests of its model."""
 
     @property
     def state(self) -> State:
@@ -60,7 +60,7 @@ class Load:
     oldest_at: float = math.inf
     """Arrival of the oldest request."""
     first: Queued | None = None
-    """First waiting request."""
+    """First waiting request; None if no request waits."""
 
 
 class Requests:
@@ -135,7 +135,7 @@ class Requests:
     def told(
         self, limit: int, *, tenant: str | None, model: str | None, kind: str | None, state: State | None
     ) -> dict[str, Any]:
-        """Return at most `limit` of the selected requests, oldest first, and their total number."""
+        """Return at most `limit` of the selected requests, oldest first, and the total number of selected requests."""
         wanted = [
             one
             for one in self
