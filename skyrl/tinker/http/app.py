@@ -54,7 +54,7 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
 
     app = FastAPI(title="SkyRL Tinker server", lifespan=lifespan)
     app.state.server = server
-    # Looked through in this order, so what is asked for most comes first.
+    # Routes are matched in this order, so the most frequent ones come first.
     modules = (
         queued,
         sessions,

@@ -3,10 +3,10 @@ time.
 
 A connection must deliver the head of a request, of at most `MAX_HEAD_BYTES`, within `HEAD_S` seconds of its start or of
 the first byte of a later request. It must read its answer at `MIN_BYTES_PER_S`, with at most `PATIENCE_S` of delay. The
-limit on connections is shared between addresses as queue limits are between tenants (`quota`): an address always leaves
-some connections to the next one. A single address may use half of all, because long polls need many connections. An
-IPv6 network of 64 bits, the smallest that providers assign, counts as one address. Above the limit, connections are
-closed, because files and the database need descriptors, too.
+connections are divided between addresses by `skyrl.utils.quota`, so an address always leaves some of them to the next
+one. A single address may use half of them, because long polls need many connections. An IPv6 network of 64 bits, the
+smallest that providers assign, counts as one address. Above the limit, connections are closed, because files and the
+database need descriptors, too.
 """
 
 import asyncio
@@ -44,7 +44,11 @@ def network_of(address: str) -> str:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that is closed at once if its address has too many, and later if no request arrives."""
+    """A client connection with limits.
+
+    It is closed at once if its address has too many connections, and later if no request arrives in time or if the
+    client reads its answer too slowly.
+    """
 
     open_connections = Quota("{} connections")
     """Number of this process's connections by address."""

@@ -31,7 +31,7 @@ from skyrl.utils.quota import Busy
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""Seconds without a byte after which an incomplete body is rejected; clients time out as soon."""
+"""Seconds without a byte after which an incomplete body is rejected. Clients have a timeout of the same length."""
 MIN_BYTES_PER_S = 2**14
 """Minimum average rate of a body after the first `PATIENCE_S`."""
 
@@ -43,16 +43,16 @@ class BodyLimit:
     """ASGI middleware with limits on bodies: 413 above the size limit of the path, 408 for a body that stalls or is too
     slow.
 
-    On some paths, the beginning of a larger body is read, because it may contain the request's position in a model's
-    order.
+    If `has_place` returns True for the path, the beginning of a larger body is read, because it may contain the
+    request's position in a model's order.
 
-    Each request gets a stack, `scope[UNTIL_ANSWERED]`, of resources that are held until it is answered. Dependencies
-    that yield would do the same, but cost a tenth of the time of a small request.
+    Each request gets a stack, `scope[UNTIL_ANSWERED]`, of resources that are held until it is answered. FastAPI
+    dependencies with `yield` would do the same, but take a tenth of the time of a small request.
 
     Args:
         app: The application.
         limit_of: Returns the largest body in bytes for a path.
-        patience_s: Longest time between two pieces of a body.
+        patience_s: Maximum seconds between two pieces of a body.
         has_place: Returns True if requests of a path have a position in a model's order.
     """
 

@@ -2,7 +2,7 @@
 
 Any web page can send requests to 127.0.0.1. With a host name that resolves to this address (DNS rebinding), it can also
 read the answers. In these cases, the browser sends the page's origin in `Origin` or its host in `Host`. Without
-permission from the server, it only sends bodies of the media types of forms.
+permission from the server, the browser sends only bodies with the media types of HTML forms.
 """
 
 import re
@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from skyrl.tinker.config import is_loopback
 
 BODY_TYPES = ("application/json", "application/x-protobuf")
-"""Accepted media types. A browser does not send these to another site without a preflight request, nor any PUT."""
+"""Accepted media types. A browser sends bodies of these types, and any PUT, to another site only after a preflight
+request."""
 LOOKED_AT = frozenset({b"host", b"origin", b"content-length", b"transfer-encoding", b"content-type"})
 """Headers that are checked."""
 WAY_OUT = "start the server with keys (--api-keys-file, or SKYRL_API_KEYS) to use it from elsewhere"

@@ -13,7 +13,7 @@ from skyrl.utils.log import REQUEST_ID
 log = logging.getLogger("skyrl.access")
 
 NO_ROUTE = "none"
-"""Route label of requests without a route: unknown paths, and requests that were rejected earlier."""
+"""Route label of requests without a route: unknown paths, and requests that were rejected before routing."""
 ID_HEADER = "x-request-id"
 GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """Pattern of request ids accepted from a client or a proxy. Other ids could inject lines into the log."""

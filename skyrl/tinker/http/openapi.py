@@ -57,8 +57,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The engine is not ready yet; send it again in a moment.",
     }.items()
 }
-"""Error responses that every route may give. They use references, because FastAPI would create a validator of each
-class for each route at the first request, which takes longer than the rest of that request."""
+"""Error responses that every route may give. They refer to a schema by `$ref`. Given classes, FastAPI would create a
+validator of each class for each route at the first request, which takes longer than the rest of that request."""
 
 _reads_key = get_args(CallerDependency)[1].dependency
 

@@ -1,7 +1,7 @@
 """Responses during the start of the server: only the liveness probe is answered.
 
-A start may take long, such as while the database is unavailable. Requests wait for it, so a request during a restart is
-served normally. The liveness probe responds at once.
+A start may take long, for example while the database is unavailable. Requests wait until the server has started, so a
+request during a restart is served normally. The liveness probe responds at once.
 """
 
 import asyncio

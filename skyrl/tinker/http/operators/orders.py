@@ -44,7 +44,7 @@ async def cancel_request(queue: QueueDependency, request_id: str) -> CommandStat
 
 @router.post("/operator/models/{model_id}/unload")
 async def unload_model(queue: QueueDependency, model_id: str) -> CommandStatus:
-    """Free a model's training state after all requests that have arrived, as an unload by its client does."""
+    """Unload a model, like an unload by its client: free its training state after all requests that have arrived."""
     body = Body(strict_json.dumps({"model_id": model_id}), JSON)
     request_id = await queue.training.submit(OPERATIONS[UNLOAD], body, EVERYBODY)
     log.warning("model %s is unloaded by an operator", model_id)

@@ -27,7 +27,10 @@ PATIENCE_S = 2.0
 
 @router.get(LIVEZ)
 async def livez() -> dict[str, str]:
-    """The process responds. It waits for an engine or a database that is unavailable, so a restart would not help."""
+    """The process responds.
+
+    If the engine or the database is unavailable, the process waits for it, so a restart would not help.
+    """
     return {"status": "ok"}
 
 

@@ -73,7 +73,7 @@ async def delete_checkpoint(
 
     def forget(session: Session) -> DeletedCheckpoint | None:
         if find_checkpoint(session, path) is None:
-            return None  # as it was when it was looked for, or gone since
+            return None  # deleted already, before or after the check
         return checkpoint_rows.delete_checkpoint(session, own_checkpoint(session, path, caller), caller.name)
 
     await service.database.read(known)

@@ -1,4 +1,4 @@
-"""Routes that a client uses first, and routes for reports about the client."""
+"""Routes for the start of a client (health, settings, capabilities), and telemetry."""
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -15,7 +15,7 @@ public = APIRouter()
 
 @public.get("/healthz", response_model=None)
 async def healthz(service: ServiceDependency) -> schemas.HealthResponse | JSONResponse:
-    """Return True if the server processes requests."""
+    """Health of the server: status 200 if it processes requests, 503 with the reason otherwise."""
     if (reason := engine_trouble(service.engine)) is None:
         return schemas.HealthResponse(engine=service.engine.metrics)
     return JSONResponse({"status": "starting", "detail": reason}, 503)
@@ -29,7 +29,7 @@ async def client_config(service: ServiceDependency, _: CallerDependency) -> sche
 
 @router.post("/client/dynamic_config")
 async def dynamic_config(_: CallerDependency) -> schemas.DynamicConfigResponse:
-    """Settings that may change while a client runs: none."""
+    """Settings that a client reads again while it runs. They never change here."""
     return schemas.DynamicConfigResponse()
 
 
@@ -43,7 +43,7 @@ async def telemetry() -> schemas.TelemetryResponse:
 async def get_server_capabilities(
     service: ServiceDependency, _: CallerDependency
 ) -> schemas.ServerCapabilitiesResponse:
-    """Names of the base model; the first is the server's own."""
+    """All names of the base model: its own name first, then the aliases."""
     info = await service.wait_until_ready()
     length = info.max_context_length
     return schemas.ServerCapabilitiesResponse(

@@ -64,7 +64,7 @@ def _address(request: Request) -> str:
 
 def _wrong_key(request: Request, error: BadKey) -> HTTPException:
     _server(request).service.wrong_keys.note(_address(request))
-    # Clients that read this of a token make another and try again.
+    # Clients that get this header for a token create a new token and retry.
     challenge = {"WWW-Authenticate": 'Bearer error="invalid_token"'} if error.is_token else None
     return HTTPException(401, str(error), challenge)
 
@@ -79,14 +79,14 @@ CallerDependency = Annotated[Caller, Depends(_caller)]
 
 
 async def _body(request: Request, caller: CallerDependency) -> Body:
-    """Read the body when the caller is known and its quota allows. The quota is held until the request is answered."""
+    """Read the body within the caller's memory quota. The reserved memory is released when the request is answered."""
     headers = request.headers
     content_type = headers.get("content-type", "application/json").split(";")[0].strip().lower()
     too_large = ""
     with ExitStack() as while_read:
         room = while_read.enter_context(_server(request).service.body_quota.keep(caller.sharer))
         room.grow_to(announced_length(request.scope))
-        whole = BytesIO()  # in whose memory the bytes that it returns are: to join many pieces stops the loop
+        whole = BytesIO()  # `getvalue` makes no copy; joining many pieces would block the event loop
         try:
             async for piece in request.stream():
                 room.grow_to(whole.tell() + len(piece))
@@ -107,7 +107,7 @@ BodyDependency = Annotated[Body, Depends(_body)]
 
 
 async def _answer_room(request: Request, caller: CallerDependency) -> Reservation:
-    """Quota for the answer, empty at first, which is held until the answer is sent."""
+    """Memory reservation for the answer. It is empty at first, and released when the answer is sent."""
     return request.scope[UNTIL_ANSWERED].enter_context(_server(request).service.answers.room.keep(caller.sharer))
 
 

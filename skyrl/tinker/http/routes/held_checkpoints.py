@@ -1,4 +1,4 @@
-"""Checkpoints in runs of their own: copies of checkpoints, and uploaded adapters.
+"""Checkpoints with a separate run each: copies of checkpoints, and uploaded adapters.
 
 A file is uploaded to a signed link, without a key. It is written while it arrives, up to the size in the link.
 """

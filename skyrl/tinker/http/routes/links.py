@@ -11,13 +11,16 @@ LIFETIME_S = 3600
 
 
 def end_of_link(caller: Caller) -> int:
-    """Expiry of a new link: no later than that of the token of its request, which may have leaked."""
+    """Unix time at which a new link expires.
+
+    A link that is requested with a token expires no later than this token, which may have leaked.
+    """
     hour = int(time.time()) + LIFETIME_S
     return hour if caller.expires is None else min(hour, caller.expires)
 
 
 def link(request: Request, service: Service, route: str, token: str, name: str) -> str:
-    """Create a URL of a file on this server, as clients reach it.
+    """Return the URL at which clients reach a file of this server.
 
     Args:
         request: The request for the link.

@@ -34,7 +34,8 @@ async def create_custom_loss(
 ) -> schemas.FutureResponse:
     """Store a loss.
 
-    Requests with the same (session, number) name the same loss. Errors of the loss are returned here.
+    Requests with the same session and number refer to the same loss. An unsupported loss is rejected here, not when a
+    pass uses it.
     """
     refuse_by_operator(service, CUSTOM)
     owner = await service.directory.session(request.session_id, caller)

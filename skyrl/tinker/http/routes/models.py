@@ -19,7 +19,7 @@ async def get_info(
     caller: CallerDependency,
     request: Annotated[schemas.GetInfoRequest, json_body(schemas.GetInfoRequest)],
 ) -> schemas.GetInfoResponse:
-    """Facts about a model. The client reads the tokenizer from the folder named here, on its own machine."""
+    """Facts about a model. The client reads the tokenizer from the folder named in the response, on its own machine."""
     info = await service.wait_until_ready()
     row = await service.directory.model(request.model_id, caller)
     if row.status in ("creating", "failed"):

@@ -34,7 +34,8 @@ from skyrl.tinker.wire.strict_json import PIECE_BYTES
 router = APIRouter()
 
 MAX_INLINE_BYTES = 4 * 2**20
-"""Larger results are only announced to clients that support it; these clients request the result when they have room.
+"""Maximum size of a result for clients with `allow_metadata_only`. Of a larger result, these clients get only the size;
+they request the result when they have room.
 """
 JSON_COPIES = 3
 """Copies of a result while it is encoded as JSON: the result, the message built from it, its arrays."""
@@ -90,7 +91,7 @@ async def retrieve_future(
             pieces = as_json(body.request_id, data)
             if len(data) <= LARGE_BYTES:
                 return Response(b"".join(pieces), media_type=JSON)
-            # As the client takes them, so that the text, five times as long, is never there as a whole.
+            # Encode as the client reads, because the text is five times as long and should never exist as a whole.
             texts = service.decode_pool.pieces(caller.sharer, PIECE_BYTES, pieces)
             return StreamingResponse(texts, media_type=JSON)
         case Failure(error=error, category=category):

@@ -24,7 +24,7 @@ async def create_sampling_session(
     caller: CallerDependency,
     request: Annotated[schemas.CreateSamplingSessionRequest, json_body(schemas.CreateSamplingSessionRequest)],
 ) -> schemas.CreateSamplingSessionResponse:
-    """Create a sampler. Requests with the same (session, number) name the same sampler."""
+    """Create a sampler. Requests with the same session and number refer to the same sampler."""
     info = await service.wait_until_ready()
     owner = await service.directory.session(request.session_id, caller)
     if owner.finished_at is not None:

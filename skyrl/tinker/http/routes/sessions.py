@@ -80,7 +80,10 @@ async def finish_session(
     caller: CallerDependency,
     request: Annotated[schemas.FinishSessionRequest, json_body(schemas.FinishSessionRequest)],
 ) -> None:
-    """End a session. The first given reason stays. Its models leave the engine; their checkpoints can be loaded."""
+    """End a session. If it is ended again, the first reason is kept.
+
+    The session's models leave the engine. Their checkpoints can still be loaded.
+    """
     await service.directory.session(session_id, caller)
 
     def finish(session: Session) -> None:

@@ -38,5 +38,5 @@ async def get_training_run(
 
 @router.get("/training_runs/{run_id}/checkpoints", response_model=rest.CheckpointsListResponse)
 async def list_checkpoints_of_run(run_id: str, service: ServiceDependency, caller: CallerDependency) -> Response:
-    """Checkpoints of a run, newest first; only public ones of another tenant's run."""
+    """Checkpoints of a run, newest first. For another tenant's run, only the public ones."""
     return await service.listings.answer(caller, partial(listings.checkpoints_of_run, caller=caller, run_id=run_id))
