@@ -41,7 +41,8 @@ class Admission:
     decided: Decisions = field(default_factory=Decisions)
     """The server's choices for the request. They are logged, and read again when the request is replayed."""
     again: bool = False
-    """True if the request was accepted before. Then the choices of that time count, not the current state."""
+    """True if the request was accepted before and is replayed. Its logged choices then count instead of the current
+    state."""
 
     @property
     def model(self) -> ModelRow:
@@ -73,14 +74,14 @@ class Accepted:
     """Called in the transaction that stores the result. Returns the answer's JSON, and files that are no longer
     referenced. Raises `RequestError` to fail the request."""
     changes: tuple[str, ...] = ()
-    """Ids of rows that these functions change."""
+    """Ids of rows that `on_log` and `record` change."""
     complete: Callable[[Any], Awaitable[Any]] | None = None
     """Processes the files of the result before it is stored. May run again after a crash."""
 
 
 async def locate(service: Service, caller: Caller, address: Address) -> Target:
     """Find the target of an address. Raises `UnknownName` if it does not exist."""
-    everybody = EVERYBODY  # who may touch a model or sampler may learn of its session
+    everybody = EVERYBODY  # access to a model or sampler includes its session
     match address:
         case ModelAddress() | WholeModelAddress():
             model_id = address.model_id

@@ -85,7 +85,7 @@ async def _path_of_save(admission: Admission, saved: SavedAs) -> str:
 
 @operation("save_weights_external", json_parser(schemas.SaveWeightsExternalRequest, ModelAddress))
 async def save_weights_external(admission: Admission, request: schemas.SaveWeightsExternalRequest) -> Accepted:
-    """Write the current weights for use elsewhere, encrypted if there are recipients."""
+    """Write the current weights for use outside this server, encrypted if the request has recipients."""
     saved = SavedAs(
         admission.model,
         "external_weights",
@@ -140,7 +140,7 @@ def _publish_sampler(admission: Admission, request: schemas.SaveWeightsForSample
         answer = {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
         if session.get(SamplerRow, sampler_id) is not None:
             if session.get(VersionRow, version) is not None:
-                return answer, None  # by a transaction whose end the database could not tell us
+                return answer, None  # stored by an earlier attempt whose outcome was not reported to us
             raise RequestError(
                 f"sampling_session_seq_id={request.sampling_session_seq_id} is in use in this session; use the next one"
             )

@@ -1,4 +1,4 @@
-"""Copies of checkpoints, which keep the name of their original."""
+"""Copies of checkpoints. A copy has the name of its original."""
 
 import asyncio
 import hashlib
@@ -49,7 +49,7 @@ async def copy_checkpoint(
             raise RequestError(f"source_path={path}: its files are missing or damaged, or the disk is full") from error
         try:
             await service.database.write(lambda session: _record(session, place, source, copy, caller.name))
-        except DatabaseFull:  # after any other error it may be stored; a folder without a name goes by itself
+        except DatabaseFull:  # after another error, the row may be stored; if not, the collector removes the folder
             await asyncio.to_thread(remove_stored, service.path_of(copy.folder))
             raise
         return path_of(copy)

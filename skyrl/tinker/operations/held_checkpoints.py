@@ -1,7 +1,7 @@
 """Runs that only hold one checkpoint and cannot be trained: a copy, or an uploaded adapter.
 
-The request that created such a run is logged as its request 0. If the client sends it again, it gets the same
-checkpoint, and the run's position in the session is in use.
+The request that created such a run is logged as the run's request 0. If the client repeats the request, it gets the
+same checkpoint. No other run can take the run's position in its session.
 """
 
 import time
@@ -49,7 +49,10 @@ class RunPosition:
 
 
 def earlier(session: Session, place: RunPosition) -> TinkerPath | None:
-    """Return the checkpoint of an earlier equal request. Raises `RequestError` if something else has its position."""
+    """Return the checkpoint of an earlier equal request, or None if there was no such request.
+
+    Raises `RequestError` if this checkpoint was deleted, or if another run has the position.
+    """
     row = session.get(RequestRow, place.request_id)
     if row is not None:
         held = session.exec(select(CheckpointRow).where(CheckpointRow.model_id == row.model_id)).first()

@@ -1,10 +1,10 @@
 """Definition of a queued operation: a request schema, an `accept` function, and the storage of its result.
 
 An `accept` function turns a request into an operation for the engine (`skyrl.backends.operations`), or raises
-`RequestError`, which fails the request at its position in the model's order. It also defines the effects on the
-database when the request is logged (`on_log`) and when its result is stored (`record`, which returns the JSON for the
-client). Its choices go into `Admission.decided`, because after a crash the request is accepted again and must have the
-same effect.
+`RequestError`, which fails the request at its position in the model's order. The function also defines the effects on
+the database when the request is logged (`on_log`) and when its result is stored (`record`, which returns the JSON for
+the client). It stores its choices in `Admission.decided`, because after a crash the request is accepted again and must
+have the same effect.
 
 Routes, parsing, the log and the engine use the table of operations. To add an operation, add a function with
 `@operation` to a file in this folder (and import a new file in `table`).

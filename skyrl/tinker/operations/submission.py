@@ -39,8 +39,8 @@ class Refused:
 
     failure: Failure
     keeps_place: bool
-    """True if a refusal takes the request's position in the model's order (see `rejected`). Otherwise the engine is not
-    told."""
+    """True if a refusal takes the request's position in the model's order (see `rejected`). Otherwise the refusal is
+    not sent to the engine."""
 
 
 async def accept(operation: QueuedOperation, admission: Admission, parsed: Parsed) -> Accepted | Refused:
@@ -52,7 +52,7 @@ async def accept(operation: QueuedOperation, admission: Admission, parsed: Parse
         accepted = await operation.accept(admission, parsed.request)
         answer = replace(accepted, operation=replace(accepted.operation, tenant=admission.target.tenant))
     except RequestError as error:
-        # A model that is not made will never be, so there is no order to keep.
+        # A model whose creation is refused never exists, so there is no order to keep.
         answer = Refused(Failure(brief(str(error)), "user"), keeps_place=not admission.target.creates)
     failure = None if admission.again else _refused_at_once(operation, admission)
     return answer if failure is None else Refused(failure, keeps_place=False)

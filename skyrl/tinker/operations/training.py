@@ -27,11 +27,13 @@ from skyrl.tinker.wire.too_large import failed_pass
 from skyrl.types import Datum, ForwardBackwardOutput, LoraConfig, OptimStepOutput
 
 ARRAY_BYTES = 400
-"""Memory per array of a pass in addition to its numbers: the array object and its share of surrounding objects."""
+"""Bytes of memory per array of a pass in addition to the array's numbers: for the array object and, proportionally, for
+the objects that contain it."""
 
 
 ESTIMATOR = "skyrl.ai/stable_reinforce_estimator:max"
-"""Metric in results of `stable_reinforce`: version of our estimator, which differs from the hosted one."""
+"""Metric in results of `stable_reinforce`: version of our estimator, which differs from the estimator of the hosted
+service."""
 
 
 def _parse_pass(body: Body, limits: Limits) -> Parsed:

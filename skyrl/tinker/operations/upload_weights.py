@@ -1,6 +1,7 @@
 """Uploads of adapters that were trained elsewhere. Each becomes a training checkpoint of a separate run.
 
-The description of an upload is only in its name, which this server signs. Its files are managed by `Service.uploads`.
+An upload has no row in the database. Its description is in its name, a token that this server signs. `Service.uploads`
+manages its files.
 """
 
 import asyncio
@@ -42,7 +43,8 @@ KIND = "external_weights_upload_finish"
 NAME = "upload"
 """Name of the checkpoint of an upload."""
 KNOWN_S = 24 * 3600
-"""Seconds after its end during which an upload's name is valid, so that a repeated finish gets the same answer."""
+"""Seconds after the expiry of an upload for which its name stays valid, so that a repeated finish
+gets the same answer."""
 MAX_CONFIG_BYTES = 2**20
 HEADER_BYTES = 512
 """Bytes per tensor in the header of a safetensors file."""
@@ -132,7 +134,8 @@ def _request_id(upload: Upload) -> str:
 async def finish_upload(service: Service, caller: Caller, upload_id: str) -> TinkerPath:
     """Create a checkpoint from an upload's files. Returns its path, also if the checkpoint exists already.
 
-    Raises RequestError if the files are not an adapter of the announced kind, StorageError, and Busy.
+    Raises RequestError if the upload is unknown or expired, or if its files are not an adapter of the announced kind.
+    Also raises StorageError and Busy.
     """
     try:
         claims = service.keys.signer.read("upload", upload_id)
@@ -174,7 +177,7 @@ async def finish_upload(service: Service, caller: Caller, upload_id: str) -> Tin
         del files
         try:
             await service.database.write(lambda session: record(session, KIND, place, checkpoint, caller.name))
-        except DatabaseFull:  # after any other error it may be stored; a folder without a name goes by itself
+        except DatabaseFull:  # after another error, the row may be stored; if not, the collector removes the folder
             await asyncio.to_thread(remove_stored, path)
             raise
         await service.uploads.remove(upload)
@@ -217,7 +220,7 @@ def _converted(folder: Path, declared: LoraConfig, info: BackendInfo) -> tuple[L
             f"{PEFT_TENSORS} is no safetensors file that can be read ({error}); save it with PEFT's save_pretrained"
         ) from error
     del data
-    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at
+    with np.errstate(over="ignore", invalid="ignore"):  # the results are checked below
         pairs, rank, alpha = fitted_adapter(tensors, config, info.adaptable)
     wrong = next((module for module, pair in pairs.items() if not all(np.isfinite(x).all() for x in pair)), None)
     if wrong is not None:
@@ -252,7 +255,11 @@ def _config_of(data: bytes) -> dict[str, Any]:
 
 
 def _read(path: Path, limit: int) -> bytes:
-    """Read a file of an upload, which may exceed the limits of the current backend."""
+    """Read a file of an upload.
+
+    Raises `RequestError` if the file is missing or has more than `limit` bytes. It may be larger if the upload was
+    started with another backend.
+    """
     try:
         with open(path, "rb") as file:
             data = file.read(limit + 1)
