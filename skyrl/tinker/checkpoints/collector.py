@@ -45,12 +45,14 @@ class Collector:
     Args:
         config: Lifetimes and limits.
         database: Database of the server.
-        discard: Removes files that are not being read. Other files become unreferenced, and a later round removes them.
+        discard: Removes files, unless they are being read. In this case they stay, without a reference, and a later
+            round removes them.
         forget: Called with the ids of changed rows.
         refresh: Stores the latest heartbeats, before silent sessions are determined.
-        heard_since: Time from which heartbeats could arrive.
+        heard_since: Unix time from which heartbeats could arrive.
         force: Remove unreferenced folders and surplus checkpoints without the safety limit of `guard`.
-        tell: Called with the reason if the safety limit prevents their removal, and again if their number changes.
+        tell: Called with the reason if the safety limit prevents removals, and again if the number of unreferenced
+            folders changes.
         sampled: Returns the time of the last sample of each version since `heard_since`. None: unknown, so no version
             counts as unused.
     """
@@ -68,7 +70,7 @@ class Collector:
         sampled: Callable[[], Mapping[str, float]] | None = None,
     ):
         self.refusal: str | None = None
-        """Reason why the safety limit prevented removals in the last full round. None if it did not."""
+        """Reason why the safety limit prevented removals in the last full round; None if it prevented no removal."""
         self._config = config
         self._database = database
         self._discard = discard
@@ -130,7 +132,7 @@ class Collector:
         return await self._database.write(lambda session: job.remove(session, rules, now, found)) if found else []
 
     async def _look_at_stake(self) -> None:
-        """Apply the safety limit of `guard`: exclude folders and checkpoints that it does not allow to remove."""
+        """Apply the safety limit of `guard`: exclude the folders and checkpoints whose removal it prevents."""
         first = self._seldom_at == 0.0
         stake = await asyncio.to_thread(at_stake, self._config, self._database, self._rules, first)
         self.refusal = stake.refusal if stake.too_much else None
@@ -142,7 +144,7 @@ class Collector:
         self._refused = stake if stake.too_much else None
 
     def _look_at_the_clock(self) -> None:
-        """Restart the count of silence if this round is too late."""
+        """If this round is late, count the silence of all sessions from now on."""
         last, self._last_round = self._last_round, time.time()
         if self._last_round - last > max(1, self._config.session_cleanup_interval_sec) + LATE_S:
             self._rules = replace(self._rules, heard_since=self._last_round)

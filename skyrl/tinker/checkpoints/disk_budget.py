@@ -52,7 +52,7 @@ def hold_folder(base: Path, finish_writes: bool = True, stopping: threading.Even
         base: Checkpoint folder. Created if missing.
         finish_writes: Complete or roll back interrupted writes of a killed server, and remove the access of other
             users that an earlier version granted.
-        stopping: Set to stop waiting for a server that is about to exit.
+        stopping: Event that ends the wait for another server that is about to exit.
 
     Raises:
         RequestError: The folder is not writable, or another server uses it.
@@ -93,7 +93,7 @@ def folders_of_kinds(base: Path) -> Iterator[Path]:
 
 
 def saved_folders(base: Path, bucket: str | None = None) -> set[str]:
-    """Return MODEL/KIND/NAME of all saved folders on disk and in the bucket, as in the database.
+    """Return the names of all saved folders on disk and in the bucket, in the form of the database: MODEL/KIND/NAME.
 
     Raises `StorageError` if the bucket fails.
     """
@@ -152,7 +152,7 @@ class Disk:
         )
 
     async def make_room_for(self, size: int) -> None:
-        """Make room for `size` bytes. Raises as `make_room`."""
+        """Make room for `size` bytes. Raises the same errors as `make_room`."""
         if await self._refusal(size) is None:
             return
         if self.collect is not None:
@@ -209,7 +209,7 @@ def stored_bytes(session: Session) -> dict[str, int]:
 
 
 def _expected_bytes(session: Session, model_id: str, sampler: bool) -> int:
-    """Estimate the bytes of a save of a model from its earlier saves. 0 if there is none."""
+    """Estimate the bytes of a save of a model from its earlier saves. 0 if the model has no earlier save."""
     kind = "sampler_weights" if sampler else "weights"
     named = select(CheckpointRow.size_bytes).where(CheckpointRow.model_id == model_id, CheckpointRow.kind == kind)
     sizes = [session.exec(named.order_by(col(CheckpointRow.id).desc()).limit(1)).first()]

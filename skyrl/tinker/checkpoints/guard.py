@@ -51,7 +51,7 @@ class RemovalPlan:
 
 
 def at_stake(config: EngineConfig, database: Database, rules: Rules, first: bool) -> RemovalPlan:
-    """Compute the stake of a round.
+    """Count the folders and checkpoints that a round would remove.
 
     Surplus checkpoints count only in the `first` round: later ones become surplus one at a time, with each save.
     """
@@ -68,13 +68,15 @@ def at_stake(config: EngineConfig, database: Database, rules: Rules, first: bool
 def _kept(names: Collection[str]) -> int:
     """Count the folders that are not unnamed versions.
 
-    A normal round removes rows of many unnamed versions, and a kill may leave all of their files.
+    Unnamed versions do not count, because a normal round removes many of their rows, and a kill before it removes the
+    files leaves all of these without a reference.
     """
     return sum(f"/{EPHEMERAL}/" not in name for name in names)
 
 
 def nameless_folders(config: EngineConfig, database: Readable) -> list[Removal]:
-    """List removals of unreferenced folders. References are read after the folders, so that no new one is missed."""
+    """List removals of unreferenced folders. References are read after the folders, so that no reference to a new
+    folder is missed."""
     folders = list(retention.old_folders(config, time.time()))
     named, busy = database.read_now(retention.named_folders), database.read_now(retention.busy_models)
     return retention.orphans(config, folders, named, busy)

@@ -36,8 +36,8 @@ def collect(config: EngineConfig, dry_run: bool, say: Say, force: bool = False) 
         force: Remove unreferenced folders and surplus checkpoints without the safety limit.
 
     Raises:
-        RequestError: A server is running, folder or database is missing, they do not belong together, or, after all
-            other removals, the safety limit was exceeded.
+        RequestError: A server is running, the folder or the database is missing, or the two do not belong together.
+            Also raised after all other removals if the safety limit prevented some.
     """
     try:
         with _opened(config, dry_run) as database:
@@ -71,7 +71,7 @@ def adopt(config: EngineConfig, dry_run: bool, say: Say) -> None:
         say: Called with each line of the report: first the findings, then the changes.
 
     Raises:
-        RequestError: A server is running, or folder or database is missing.
+        RequestError: A server is running, or the folder or the database is missing.
     """
     base = config.checkpoints_folder
     with _opened(config, dry_run) as database:

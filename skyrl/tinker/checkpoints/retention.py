@@ -58,7 +58,7 @@ FOLDERS = 10
 """Maximum number of saved folders whose rows one transaction deletes. If a kill leaves that many folders unreferenced,
 `guard` still allows their removal."""
 BATCH = 200
-"""Maximum number of rows that one transaction deletes, so that other writers get their turn."""
+"""Maximum number of rows that one transaction deletes, so that other writes are not delayed."""
 MANY_SAMPLERS = 1000
 """Maximum number of samplers of one session that one transaction deletes. Sessions with more need several."""
 BATCH_BYTES = 64 * 2**20
@@ -81,7 +81,7 @@ class Rules:
     sampled: Mapping[str, float] | None = None
     """Time of the last sample of each version since `heard_since`. None if unknown."""
     results_since: float = 0.0
-    """Results that ended before this time exceed the size limit (`oldest_result`)."""
+    """Results that finished before this time do not fit into the size limit (`oldest_result`)."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,8 @@ def forget_version(
 ) -> Removal:
     """Clear a version from all samplers and models that name it.
 
-    `removed_by` is the limit that removed it, for the errors of its samplers. None if no limit did.
+    `removed_by`: option and value of the limit that the version exceeds, for the errors of its samplers. None: the
+    version is removed for another reason.
     """
     samplers = session.exec(select(SamplerRow).where(SamplerRow.version == version)).all()
     models = session.exec(select(ModelRow).where(ModelRow.inflight_version == version)).all()
@@ -391,7 +392,7 @@ def _snapshot_removal(row: ModelRow) -> Removal:
 
 
 def old_requests(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Delete log entries of models that are not revived any more, of sessions that ended long ago."""
+    """Delete log entries of models that can no longer be revived and whose session ended long ago."""
     models = select(ModelRow.model_id).where(
         col(ModelRow.session_id).in_(_ended(rules, now, rules.config.session_retention_sec)),
         col(ModelRow.status).in_(NOT_BROUGHT_BACK),
@@ -405,7 +406,10 @@ def old_requests(session: Session, rules: Rules, now: float) -> list[Removal]:
 
 
 def old_losses(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Delete custom losses of sessions that ended long ago, once no request is logged that might be replayed."""
+    """Delete custom losses of sessions that ended long ago.
+
+    Losses are kept while the session has a model that may be revived, or a logged request.
+    """
     logged = select(RequestRow.request_id).where(RequestRow.model_id == ModelRow.model_id)
     needing = select(ModelRow.model_id).where(
         ModelRow.session_id == CustomLossRow.session_id,

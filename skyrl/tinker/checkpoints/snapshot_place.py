@@ -1,7 +1,8 @@
 """Location of snapshots and unnamed versions: the disk, or the bucket once `snapshots_in_bucket` is set.
 
 They move to the bucket at the first start with the option. The state id (`state_id`) is stored with them and moves
-last. So an interrupted move is repeated, and a server started without the option detects that they are in the bucket.
+last, so an interrupted move is repeated. A server that is later started without the option finds the state id in the
+bucket, and does not start.
 """
 
 import logging

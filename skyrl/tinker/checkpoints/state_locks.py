@@ -47,12 +47,12 @@ def hold(
     stopping: threading.Event | None = None,
     on_lost: Callable[[str], object] = lambda why: None,
 ) -> StateLocks:
-    """Lock folder and bucket for this process. Errors as those of `hold_folder`.
+    """Lock folder and bucket for this process. Raises the same errors as `hold_folder`.
 
     Args:
         config: Configuration with the folder and the bucket.
         finish_writes: As for `hold_folder`; also move snapshots to the configured location.
-        stopping: Set to stop waiting for a server that is about to exit.
+        stopping: Event that ends the wait for another server that is about to exit.
         on_lost: Called in a thread with the reason when the lock on the bucket is lost.
     """
     lease = hold_folder(config.checkpoints_folder, finish_writes, stopping)

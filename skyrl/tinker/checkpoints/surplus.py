@@ -84,7 +84,7 @@ def _in_use(row: VersionRow, rules: Rules, now: float) -> bool:
 
 
 def _forgotten_samplers(session: Session, model: ModelRow) -> list[Removal]:
-    """Delete the oldest samplers of a model without a version, beyond `KNOWN_SAMPLERS`."""
+    """Delete a model's samplers whose versions were removed, except for the newest `KNOWN_SAMPLERS`."""
     session.flush()
     gone = select(SamplerRow).where(
         SamplerRow.session_id == model.session_id,

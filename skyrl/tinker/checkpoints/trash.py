@@ -89,9 +89,9 @@ def _throw_away(config: EngineConfig, folder: str) -> None:
 
 
 def _discard_remote(config: EngineConfig, folder: str, url: str, to_trash: bool) -> None:
-    """Remove a folder from the bucket, or copy it to the trash first.
+    """Remove a folder from the bucket, after a copy to the trash if `to_trash`.
 
-    If a kill leaves it in both places, the next round removes the original.
+    If a kill leaves the folder in both places, the next round removes the original.
     """
     if to_trash and inspect_stored(url) is not None:
         copy_stored(url, f"{config.checkpoints_bucket}/{NAME}/{_new_entry(stored_bytes(url))}/{folder}")

@@ -1,4 +1,4 @@
-"""Versions in use: versions of arriving samples, and the time of the last sample of each version. In memory.
+"""Versions in use, recorded in memory: versions of arriving samples, and the time of the last sample of each version.
 
 Samples of earlier servers are unknown; callers use the start of the server as the time of the last sample.
 """

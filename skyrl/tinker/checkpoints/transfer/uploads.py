@@ -4,7 +4,7 @@ They are stored in `.uploads/{tenant}/{expires}-{id}/{file}`, below checkpoints_
 the expiry time, so that a restarted server counts and removes them like its predecessor. A file gets its final name
 only when it is complete.
 
-Space is reserved before data is read, and shared between tenants as in `quota`.
+Space is reserved before data is read, and divided between tenants by `skyrl.utils.quota`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ NAME = ".uploads"
 LIFETIME_S = 3600
 """Seconds from the start of an upload to its expiry."""
 LARGEST_AT_A_TIME = 8
-"""Total size limit of all tenants' uploads, in files of maximum size."""
+"""Total size limit of all tenants' uploads, as a multiple of the maximum size of one file."""
 MOST_OPEN = 32
 """Maximum number of uploads per tenant that have files."""
 MOST_FINISHING = 4
@@ -181,7 +181,9 @@ class Uploads:
 
     @asynccontextmanager
     async def turn_to_import(self, sharer: str) -> AsyncIterator[None]:
-        """Wait for the turn to import an adapter. One import runs at a time, and sharers take turns.
+        """Context in which an adapter may be imported.
+
+        One import runs at a time. Each sharer has at most one import in the queue for it; further ones wait.
 
         Args:
             sharer: Sharer that finishes an upload; see `Caller.sharer`.
