@@ -105,7 +105,7 @@ class Alive:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Counters of the engine. Sent when they have changed: at intervals while the engine works, and before it sleeps."""
+    """Counters of the engine. Changed counters are sent at intervals while the engine works, and before it sleeps."""
 
     values: dict[str, int]
     """Number of programs that the backend has compiled, by name of the counter."""
@@ -146,7 +146,8 @@ class Held:
 
 @dataclass(frozen=True)
 class Running:
-    """Requests that the engine computes from now on; a crash would interrupt them. Empty: no request is computed."""
+    """Requests that the engine computes from now on. A crash would interrupt them. Empty: there are
+    no such requests."""
 
     request_ids: tuple[str, ...]
 
