@@ -120,7 +120,11 @@ def prompt_tokens(model_input: ModelInput) -> np.ndarray:
 
 
 def target_matrix(tensor: TensorData) -> TokenMatrix:
-    """Decode the token ids of `target_prompt_logprobs` to int32, dense or CSR as sent. Raises `RequestError`."""
+    """Decode the token ids of `target_prompt_logprobs`: int32 `[prompt tokens - 1, K]`, in the sent layout (dense or
+    CSR).
+
+    Raises `RequestError`.
+    """
     name = "target_prompt_logprobs"
     if tensor.dtype != "int64":
         raise RequestError(f"{name}: dtype={tensor.dtype}; send int64 token ids")
@@ -423,7 +427,7 @@ def _fill_topk(message: pb.TopkLogprobs, table: TokenTable) -> None:
 
 
 def _topk_json(table: TokenTable) -> Iterator[list[tuple[int, float]] | None]:
-    """Yield the table row by row, because it takes fifty times as much memory as Python objects."""
+    """Yield the table row by row: as Python objects, a whole table would take fifty times the memory of its arrays."""
     for ids, logprobs in zip(*table, strict=True):
         row = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
         yield None if not row or row[0][1] == EMPTY_CELL else row

@@ -1,8 +1,8 @@
 """JSON parser that decodes long lists of numbers to NumPy arrays.
 
-An ordinary JSON parser holds the interpreter lock until the end of the text, and creates an object per number. So long
-lists are parsed separately, in small pieces. Each is replaced by a placeholder in the rest of the text, which has a
-size limit and goes through the ordinary parser.
+An ordinary JSON parser holds the interpreter lock until the end of the text, and creates an object per number.
+Therefore, long lists are parsed separately, in small pieces. Each is replaced by a placeholder in the rest of the text,
+which has a size limit and goes through the ordinary parser.
 """
 
 import re
@@ -23,7 +23,7 @@ PIECE_BYTES = 32 * 1024
 """Bytes of a list that are parsed at once, in less than a millisecond."""
 
 MAX_REST_BYTES = 2 * 2**20
-"""Maximum bytes of a text without its long lists: four times the size for 1024 datums."""
+"""Maximum bytes of a text without its long lists. A request with 1024 datums needs a quarter of it."""
 MAX_MARKS = 2**18
 """Maximum number of quotes and opening brackets in the rest, which limits the number of parsed objects."""
 

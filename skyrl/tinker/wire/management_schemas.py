@@ -301,7 +301,7 @@ class StorageUsage(BaseModel):
 
 
 class UsageEvent(BaseModel):
-    """Usage of one kind in an hour, by session and run. Nothing costs anything here."""
+    """Usage of one kind in an hour, by session and run. Costs are always null, because the server has no prices."""
 
     bucket_start: datetime
     bucket_end: datetime
@@ -324,7 +324,7 @@ class UsageEvent(BaseModel):
 
 
 class UsageSession(BaseModel):
-    """A session that used something."""
+    """A session with usage in the requested window."""
 
     user_metadata: dict[str, str] | None = None
 

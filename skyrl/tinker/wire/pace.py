@@ -1,7 +1,8 @@
 """Short pauses in long work of a thread, so that the event loop can run.
 
 NumPy calls release the interpreter lock often, but the thread reacquires it before a waiting thread has woken up. The
-waiting thread then restarts its wait, and could starve until the work ends. So long work sleeps briefly at intervals.
+waiting thread then restarts its wait, and could starve until the work ends. Therefore, a thread with long work sleeps
+briefly at intervals.
 """
 
 import time

@@ -26,7 +26,8 @@ _REPR.maxstring = _REPR.maxother = 100
 MANY_FAULTS = 1000
 """Number of validation errors above which only their number is reported."""
 BEGINNING_BYTES = 2**18
-"""Bytes that are read of an oversized body: twice the maximum block size of zstd, as blocks decode only as a whole."""
+"""Number of bytes that are read from an oversized body: twice the maximum block size of zstd, because a block can only
+be decoded as a whole."""
 MAX_ERROR = 2000
 """Maximum characters of an error message, which may quote names and values of any length from the request."""
 JSON_FACTOR = 32
@@ -68,7 +69,7 @@ class WholeModelAddress(BaseModel):
 
 
 class NewModelAddress(BaseModel):
-    """A model to be created. The request has its seq_id 0."""
+    """A model to be created. The request that creates it has the model's seq_id 0."""
 
     session_id: str
     model_seq_id: Int64
@@ -112,7 +113,8 @@ class Limits:
 
 
 def json_object(body: Body, parse: Callable[[bytes], Any] = parse_short) -> dict[str, Any]:
-    """Parse the JSON object in a body with `parse`. Raises `MalformedBody` if there is none."""
+    """Parse a body with `parse`; an empty body counts as {}. Raises `MalformedBody` if the body is
+    not a JSON object."""
     if body.content_encoding not in ("", "identity"):
         raise MalformedBody(f"Content-Encoding: {body.content_encoding} is not served for JSON; send it uncompressed")
     try:
@@ -127,7 +129,7 @@ def json_object(body: Body, parse: Callable[[bytes], Any] = parse_short) -> dict
 
 
 def read_address(kind: type[Address], value: dict[str, Any]) -> Address:
-    """Read the address in a JSON object; null counts as missing. Raises `MalformedBody` if there is none."""
+    """Read the address in a JSON object; null counts as missing. Raises `MalformedBody` if the address is invalid."""
     try:
         return kind.model_validate({key: child for key, child in value.items() if child is not None})
     except ValidationError as error:
@@ -163,7 +165,8 @@ def json_parser(
 
 
 def describe_faults(error: ValidationError) -> str:
-    """Describe validation errors in one line. Above `MANY_FAULTS`, only their number: listing them takes seconds."""
+    """Describe validation errors in one line. Above `MANY_FAULTS`, give only their number, because a list of all would
+    take seconds."""
     count = error.error_count()
     if count > MANY_FAULTS:
         return f"{count} values or names do not fit this request; its schema is in /openapi.json"

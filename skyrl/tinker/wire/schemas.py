@@ -1,8 +1,8 @@
 """JSON requests and responses of the API, one class each, for SDK 0.38 and older.
 
 Older clients omit fields or send explicit nulls; both mean the default. The constant field `type` is accepted and
-ignored. Unknown fields are rejected by name. Options of the protocol that are not supported yet are fields, too:
-`unserved` names one that is set, and the rest of the server never reads them.
+ignored. Unknown fields are rejected by name. Options of the protocol that are not supported yet are also declared as
+fields. `unserved` returns an error if one of them is set, and the rest of the server never reads them.
 """
 
 from typing import Annotated, Any, ClassVar, Literal

@@ -54,7 +54,8 @@ class SessionSearchRequest(RequestModel):
     project_ids: list[str] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)
     display_name: str | None = Field(None, min_length=1)
-    """Words that the session's name must contain, ignoring case. With `session_id`, sessions match either of the two.
+    """Words that the session's name must contain, ignoring case. If `session_id` is also given, one of the two
+    conditions is sufficient.
     """
     owner: SearchOwner = SearchOwner()
     statuses: list[SearchStatus] | None = Field(None, min_length=1)

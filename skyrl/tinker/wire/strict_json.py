@@ -2,8 +2,8 @@
 
 The SDK's parser rejects bare NaN, and its models read these strings as numbers.
 
-Values may contain NumPy arrays and iterators, which are written as lists. So large values need not exist as Python
-objects. They are written in pieces, and the interpreter lock can be released between pieces.
+Values may contain NumPy arrays and iterators, which are written as lists. Therefore, large values need not exist as
+Python objects. They are written in pieces, and the interpreter lock can be released between pieces.
 """
 
 import json
@@ -65,7 +65,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _joined(parts: Iterable[list[Any]]) -> Iterator[str]:
-    """Write the concatenation of lists, none of which is empty, as one list."""
+    """Write the concatenation of non-empty lists as one JSON list."""
     before = "["
     for part in parts:
         yield before + _text(part)[1:-1]

@@ -34,7 +34,8 @@ class Budget:
 
 
 def from_bytes(name: str, data: bytes, dtype: np.dtype) -> np.ndarray:
-    """View a buffer as an array, without a copy. Raises `RequestError` if its size does not fit `dtype`."""
+    """View a buffer as an array `[n]`, without a copy. Raises `RequestError` unless its size is a multiple of
+    `dtype`'s."""
     if len(data) % dtype.itemsize:
         raise RequestError(
             f"{name}: {len(data)} bytes is not a multiple of the size of {dtype.name}; send every value whole"
@@ -50,7 +51,8 @@ def check_dimensions(name: str, shape: Sequence[int]) -> None:
 
 
 def dense(name: str, values: np.ndarray, shape: list[int], budget: Budget) -> np.ndarray:
-    """Reshape flat values to `shape`; an empty shape means `[len]`. Raises `RequestError` if they do not match."""
+    """Reshape flat values to `shape`; an empty shape means one dimension. Raises `RequestError` if
+    they do not match."""
     check_dimensions(name, shape)
     if shape == [values.size]:
         budget.take(name, shape, values.dtype)
@@ -65,7 +67,7 @@ def dense(name: str, values: np.ndarray, shape: list[int], budget: Budget) -> np
 def densified(
     name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int], budget: Budget
 ) -> np.ndarray:
-    """Convert a CSR matrix to a dense one, 0 where it has no value. `rows` are its crow_indices.
+    """Convert a CSR matrix to a dense array `shape`, with 0 where it has no entry. `rows` are the crow_indices.
 
     Raises `RequestError` for invalid indices.
     """
@@ -78,9 +80,10 @@ def densified(
 
 
 def sparse(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int]) -> TokenMatrix:
-    """Validate a CSR matrix and return it in its layout. Raises `RequestError` for invalid indices.
+    """Validate a CSR matrix and return it as a `TokenMatrix`. Raises `RequestError` for invalid indices.
 
-    `rows` (crow_indices) are offsets into values and columns; row i has those from rows[i] to rows[i + 1].
+    `rows` are the crow_indices: int64 `[shape[0] + 1]` offsets into `values` and `columns`. Row i has the entries from
+    rows[i] up to, but not including, rows[i + 1].
     """
     _check_matrix(name, shape)
     ascending = rows.min(initial=0) >= 0 and np.diff(rows).min(initial=0) >= 0

@@ -57,7 +57,7 @@ def _members(body: Body) -> dict[str, Any]:
 
 
 def _decompressed(body: Body) -> bytes:
-    """Decompress the beginning of a body: at least `ADDRESS_BYTES`, if it has that many."""
+    """Decompress the beginning of a body: at least `ADDRESS_BYTES` or, if it is shorter, all of it."""
     if body.content_encoding != "zstd":
         return body.data
     decompressor, beginning = zstandard.ZstdDecompressor().decompressobj(), BytesIO()

@@ -1,4 +1,5 @@
-"""Memory quota for request bodies that are being read or processed, and for answers, shared as in `quota`.
+"""Memory quota for request bodies that are being read or processed, and for answers. `skyrl.utils.quota` divides it
+between sharers.
 
 Memory is reserved before a body is read, by its Content-Length, or as it arrives if the length is unknown. If there is
 not enough, the body is rejected unread (429), and the client retries. Small bodies need no reservation, so that a

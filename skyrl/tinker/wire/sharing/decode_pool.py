@@ -2,8 +2,8 @@
 
 Request bodies and JSON answers are processed in fair order (`skyrl.utils.fairness`): a hundred large bodies of one
 tenant do not delay another tenant's. Work is charged by bytes before it runs. Afterwards, its excess CPU time is
-charged, because a compressed body may expand by a factor of thousands. Results have a separate thread, as they arrive
-no faster than the engine computes them.
+charged, because a compressed body may expand by a factor of thousands. Results of the engine are encoded in a single
+separate thread. This is enough, because they arrive no faster than the engine computes them.
 """
 
 import asyncio
@@ -56,14 +56,15 @@ class DecodePool:
     def __init__(self) -> None:
         self._accounts = Accounts()
         self._lines: dict[str, deque[_Turn]] = {}
-        """Queue of waiting turns of each tenant. No queue is empty."""
+        """Queue of waiting work of each tenant, one `_Turn` per call of `run`. No queue is empty."""
         self._turns: Counter[str] = Counter()
-        """Number of waiting and running turns of each tenant. Its account stays open meanwhile, to be charged for all.
+        """Number of waiting and running calls of each tenant. The tenant's account stays open until all of them are
+        charged.
         """
         self._free = THREADS_FOR_BODIES
 
     async def run(self, tenant: str, size: int, function: Callable[[], T], at_most: int = 0) -> T:
-        """Call `function`. Large work waits for the tenant's turn and runs in a thread.
+        """Call `function`. Large work waits until the fair order reaches the tenant, and runs in a thread.
 
         Args:
             tenant: Sender or receiver of the bytes.
@@ -92,7 +93,7 @@ class DecodePool:
         return await asyncio.shield(running)
 
     async def pieces(self, tenant: str, size: int, made: Iterator[T]) -> AsyncIterator[T]:
-        """Iterate over the pieces of `made` in the pool. Each piece is a separate turn of `size` bytes."""
+        """Iterate over the pieces of `made` in the pool. Each piece is a separate call of `run` with `size` bytes."""
         nothing = object()
         while (piece := await self.run(tenant, size, partial(next, made, nothing))) is not nothing:
             yield piece  # pyright: ignore[reportReturnType]
@@ -112,7 +113,7 @@ class DecodePool:
                 del self._lines[tenant]
 
     def _end(self, turn: _Turn, ended: asyncio.Future[Any] | None = None) -> None:
-        """Release the thread of a turn, and charge its excess CPU time."""
+        """Release the thread of a call, and charge the call's excess CPU time."""
         if ended is not None and not ended.cancelled():
             ended.exception()  # marks it as retrieved; the caller, if still there, gets it from `run`
         self._free += 1
@@ -124,7 +125,7 @@ class DecodePool:
         self._give_turns()
 
     def _close(self, tenant: str) -> None:
-        """Remove one turn of a tenant. Closes its account after the last."""
+        """Remove one call of a tenant. After the last call, the tenant's account is closed."""
         self._turns[tenant] -= 1
         if not self._turns[tenant]:
             del self._turns[tenant]
