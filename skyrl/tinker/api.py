@@ -1,4 +1,4 @@
-"""`python -m skyrl.tinker.api`: the server, as `skyrl serve` starts it."""
+"""`python -m skyrl.tinker.api`: the same server as that of `skyrl serve`."""
 
 import sys
 

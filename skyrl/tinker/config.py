@@ -38,7 +38,8 @@ SEEN = "every user of the machine sees command lines"
 SECRET = ("api_keys", "operator_keys", "tenant_weights", "external_inference_api_key", "database_url")
 """Options whose values are never printed."""
 KEYS = {"api_keys": "api_keys_file", "operator_keys": "operator_keys_file"}
-"""Options with keys, and options with key files. An empty value is an error, because keys are meant to restrict access.
+"""Option with the key file, by option with keys. An empty value of either option is an error, because keys are meant to
+restrict access.
 """
 
 OPEN_TO_OTHERS = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
@@ -376,7 +377,7 @@ class EngineConfig(BaseModel):
 
     @property
     def engines(self) -> dict[str, Any]:
-        """Options of a backend's sampling engines; empty if it has none."""
+        """Options of the backend's sampling engines; empty without `external_inference_url`."""
         if not self.external_inference_url:
             return {}
         given = {
@@ -388,7 +389,7 @@ class EngineConfig(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
     def without_secrets(self) -> "EngineConfig":
-        """Return the options for the engine: without keys, which it knows by their names, and without the database."""
+        """Return the options for the engine: without keys and database. Weights of tenants are by names of keys."""
         hidden = {"api_keys": (), "operator_keys": (), "tenant_weights": self.weights, "database_url": ""}
         return self.model_copy(update=hidden)
 
@@ -417,7 +418,7 @@ class EngineConfig(BaseModel):
 
     @property
     def tenants(self) -> dict[str, str]:
-        """Tenant of each key: its name, or the name of the key that it replaces."""
+        """Tenant of each key: the key's name (a hash), or the name of the older key that the key replaces."""
         return {key: name or tenant_of_key(key.encode()) for key, name in map(_key_and_name, self.api_keys)}
 
 
@@ -449,7 +450,7 @@ def _names(weights: str) -> list[str]:
 
 
 def _key_and_name(entry: str) -> tuple[str, str]:
-    """Split an entry: (key, name of the key that it replaces; empty if none)."""
+    """Split an entry: (key, name of the older key that the key replaces, or "")."""
     key, _, last = entry.rpartition(" ")
     return (key.strip(), last) if key and is_key_name(last) else (entry, "")
 

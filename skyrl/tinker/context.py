@@ -57,7 +57,10 @@ class Engine(Protocol):
     def start(self) -> None: ...
 
     def send(self, frame: ToEngine) -> None:
-        """Send a frame to the running engine. Dropped if no engine is ready; `on_frame` gets `Ready` when one is."""
+        """Send a frame to the running engine.
+
+        The frame is dropped if no engine is ready. When an engine becomes ready, `on_frame` gets `Ready`.
+        """
         ...
 
     def kill(self) -> None: ...

@@ -18,7 +18,8 @@ class BodyTooLarge(MalformedBody):
 
     Args:
         message: Message to the client.
-        beginning: Last part of the beginning of the body that was read, if it may be useful.
+        beginning: Piece of the body that was received last, if the request's address may be at the beginning of the
+            body. None: no piece of the body is needed.
     """
 
     def __init__(self, message: str, beginning: bytes | None = None):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CLOSE_S = 120.0
 """Maximum seconds for closing an SDK client."""
 CANCEL_S = 10.0
-"""Seconds after which a cancelled task of the client that still runs has lost the cancellation."""
+"""A client's task that still runs this many seconds after its cancellation counts as hanging."""
 
 
 class Pids(NamedTuple):
@@ -214,7 +214,8 @@ def reserve_port() -> socket.socket:
     """Reserve a port of 127.0.0.1 for a server that is started later or restarted. `getsockname()` has its number.
 
     Until the socket is closed, the system does not assign the port to other sockets. A server that sets SO_REUSEADDR,
-    as `socket.create_server` and PostgreSQL do, can still listen on it. Until then, connections are refused.
+    as `socket.create_server` and PostgreSQL do, can still listen on it. Until a server listens, connections are
+    refused.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

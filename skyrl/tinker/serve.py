@@ -52,7 +52,8 @@ LAST_S = 1.0
 
 
 def run(config: EngineConfig, link: LauncherLink, listener: socket.socket, engine: EngineProcess | None) -> int:
-    """Serve on `listener` until told to stop. `engine` is the process of the first engine, if it was started already.
+    """Serve on `listener` until the server stops. `engine` is the process of the first engine, if it was started
+    already.
 
     Returns the process's exit status. Failures to start are printed in one line.
     """
@@ -100,7 +101,7 @@ async def _serve(
                 await server.stop()
     if server.failure is not None:
         if server.again:
-            raise SystemExit(f"skyrl: {server.failure}")  # without a word to the launcher, which tries again
+            raise SystemExit(f"skyrl: {server.failure}")  # no message, so the launcher restarts the process
         return fail(server.failure, link, for_good=True)
     if isinstance(outcome, RequestError):
         return fail(str(outcome), link)
@@ -146,7 +147,11 @@ class _HttpServer(uvicorn.Server):
         self.should_exit = True
 
     def end(self, at_once: bool = False) -> None:
-        """Stop. `at_once` waits neither for open requests nor for the engine, whose work is in the log."""
+        """Stop the server.
+
+        With `at_once`, it waits neither for open requests nor for the engine. The next server replays unfinished work
+        from the log.
+        """
         if not self.should_exit:
             log.info("stopping")
             self._leave()

@@ -38,13 +38,14 @@ class TinkerServer:
     def __init__(self, config: EngineConfig, make_engine: EngineFactory):
         self.config = config
         self.failure: str | None = None
-        """Reason why no engine can be started, if that is known."""
+        """Reason why the server cannot go on, such as an engine that cannot be started; None while there is no such
+        reason."""
         self.again = False
         """True if another process may succeed (see `failure`)."""
         self.failed = asyncio.Event()
         self._make_engine = make_engine
         self.started = False
-        """True if there is something to stop."""
+        """True once the engine was started, so that `stop` has to be called."""
         self._stopping = threading.Event()
         self._patient: RetryingWriter | None = None
         """Retrying reader of the database for the start."""
