@@ -16,7 +16,7 @@ from skyrl.utils.arguments import ArgumentParser
 PATIENCE_S = 30.0
 """Timeout of a request, in seconds."""
 READ = ("host", "port", "operator_keys", "operator_keys_file")
-"""Server options with its address and operator keys."""
+"""Options of the server that have its address and its operator keys."""
 
 
 class Unreachable(RequestError):
@@ -37,7 +37,8 @@ class Operator:
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S)
 
     def get(self, path: str, **asked: Any) -> dict[str, Any]:
-        """Return the JSON response of a GET. Raises `Unreachable`, and `RequestError` if the server rejects it."""
+        """Return the JSON response of a GET. Raises `Unreachable`, and `RequestError` if the server rejects the
+        request."""
         return self._ask("GET", path, {name: value for name, value in asked.items() if value is not None})
 
     def post(self, path: str) -> dict[str, Any]:

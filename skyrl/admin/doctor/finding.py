@@ -47,9 +47,9 @@ def problem(seen: str, remedy: str) -> Finding:
 def examine(
     checks: Sequence[Callable[[Subject], Finding | None]], subject: Subject, skipped: Sequence[str] = ()
 ) -> list[CheckFinding]:
-    """Return the findings of all checks except those `skipped`. A check without a subject returns None.
+    """Return the findings of all checks except those `skipped`. A check that does not apply returns None.
 
-    If a check raises, that is reported as a problem, and the other checks run.
+    If a check raises an exception, the finding is a problem, and the other checks still run.
     """
     found: list[CheckFinding] = []
     for check in checks:

@@ -106,7 +106,8 @@ def memory(config: EngineConfig) -> Finding:
 
 
 def _folder(config: EngineConfig) -> Path | None:
-    """Return the folder of a model on this machine; None for the built-in model and missing models."""
+    """Return the folder of a model on this machine; None for the built-in model, and for models that are not on this
+    machine."""
     if config.base_model is None:
         return None
     folder = Path(config.base_model).expanduser()

@@ -38,7 +38,7 @@ class State:
 
     @cached_property
     def holder(self) -> str | None:
-        """Server process that uses the state, as "process N"; None if there is none."""
+        """Server process that uses the state, as "process N"; None if no server uses it."""
         return holder(self.base / LOCK)
 
     @property
