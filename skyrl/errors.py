@@ -1,8 +1,9 @@
 """Shared exceptions. There are two kinds of failures: those that the caller can fix, and internal errors.
 
 A `RequestError` is reported to the client verbatim, so its message names the field, its value, the rule and a way out.
-A `ConfigError` is the same for a configuration. All other exceptions are internal errors: the client gets "internal
-error (request ...)", and the log has the traceback. `BackendLost` is not caused by a request; it ends the process.
+A `ConfigError` is the counterpart for a configuration. All other exceptions are internal errors: the client gets
+"internal error (request ...)", and the log has the traceback. `BackendLost` is not caused by a request; it ends the
+process.
 """
 
 
@@ -19,7 +20,8 @@ class StorageError(Exception):
 
 
 class BackendLost(Exception):
-    """The backend cannot continue, not because of a request: a worker died or timed out, or a device failed.
+    """The backend cannot continue because a worker died or timed out, or a device failed. It does not mean that a
+    request was invalid.
 
     The process exits, and a new one recovers from snapshots and the log.
 

@@ -56,7 +56,7 @@ class LoraConfig(WireModel):
 
     @classmethod
     def of_groups(cls, rank: int, alpha: float, groups: Collection[str]) -> "LoraConfig":
-        """Return the configuration of an adapter from files that has tensors of these groups."""
+        """Return the configuration of an adapter file with tensors of these module groups."""
         trained = {f"train_{group}": group in groups for group in get_args(ModuleGroup)}
         return cls.model_validate({"rank": rank, "alpha": alpha, **trained})
 
@@ -203,8 +203,8 @@ class ForwardBackwardOutput:
     """Result of a pass, datum by datum in request order."""
 
     loss_fn_outputs: list[dict[str, np.ndarray]]
-    """Outputs per datum, float32: `elementwise_loss` `[tokens]` and the inputs of the loss: `logprobs` (shape of the
-    targets), or, for an objective, its `outputs`, `[tokens]` each."""
+    """Outputs of each datum by name, all float32. `elementwise_loss` is `[tokens]`. A named loss also has `logprobs`,
+    in the shape of the targets. An objective has its `outputs` instead, each `[tokens]`."""
     metrics: dict[str, float]
     """Metrics with keys `name:reduction`; `loss:sum` is always present."""
     loss_fn_output_type: str = "ArrayRecord"
@@ -387,7 +387,7 @@ class BackendInfo:
     sampling_options: frozenset[str] = frozenset()
     """Names of supported `SamplingOptions`; samples with other options are rejected."""
     active_parameters: int | None = None
-    """Number of base model parameters used per token; None if its weights have no files."""
+    """Number of base model parameters used per token; None if unknown, because the base model has no weight files."""
     adaptable: Mapping[str, Features] = field(default_factory=dict)
     """Adaptable linear layers, by their names in Hugging Face's models. Empty: adapters cannot be imported."""
     samples: bool = True
