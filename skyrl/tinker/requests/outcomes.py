@@ -2,7 +2,7 @@
 
 Outcomes and snapshots of one model are stored in the order in which they arrive. If the log has the outcome of a
 request, it therefore has the outcomes of all requests that finished earlier. (A save finishes when its files are
-written; later requests may finish before that.) If the database cannot store an outcome because its disk is full, the
+written, so later requests may finish before it.) If the database cannot store an outcome because its disk is full, the
 write is retried until it succeeds. If the server stops before the write succeeds, no later outcome of this model is
 stored either, and the next server repeats these requests.
 """

@@ -25,7 +25,7 @@ class PendingRequest:
     sharer: str
     """Sharer whose quota the request counts against; see `Caller.sharer`."""
     accepted: Accepted | None = None
-    """The accepted operation; None: an earlier server accepted the request, so its body has to be read from the log."""
+    """The accepted request. None: an earlier server accepted it, so its body has to be read from the log."""
     decided: Decisions = field(default_factory=Decisions)
     """See `Admission.decided`."""
     logged: bool = False

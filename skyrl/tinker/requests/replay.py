@@ -215,7 +215,7 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
     Args:
         service: The server's shared parts.
         model_id: A model that is not in the engine.
-        known: Pending requests that are in memory, so they need no reading.
+        known: Pending requests that are in memory already, by request id; they are not read from the log.
 
     Raises:
         Unrevivable: The model cannot be revived.

@@ -1,8 +1,8 @@
 """Queue of samples. Samples are not logged: their futures are in memory, and clients resubmit lost samples.
 
 Samples that an engine has not finished are sent to the next engine. Samples that were running when an engine exited are
-suspects. After two such crashes a sample is sent alone, so that a further crash can be attributed to it. A client that
-resubmits a sample after a restart of the server resubmits the same suspect.
+suspects. After two such crashes a sample is sent alone, so that a further crash can be attributed to this sample. A
+client that resubmits a sample after a restart of the server resubmits the same suspect.
 """
 
 import logging
