@@ -54,11 +54,11 @@ class EngineChannel:
         self._reader: threading.Thread | None = None
         self._sending = threading.Lock()
         self._next = threading.Lock()
-        """Held by the thread that is next to acquire `_sending`. Otherwise a thread that just released `_sending` could
-        acquire it again."""
+        """Lock of the thread that is next to acquire `_sending`. Without this lock, a thread that has just released
+        `_sending` could acquire it again before the waiting ones."""
         self._apart = ThreadPoolExecutor(1, "large-frames")
         self.wake = threading.Event()
-        """Set when a frame arrives, when the channel closes, and by any other event that the engine has to handle."""
+        """Set when a frame arrives, when the channel closes, and at any other event that the engine has to handle."""
         self.closed = False
 
     def send(self, frame: FromEngine) -> None:

@@ -30,8 +30,7 @@ def _environment_without_secrets() -> dict[str, str]:
 class EngineProcess:
     """A child process that inherits one end of a socketpair and nothing else, and exits when its parent does.
 
-    If the child cannot exit by itself, Linux kills it when the thread that created it ends, so create it in a
-    long-lived thread.
+    Linux also kills the child when the thread that created it ends, so create it in a long-lived thread.
 
     Args:
         config: Configuration, which the engine receives in its first frame.

@@ -18,7 +18,7 @@ SCRATCH_BYTES = 2**16
 DIRECT_BYTES = 2**13
 """A part with more missing bytes is received directly into its own memory."""
 MOST_WAITING = 256
-"""Maximum number of frames that wait to be taken; then reading pauses."""
+"""Maximum number of frames that wait for `take`; then reading pauses."""
 
 Parts = list[memoryview]
 """Parts of a frame, as `decode` takes them."""

@@ -62,8 +62,8 @@ class Shutdown:
 class Revive:
     """Restore a model that is not in this engine: run `operations` at once and in this order.
 
-    The first operation creates the model (`LoadSnapshot`, or its creation); the others replay later requests. Each
-    completes like any operation. The next request after them has the position `next_seq_id`.
+    The first operation creates the model: `LoadSnapshot`, or the request that created it. The others replay later
+    requests. Each completes like any operation. The next request after them has the position `next_seq_id`.
     """
 
     model_id: str
@@ -138,7 +138,8 @@ class Done:
 
 @dataclass(frozen=True)
 class Held:
-    """A request waits for an earlier one of its model that has not arrived. `reason=None`: it no longer waits."""
+    """A request waits for an earlier request of its model that has not arrived. `reason=None`: the request no longer
+    waits."""
 
     request_id: str
     reason: str | None
