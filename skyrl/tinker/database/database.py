@@ -155,7 +155,8 @@ class Database:
     def compact(self) -> int:
         """Return all unused space of an SQLite file to the file system. Returns the number of bytes.
 
-        Use only while nothing else uses the database: it takes as long as a copy of the file, and as much disk space.
+        Use only while nothing else uses the database. The call takes as long as a copy of the file, and as much disk
+        space.
         """
         if self._engine.dialect.name != "sqlite":
             return 0
@@ -258,8 +259,8 @@ def _refusal(url: str, why: str) -> RequestError:
 def _migrate(engine: Engine, url: str) -> None:
     """Migrate a database to the newest revision.
 
-    A new database is created directly from the current tables, as in Alembic's cookbook. Only an older database imports
-    Alembic, which takes as long as the rest of a start.
+    A new database is created directly from the current tables, as Alembic's cookbook suggests. Alembic is imported only
+    for an older database, because the import takes as long as the rest of a start.
     """
     with engine.begin() as connection:
         present = sqlalchemy.inspect(connection).get_table_names()
@@ -297,7 +298,7 @@ def _refuse_foreign(engine: Engine, url: str) -> None:
 
 
 def revision_of(connection: Connection) -> str | None:
-    """The database's revision; None if it has none."""
+    """The database's revision; None if it has no table of revisions."""
     if not sqlalchemy.inspect(connection).has_table(REVISIONS.name):
         return None
     return connection.execute(sqlalchemy.select(REVISIONS.c.version_num)).scalar()

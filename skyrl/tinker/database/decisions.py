@@ -1,7 +1,7 @@
 """The server's choices for a request, with types here and as JSON in the log. Only this module converts between them.
 
-When a request is replayed after a crash, the choices of its first acceptance apply, so it has the same effect. To add a
-choice, add a field: rows without it read as None.
+When a request is replayed after a crash, the choices of its first acceptance apply, so that it has the same effect. To
+add a choice, add a field. In rows that were logged earlier, the field is None.
 """
 
 from dataclasses import asdict, dataclass, fields

@@ -81,7 +81,7 @@ class Fence:
         with engine.connect() as connection:
             self._epoch = connection.execute(_READ).scalar_one_or_none()
         self._hold = str(_HOLD.compile(engine, compile_kwargs={"literal_binds": True}))
-        """Raw SQL, which takes a tenth of the time of a statement object, because it is part of each commit."""
+        """Raw SQL, because it runs in each commit and takes a tenth of the time of a statement object."""
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="database-watcher", daemon=True)
         if engine.dialect.name == "postgresql":

@@ -1,7 +1,7 @@
 """Data for the revival of a model: its newest snapshot, later requests, and unwritten versions.
 
-Bodies of requests are kept until a later snapshot covers them. Unnamed versions that are not on disk yet are published
-again by a replay of their requests. The functions are jobs of the database.
+Bodies of requests are kept until a later snapshot covers them. If an unnamed version is not on disk yet, a revival
+publishes it again by a replay of its request. The functions are jobs of the database.
 """
 
 from collections.abc import Sequence

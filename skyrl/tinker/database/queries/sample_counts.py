@@ -1,9 +1,9 @@
 """Upper bounds of the seq_ids that clients of samplers have used, so that a restarted server can report lost samples.
 
 A client that waits with `retrieve_futures` does not list its samples, so the server has to report lost ones. Samples
-are not logged, but their ids follow from their seq_ids. The database therefore has an upper bound of the used seq_ids
-for each client. The bound is raised in steps of a thousand, before the first sample of each thousand is acknowledged.
-The first thousand needs no write.
+are not logged, but their request ids can be computed from their seq_ids. The database therefore has an upper bound of
+the used seq_ids for each client. The bound is raised in steps of a thousand, before the first sample of each thousand
+is acknowledged. The first thousand needs no write.
 """
 
 from collections import OrderedDict
