@@ -128,8 +128,8 @@ class TinkerEngine:
         """Run until a `Shutdown` frame arrives or the other process exits; then finish background writes.
 
         Raises:
-            BackendLost: The backend cannot continue. Nothing is finished: a new engine recovers from snapshots and
-                the log.
+            BackendLost: The backend cannot continue. Background writes are not finished, because a new engine recovers
+                from snapshots and the log.
         """
         try:
             self.channel.send(Ready(self.backend.info()))
@@ -321,7 +321,8 @@ class TinkerEngine:
         self.channel.wake.wait(patience_s)
 
     def _patience_s(self) -> float | None:
-        """Seconds until a held request expires, a snapshot is retried or a dispatch is late; None if nothing is due."""
+        """Seconds until the next deadline: of a held request, of the retry of a snapshot, or of the backend. None:
+        there is none."""
         now = time.monotonic()
         deadline = min(self.scheduler.deadline(), self.policy.deadline(now))
         if (left_s := self.backend.time_left()) is not None:
@@ -431,7 +432,7 @@ def serve(channel: EngineChannel, alone: bool = False) -> int:
 
 
 def _leave() -> None:
-    """Exit at once, whatever the process computes or writes, because nobody would record the results.
+    """Exit at once, even during computations and writes, because no API process would record the results.
 
     Folders stay consistent: a folder gets its name only when it is complete.
     """

@@ -70,8 +70,7 @@ class Scheduler:
     def add(self, operation: Operation, seq_id: int | None, now: float) -> None:
         """Add a request. `seq_id` is its position in the model's order; None takes the next position on arrival.
 
-        Requests of a model that was not created here, or that was deleted, are not held: the backend rejects them at
-        once.
+        Requests of a model that is not in this engine are not held, and the backend rejects them at once.
         """
         if isinstance(operation, Sample):
             self._samples.add(operation)
@@ -181,7 +180,8 @@ class Scheduler:
                 self._fail_held(model_id, f"seq_id={missing} did not arrive within {self.gap_timeout_s:g} s")
 
     def notices(self) -> list[tuple[str, str | None]]:
-        """(request_id, reason why it is held, or None if it is no longer held) since the last call, in order."""
+        """Changes since the last call, in order: (request id, reason why the request is held; None: it is no longer
+        held)."""
         notices, self._notices = self._notices, []
         return notices
 
@@ -207,7 +207,11 @@ class Scheduler:
             self._gaps[operation.model_id] = now
 
     def _fail_held(self, model_id: str, why: str) -> None:
-        """Queue held requests as failures. The missing request may have been a pass, so the gradients are dropped."""
+        """Queue a model's held requests as failures.
+
+        The missing request may have been a pass, so the gradient sums count as incomplete. A held optimizer step is
+        queued after a failed pass, so that it fails and clears them.
+        """
         if self._gaps.pop(model_id, None) is None:
             return
         line = self._lines[model_id]
