@@ -61,7 +61,7 @@ class Connection(HttpToolsProtocol):
     """Time at which the transport's buffer exceeded its limit, on the loop's clock."""
     _full_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
-    """Bytes received since the last piece of a body, or the end of the last request."""
+    """Number of bytes received since the last piece of a body or, if later, the end of the last request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -36,7 +36,7 @@ MIN_BYTES_PER_S = 2**14
 """Minimum average rate of a body after the first `PATIENCE_S`."""
 
 UNTIL_ANSWERED = "skyrl.until_answered"
-"""Key in a request's scope: an `ExitStack` of resources that are held until the request is answered."""
+"""Key in a request's scope: an `ExitStack` of resources that are released after the request is answered."""
 
 
 class BodyLimit:
@@ -46,7 +46,7 @@ class BodyLimit:
     If `has_place` returns True for the path, the beginning of a larger body is read, because it may contain the
     request's position in a model's order.
 
-    Each request gets a stack, `scope[UNTIL_ANSWERED]`, of resources that are held until it is answered. FastAPI
+    Each request gets a stack, `scope[UNTIL_ANSWERED]`, of resources that are released after it is answered. FastAPI
     dependencies with `yield` would do the same, but take a tenth of the time of a small request.
 
     Args:

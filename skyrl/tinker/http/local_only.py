@@ -1,4 +1,5 @@
-"""Protection of a server without keys: it answers programs on its machine, but no web pages in a browser there.
+"""Protection of a server without keys: it answers programs on its machine, but rejects requests of web pages in a
+browser on this machine.
 
 Any web page can send requests to 127.0.0.1. With a host name that resolves to this address (DNS rebinding), it can also
 read the answers. In these cases, the browser sends the page's origin in `Origin` or its host in `Host`. Without

@@ -24,7 +24,7 @@ PATIENCE_S = 5.0
 
 
 class CommandStatus(BaseModel):
-    """Result of a command so far."""
+    """Result of a command, as far as it is known."""
 
     request_id: str
     state: Literal["done", "failed", "pending"]
