@@ -1,6 +1,6 @@
 """Offline maintenance of a stopped server's state: `skyrl gc` (garbage collection) and `skyrl adopt` (state ids).
 
-Neither creates a database: a missing database, or one of another program, means that the options are wrong.
+Neither command creates a database. If it is missing, or belongs to another program, the options are wrong.
 """
 
 import asyncio

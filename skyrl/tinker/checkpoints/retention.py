@@ -1,9 +1,9 @@
 """Retention jobs. Each deletes expired rows and returns the files to delete with them.
 
 Jobs run in the database's writer. Full scans run in a reader first (`TableSweep`), so that they do not block writes.
-Rows are deleted first, and files after the commit: a kill in between leaves unreferenced files, which `orphans` finds,
-but never a row without files. A dry run executes the same jobs and rolls them back. Data that the revival of a model
-needs is kept regardless of its age.
+Rows are deleted first, and files after the commit: a kill in between leaves unreferenced files, which `orphans` finds.
+It never leaves a row without files. A dry run executes the same jobs and rolls them back. Data that the revival of a
+model needs is kept regardless of its age.
 """
 
 import logging

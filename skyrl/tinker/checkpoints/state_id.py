@@ -1,8 +1,8 @@
 """State id: a random id in both the checkpoint folder and the database shows that they belong together.
 
 If the ids differ or one is missing, the server starts only if no data can be lost. Otherwise an operator has to run
-`skyrl adopt`. The two ids cannot be written atomically: the database first records the id that is about to be written
-to the folder, so that the next start can complete an interrupted write.
+`skyrl adopt`. The two ids cannot be written atomically. The database therefore first records the id that is about to be
+written to the folder, so that the next start can complete an interrupted write.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ async def tie_anyway(config: EngineConfig, database: Database) -> None:
 
 
 def refusal(config: EngineConfig, database: Readable) -> str | None:
-    """Return the reason why a server must not use this folder with this database, or None."""
+    """Return the reason why a server must not use this folder with this database; None if it may."""
     ids = read(config, database)
     if ids.agree:
         return None
@@ -130,7 +130,7 @@ def read(config: EngineConfig, database: Readable) -> Ids:
 
 
 def _of_folder(config: EngineConfig) -> str | None:
-    """Read the id of the folder, or of the bucket if snapshots are stored in it. Returns None if there is none."""
+    """Read the id of the folder, or of the bucket if snapshots are stored in it. Returns None if there is no id."""
     bucket = config.snapshots_bucket
     try:
         data = (config.checkpoints_folder / FILE).read_bytes() if bucket is None else ObjectStore(bucket).get(FILE)

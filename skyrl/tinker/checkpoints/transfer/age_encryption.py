@@ -1,4 +1,4 @@
-"""Encryption of external weights: the files of a sampler checkpoint for use elsewhere, encrypted on request.
+"""Encryption of external weights, which are the files of a sampler checkpoint for use outside this server.
 
 The format is age (https://age-encryption.org), by the package `pyrage` of the optional extra `age`. The engine writes
 plain files. They are replaced by encrypted files before the save is recorded, so no client gets a link to a plain file.
