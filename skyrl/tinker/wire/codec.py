@@ -46,7 +46,7 @@ DTYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 MAX_JSON_BYTES = 64 * 2**20
 """Maximum bytes of a JSON request, which takes longer to parse than protobuf."""
 ZSTD_PIECE = 1024
-"""Maximum compressed bytes per decompression step. They expand to at most 32 MiB, so a zip bomb is detected in time."""
+"""Maximum compressed bytes per decompression step. A step yields at most 32 MiB, so a zip bomb is detected in time."""
 ZSTD_MAKES = 2**20
 """Target size of a decompressed piece in bytes. Copying holds the interpreter lock, so steps shrink for a zip bomb."""
 

@@ -31,7 +31,7 @@ def moment(seconds: float) -> datetime:
 
 
 def texts(user_metadata: dict[str, Any] | None) -> dict[str, str] | None:
-    """Convert metadata to strings, as in the API. Other values than strings become JSON texts."""
+    """Convert metadata to strings, because the API has only strings. Other values become JSON texts."""
     if user_metadata is None:
         return None
     return {

@@ -1,8 +1,8 @@
 """Parsing of request bodies in two steps: first the address, then the content.
 
 A request with a position in a model's order must not be rejected with an HTTP error for a bad value: the client would
-never send that seq_id again, and all later requests would wait for it. So the address is parsed separately. If the
-content does not match the schema, the request is queued with the error instead, and fails at its position.
+never send that seq_id again, and all later requests would wait for it. Therefore, the address is parsed separately. If
+the content does not match the schema, the request is queued with the error instead, and fails at its position.
 """
 
 import reprlib

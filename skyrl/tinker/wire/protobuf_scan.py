@@ -1,8 +1,8 @@
 """Count of the fields of a protobuf body, before it is parsed.
 
-A field takes two bytes on the wire, almost none if compressed, and a hundred bytes once parsed. So a body of a few KB
-can expand to gigabytes of messages, and block the interpreter for seconds. All fields are counted, including those of
-nested messages.
+A field takes two bytes on the wire, almost none if compressed, and a hundred bytes once parsed. A body of a few KB can
+therefore expand to gigabytes of messages, and block the interpreter for seconds. All fields are counted, including
+those of nested messages.
 """
 
 from typing import Any
@@ -113,7 +113,8 @@ ABSENT: Table = {}
 def _field(data: bytes, at: int, end: int) -> tuple[int, int, int]:
     """Read a field: (key, offset of its content, offset of the next field). Raises `DecodeError`.
 
-    The key has the field number and the wire type. There may be very many fields, so common ones take few steps.
+    The key has the field number and the wire type. A body may have very many fields, so common encodings are decoded in
+    few steps.
     """
     key, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at, end)
     content, encoding = at, key & 7

@@ -124,7 +124,7 @@ class CustomLossInput(WireModel):
 
 
 class CustomLossNode(WireModel):
-    """A node of a traced loss, as in torch.fx. Arguments are in the SDK's encoding."""
+    """A node of a traced loss, with the fields of a torch.fx node. Arguments are in the SDK's encoding."""
 
     op: str
     name: str
@@ -383,7 +383,7 @@ class SampleRequest(RequestModel):
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     record_stability_info: bool = False
-    """Ignored: the training data contains all that stable_reinforce needs of a sample."""
+    """Ignored, because the training data contains everything that stable_reinforce needs from a sample."""
     base_model: str | None = None
     model_path: str | None = None
     topk_sample_logprobs: int = 0
@@ -513,7 +513,7 @@ class ServerCapabilitiesResponse(BaseModel):
 
 
 class FutureResponse(BaseModel):
-    """Answer to every queued request: the id with which to wait for its result."""
+    """Answer to every queued request: the request id, with which the client waits for the result."""
 
     request_id: str
     model_id: str | None = None
