@@ -124,9 +124,9 @@ class EngineConfig(BaseModel):
     machine can see command lines."""
 
     operator_keys_file: Path | None = None
-    """File with the keys of operators, one per line, as in api_keys_file. Operators may read /metrics and use skyrl
-    status, models and requests. Without operator keys, everybody may on a server without API keys, and nobody
-    otherwise."""
+    """File with the keys of operators, in the format of api_keys_file. Operators may read /metrics and use skyrl
+    status, models and requests. If no operator keys are set, everybody is an operator on a server without API keys, and
+    nobody on other servers."""
 
     operator_keys: Names = Field((), repr=False)
     """Additional operator keys, separated by commas. Only in the environment (SKYRL_OPERATOR_KEYS)."""
@@ -159,20 +159,20 @@ class EngineConfig(BaseModel):
     """Seconds for which the result of a training request can be read again."""
 
     max_results_gib: float = Field(4, ge=0, allow_inf_nan=False)
-    """Maximum size of results in the database, in GiB. Above it, the oldest are removed, but none younger than 10
-    minutes. 0: no limit."""
+    """Maximum size of results in the database, in GiB. Above this size, the oldest results are removed, except those
+    younger than 10 minutes. 0: no limit."""
 
     ephemeral_grace_sec: int = Field(3600, ge=0)
     """Seconds for which unnamed versions are kept after the end of their session. A session ends when its client
     finishes it, or after a day of silence."""
 
     keep_last_ephemeral: int = Field(8, ge=0)
-    """Number of newest unnamed versions that a model keeps during its session, in addition to those in use (see
-    ephemeral_idle_sec) and those not on disk yet; 0: all."""
+    """Number of newest unnamed versions that a model keeps during its session. Versions in use (see ephemeral_idle_sec)
+    and versions that are not on disk yet are kept, too. 0: all."""
 
     max_ephemeral_gib: float = Field(0, ge=0, allow_inf_nan=False)
-    """Maximum size of a model's unnamed versions, in GiB. Above it, the oldest are removed, except for the newest and
-    those in use. 0: no limit."""
+    """Maximum size of a model's unnamed versions, in GiB. Above this size, the oldest versions are removed, except the
+    newest version and those in use. 0: no limit."""
 
     ephemeral_idle_sec: int = Field(600, ge=0)
     """Seconds after its creation or last sample for which an unnamed version counts as in use."""
@@ -189,7 +189,8 @@ class EngineConfig(BaseModel):
     They are removed earlier if a save needs the space. 0: no trash."""
 
     max_disk_gib: float = Field(0, ge=0, allow_inf_nan=False)
-    """Maximum size of checkpoints, versions, snapshots and .trash in GiB; saves beyond it are rejected. 0: no limit."""
+    """Maximum size of checkpoints, versions, snapshots and .trash in GiB; saves that would exceed it are rejected. 0:
+    no limit."""
 
     min_free_disk_mib: int = Field(256, ge=0)
     """Minimum free space on the disk of checkpoints_base, in MiB; saves that would leave less are rejected."""
@@ -214,11 +215,11 @@ class EngineConfig(BaseModel):
 
     compute_timeout_sec: float = Field(3600, ge=0, allow_inf_nan=False)
     """Timeout in seconds for one step of the engine (a batch of passes, an optimizer step, a few decoded tokens, each
-    with its compilation), after which it counts as hung; 0: no timeout."""
+    with its compilation), after which the engine counts as hung; 0: no timeout."""
 
     load_timeout_sec: float = Field(3600, ge=0, allow_inf_nan=False)
     """Timeout in seconds for the start of the engine process, and then for each reported stage of loading the model
-    (such as reading the weights), after which it counts as hung; 0: no timeout."""
+    (such as reading the weights), after which the engine counts as hung; 0: no timeout."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity to log."""

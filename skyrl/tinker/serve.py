@@ -35,11 +35,12 @@ from skyrl.utils.log import setup_logging
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
-"""Seconds until an idle connection is closed; longer than in clients, so that clients close first."""
+"""Seconds until an idle connection is closed. Clients have a shorter time, so that they close first."""
 MAX_FILES = 65536
 """Limit of open files, and so of connections, to request from the system."""
 COLLECTIONS = (10_000, 20, 50)
-"""Thresholds of Python's garbage collector. Waiting requests are many objects, none of them garbage."""
+"""Thresholds of Python's garbage collector. The default thresholds are lower, but waiting requests are many objects
+that are not garbage."""
 SWITCH_S = 0.0005
 """Switch interval of the interpreter in seconds: the maximum time that the event loop waits for a decoding thread. With
 Python's default, ten times as much, each answer would wait that long several times."""

@@ -51,7 +51,8 @@ def kind_of(request_id: str) -> str:
 
 
 def sample_id(sampler: str, seq_id: int) -> str:
-    """Return the request id of a sample, which depends only on its sampler and seq_id and so survives a restart."""
+    """Return the request id of a sample, which depends only on its sampler and seq_id and is therefore the same after a
+    restart."""
     return f"{SAMPLE}-{sampler}-{seq_id}"
 
 

@@ -1,7 +1,7 @@
 """Signed tokens of this server: replacements for API keys, and links to files that need no key.
 
 Both are JSON web tokens, signed with a secret that the server generates once and keeps in its database. Each kind has a
-separate audience, so one cannot be used as the other.
+separate audience, so a token of one kind is not accepted as the other.
 """
 
 import time

@@ -30,7 +30,7 @@ class Queued:
     tenant: str
     """Display name of the tenant."""
     model_id: str
-    """Model; for a sample, the model of its weights; empty: the base model."""
+    """Model of a training request, or of a sample's weights; empty for the base model."""
     future: PendingFuture
     request: PendingRequest | WaitingSample
     ahead: int = 0

@@ -19,7 +19,7 @@ class Timeline:
 
     request_id: str
     run: str
-    """Model or sampler of the request. Empty: the timeline is not kept."""
+    """Model or sampler of the request. Empty: the timeline is dropped when the request ends."""
     accepted: float = field(default_factory=time.monotonic)
     sent: float | None = None
     """Time when the request was sent to the engine."""
