@@ -1,8 +1,8 @@
 """`skyrl backup`: copy a running server's state, with a consistent folder and database.
 
 Saved folders are never modified, only added and removed, so hard links preserve them. Folders are linked both before
-and after the database is copied. If the database copy names a folder that was added and removed in between, the copy is
-repeated. Only the user can read the backup.
+and after the database is copied. If the copied database names a folder that was both added and removed in between, the
+copy is repeated. Only the user can read the backup.
 """
 
 import os
