@@ -26,8 +26,8 @@ ModuleGroup = Literal["attn", "mlp", "unembed"]
 StopReason = Literal["stop", "length"]
 ErrorCategory = Literal["user", "server", "unknown"]
 GradientEffect = Literal["kept", "incomplete", "dropped"]
-"""Effect of a failed request on its model's gradient sums. "kept": unchanged; "incomplete": its share is missing, so
-the next optimizer step must fail; "dropped": cleared."""
+"""Effect of a failed request on its model's gradient sums. "kept": unchanged; "incomplete": the request's gradients are
+missing, so the next optimizer step must fail; "dropped": the sums were cleared."""
 
 
 class WireModel(BaseModel):
@@ -162,8 +162,8 @@ class SamplingOptions:
     min_p: float = 0.0
     """Sample only from tokens with at least this fraction of the highest probability. Applies after top_k and top_p."""
     min_tokens: int = 0
-    """Minimum number of generated tokens. Before, no stop token (EOS and listed ones) is drawn, and stop strings are
-    ignored."""
+    """Minimum number of generated tokens. Until then, stop tokens (EOS and those of the request) are not drawn, and
+    stop strings are ignored."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a sequence, in addition to `SamplingParams.stop`, even if that is []."""
     repetition_penalty: float = 1.0
@@ -203,8 +203,8 @@ class ForwardBackwardOutput:
     """Result of a pass, datum by datum in request order."""
 
     loss_fn_outputs: list[dict[str, np.ndarray]]
-    """Outputs of each datum by name, all float32. `elementwise_loss` is `[tokens]`. A named loss also has `logprobs`,
-    in the shape of the targets. An objective has its `outputs` instead, each `[tokens]`."""
+    """Outputs of each datum by name, all float32: `elementwise_loss`, and for a named loss `logprobs` or, for an
+    objective, its `outputs`. `logprobs` has the shape of the targets; all other outputs are `[tokens]`."""
     metrics: dict[str, float]
     """Metrics with keys `name:reduction`; `loss:sum` is always present."""
     loss_fn_output_type: str = "ArrayRecord"
@@ -262,7 +262,7 @@ class TokenMatrix:
     crow_indices: np.ndarray | None = None
     """int64 `[rows + 1]`, offsets into `values`. None: dense."""
     col_indices: np.ndarray | None = None
-    """int64 `[cells]`."""
+    """int64 `[cells]`: column of each value. None: dense."""
 
     @property
     def rows(self) -> np.ndarray:
@@ -352,7 +352,8 @@ class PreparedModelPassBatch:
     all_loss_fn_configs: list[dict[str, float] | None]
     request_batch_slices: list[RequestSlice]
     all_loss_fn_inputs: list[dict[str, list[float]]] = field(default_factory=list)
-    """Inputs without their own column, by name in the API, such as `sequence_ratio_mask`. Empty: no row has any."""
+    """Inputs of each row that have no column of their own, by name in the API, such as `sequence_ratio_mask`. Empty: no
+    row has such inputs."""
 
 
 @dataclass(frozen=True)
