@@ -18,8 +18,8 @@ def active_parameters(folder: Path) -> int | None:
     """Count the parameters in a model folder that one token uses.
 
     Only the experts that a token is routed to count. An embedding that is only looked up does not count (an embedding
-    tied to the vocabulary projection counts once). Returns None if there are no readable weights; loading them gives a
-    better error.
+    tied to the vocabulary projection counts once). Returns None if the weights cannot be read; the later attempt to
+    load them raises a better error.
 
     A forward pass takes two operations per token and parameter, a forward and backward pass six (Kaplan et al. 2020,
     arXiv 2001.08361, section 2.1).

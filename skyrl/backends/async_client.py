@@ -32,7 +32,7 @@ class BackendClient:
         self._end: BaseException | None = None
         """Reason why the client has stopped, if it has."""
         self._lock = threading.Lock()
-        """Lock of the inbox, and of the creation of futures until the client stops."""
+        """Lock for `_inbox`, `_futures` and `_end`: nothing is added to the first two once `_end` is set."""
         backend.on_wake = self._wake.set
         self._thread = threading.Thread(target=self._run, name="backend", daemon=True)
         self._thread.start()

@@ -113,7 +113,7 @@ class AbstractBackend(ABC):
     @property
     @abstractmethod
     def computed(self) -> tuple[str, ...]:
-        """Requests with work in other processes, which a crash there may be attributed to."""
+        """Requests that other processes are computing. If one of these processes crashes, these are the suspects."""
 
     @abstractmethod
     def time_left(self) -> float | None:
@@ -137,7 +137,7 @@ class AbstractBackend(ABC):
         return False
 
     def prepare(self) -> bool:
-        """Prepare for later requests, one step. Call when idle. Returns False if nothing is left to prepare."""
+        """Do one step of the preparation for later requests. Call when idle. Returns False if nothing is left to do."""
         return False
 
     @property
@@ -153,7 +153,7 @@ class AbstractBackend(ABC):
     def drop_version(self, version: str) -> None:  # noqa: B027 (a backend without versions in memory has nothing to do)
         """Forget a published version that was deleted or has expired. The caller removes its files.
 
-        Samples of it that were submitted before still use it, running or not.
+        Samples that were submitted earlier, queued or running, still use the version.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -163,7 +163,7 @@ class AbstractBackend(ABC):
         """Make the model operation with this request id fail at its position, with the refusal's error.
 
         A pass that has started is not computed further; any other started operation continues. Returns True if the
-        operation fails, False if it is not here or continues.
+        operation fails, False if it is unknown or continues.
         """
         return False
 
@@ -179,7 +179,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def is_working_on(self, model_id: str) -> bool:
-        """Return True if an operation of the model has started and not ended, apart from background writes."""
+        """Return True if an operation of the model has started and not ended. Background writes do not count."""
 
     @abstractmethod
     def abandon(self) -> list[ModelOperation]:
@@ -187,7 +187,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def failed_pass(self, model_id: str) -> str | None:
-        """Error of a failed pass since the last optimizer step, which makes the next step fail; else None."""
+        """Error of a pass that failed since the last optimizer step, or None. It makes the next step fail, too."""
 
     # -- callbacks set by the engine and the trainers -----------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class AbstractBackend(ABC):
         """Called, from any thread, when `step` may have something to do."""
 
     def on_quantum(self, request_ids: tuple[str, ...]) -> None:  # noqa: B027
-        """Called before a computation, with its requests. Those in `computed` continue."""
+        """Called before a computation, with the ids of its requests and of those in `computed`, which continue."""
 
     def on_progress(self, progress: Progress) -> None:  # noqa: B027
         """Called by `step` with new tokens of a running sample, if the backend reports progress."""

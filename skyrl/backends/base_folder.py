@@ -29,7 +29,7 @@ def model_folder(base_model: str) -> Path:
 
 
 def is_on_this_machine(base_model: str) -> bool:
-    """Return True for a folder, and for a model in the hub's cache."""
+    """Return True if `base_model` is a local folder, or a hub id whose model is in the hub's local cache."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -49,7 +49,7 @@ def config_of(base_model: str, field: str = "base_model") -> Mapping[str, Any]:
         field: Name of the setting with this value, for error messages.
 
     Raises:
-        RequestError: As `model_folder`, and for a malformed file.
+        RequestError: The name is neither a model folder nor a model that can be downloaded, or the file is malformed.
     """
     from huggingface_hub import hf_hub_download
 
@@ -68,7 +68,7 @@ def config_of(base_model: str, field: str = "base_model") -> Mapping[str, Any]:
 
 
 def overridden(folder: Path, values: Mapping[str, Any], parent: str | Path | None) -> Path:
-    """Create a model folder with changed values in config.json; its other files are links.
+    """Create a model folder with changed values in config.json. The other files are links to those of `folder`.
 
     Args:
         folder: Folder of the model.
@@ -122,7 +122,7 @@ def _check_names(names: Collection[str], known: Collection[str], model_type: Any
 def hub_silence() -> str | None:
     """Reason why the model hub cannot be reached, determined once; None if it responds.
 
-    The hub's own client retries many times, with a line for each, before it uses its cache.
+    The hub's own client retries many times, with a log line for each attempt, before it uses its cache.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -137,7 +137,10 @@ def hub_silence() -> str | None:
 
 
 def _found(base_model: str, download: Callable[[bool], str], field: str = "base_model") -> Path:
-    """Return the local folder of that name, or the result of `download`, optionally from the hub's cache only."""
+    """Return the local folder `base_model`, or else the folder that `download` returns.
+
+    The argument of `download` is True if the hub is unreachable, so that only the hub's local cache can be used.
+    """
     folder = Path(base_model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():

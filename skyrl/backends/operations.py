@@ -65,7 +65,7 @@ class ForwardBackward(ModelOperation):
     forward_only: bool = False
     """Compute outputs and metrics only; gradient sums stay unchanged."""
     reference: bool = False
-    """Compute with the base model instead of the model, which stays unchanged. Requires `forward_only`."""
+    """Compute with the base model instead of the trained model. Requires `forward_only`."""
 
     @cached_property
     def tokens(self) -> int:
@@ -75,7 +75,7 @@ class ForwardBackward(ModelOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimStep(ModelOperation):
-    """Apply the accumulated gradients and clear them, with AdamW or with Dimuon. Returns `OptimStepOutput`."""
+    """Apply the accumulated gradients with AdamW or Dimuon, then clear them. Returns `OptimStepOutput`."""
 
     adam_params: AdamParams = ADAMW
     dimuon_params: DimuonParams | None = None
@@ -114,7 +114,8 @@ class SaveSnapshot(ModelOperation):
     """Write the model's complete state, gradient sums included, to the folder `path`. Returns `SaveOutput` when it is
     complete.
 
-    Earlier writes of the model (checkpoints, versions) are on disk by then, or the snapshot fails.
+    When it completes, all earlier writes of the model (checkpoints, versions) are on disk. If one of them cannot be
+    written, the snapshot fails.
     """
 
     path: str
@@ -157,10 +158,10 @@ class DeleteModel(ModelOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected(ModelOperation):
-    """A request that was rejected earlier, at its position in the model's order.
+    """Placeholder for a request that was rejected before it was submitted, at its position in the model's order.
 
     It completes with `error`. `gradients="incomplete"` makes the model's next optimizer step fail too, which prevents a
-    step on a partial batch. `"dropped"` clears the gradient sums, as that failed step does.
+    step on a partial batch. `gradients="dropped"` clears the gradient sums, as a failed step does.
     """
 
     error: str
@@ -191,11 +192,13 @@ class Sample(Operation):
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
-    """Number of last prompt tokens that the two options above apply to; None: all."""
+    """Number of last prompt tokens that `prompt_logprobs` and `topk_prompt_logprobs` apply to; None: all."""
     target_prompt_logprobs: TokenMatrix | None = None
-    """int32 token ids `[prompt - 1, K]` to score, row i at prompt position i + 1; -1: no token."""
+    """int32 `[prompt - 1, K]`: K token ids to score at each prompt position after the first. Row i is for position
+    i + 1; -1 stands for no token."""
     prompt_alt_tokens_k: int = 0
-    """Number of draws at the request's temperature, without its filters, for every prompt position after the first."""
+    """Number of tokens to draw for each prompt position after the first, at the request's temperature, without filters.
+    """
 
 
 @dataclass(frozen=True)
@@ -218,5 +221,5 @@ class Completion:
     request_id: str
     result: Result
     device_s: float = 0.0
-    """Seconds of its dispatches, each divided among the requests in it: by tokens in training, equally in sampling. 0.0
-    if unknown, as for samples of external engines."""
+    """Device seconds of the operation. The time of a dispatch is divided among its requests: by tokens in training,
+    equally in sampling. 0.0 if unknown, as for samples of external engines."""

@@ -86,8 +86,8 @@ class SkyRLTrainBackend(TorchBackend):
     def save_sampler_checkpoint(self, output_path: str, model_id: str, persist: bool = True) -> None:
         """Publish the current weights for sampling, as every backend does.
 
-        With `persist=False`, the folder or tar file holds only a marker. The weights stay in this process's memory
-        until it ends, or until such versions exceed `version_memory_gib`: then the oldest are dropped.
+        With `persist=False`, the folder or tar file holds only a marker, and the weights stay in this process's
+        memory. When such versions exceed `version_memory_gib`, the oldest are dropped.
 
         Raises `RequestError` for an unknown model.
         """

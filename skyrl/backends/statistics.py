@@ -1,7 +1,7 @@
 """Statistics of a backend since its start, which a server shows to its operator (`/metrics`).
 
-To add one, name it here, and count it in the `statistics` property of the class that counts it. A custom backend may
-report others.
+To add one, describe it in `STATISTICS`, and report its value in the `statistics` property of the class that measures
+it. A custom backend may report additional statistics.
 """
 
 from typing import Literal, NamedTuple

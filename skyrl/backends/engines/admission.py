@@ -2,9 +2,9 @@
 
 The engine generates a few tokens after a fixed prompt, and the backend's own sampler scores them. If the mean
 difference of log-probabilities exceeds the bound, the engine serves other weights. The same check runs with a random
-adapter on each group of modules, scaled to be far from the base model, and with the base model while such adapters
-occupy all slots: vLLM 0.32 on CPUs applies the last slot's adapter to it. The check also determines the engine's
-log-probability mode.
+adapter on each group of modules, scaled to be far from the base model. It also runs with the base model while such
+adapters occupy all slots, because vLLM 0.32 on CPUs then applies the last slot's adapter to the base model. Finally,
+the check determines the engine's log-probability mode.
 """
 
 import asyncio
@@ -102,9 +102,9 @@ class Admission:
         return Admitted(facts.longest, frozenset(features), [], engine.base_id, off)
 
     async def _features(self, engine: Engine, off: float, facts: EngineFacts) -> tuple[set[str], float]:
-        """Features of an engine, and the largest difference among the adapters and base model that passed.
+        """Return the engine's features, and the largest mean difference of log-probabilities among the passed checks.
 
-        `off` is the mean difference for its base model.
+        `off` is the mean difference that was measured for the engine's base model without adapters.
         """
         features, troubles, largest = set[str](), [], 0.0
         probes = await self._probes()
@@ -157,7 +157,10 @@ class Admission:
         )
 
     async def _mode(self, engine: Engine) -> str:
-        """Log-probability mode: if the engine filters before it computes them, a top-1 token has log-probability 0."""
+        """Log-probability mode of the engine, determined from a sample with top_k=1.
+
+        If the engine computes log-probabilities after filtering, the tokens of this sample have log-probability 0.
+        """
         drawn = await engine.generate(self._prompt.draw(top_k=1))
         ours = await self._prompt.scores(drawn, None)
         certain = np.abs(drawn.logprobs).max() < CERTAIN < np.abs(ours).max()

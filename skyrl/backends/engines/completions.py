@@ -17,7 +17,8 @@ class SampleStream:
 
     Args:
         draw: The request.
-        origin: Weights and engine of the request. Origins of tokens name the model in the response instead.
+        origin: Weights and engine of the request. In the origins of tokens, the model named by the response replaces
+            the requested one.
         pieces: List to which received pieces are appended.
     """
 
@@ -71,7 +72,10 @@ class SampleStream:
 
 
 def _top(places: list[dict[str, float]], count: int) -> TokenTable:
-    """Return the `count` most likely tokens at each position. Any further token that vLLM reports is left out."""
+    """The `count` most likely tokens at each position, and their log-probabilities, `[positions, count]`.
+
+    vLLM may report the sampled token in addition; it is left out unless it is one of the most likely tokens.
+    """
     ids, logprobs = np.zeros((len(places), count), np.int32), np.zeros((len(places), count), np.float32)
     for row, place in enumerate(places):
         told = sorted((-logprob, int(token.removeprefix(TOKEN))) for token, logprob in place.items())[:count]

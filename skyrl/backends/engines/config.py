@@ -56,17 +56,18 @@ class EngineOptions(BaseModel):
 
     whole: bool = False
     """Reserve the engines for fully trained models (rank 0). Each engine serves one version at a time, as its base
-    weights, and no adapters; the backend samples those itself. vLLM servers need VLLM_SERVER_DEV_MODE=1 for this."""
+    weights, and no adapters; the backend samples adapters itself. vLLM servers need VLLM_SERVER_DEV_MODE=1 for this."""
 
     colocated: bool = False
     """Let engines and the trainer alternate on the same devices: while one of them works, the other sleeps. vLLM
     servers need VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode for this."""
 
     phase_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
-    """Maximum seconds of a training or sampling phase while the other has work, if they share devices."""
+    """Maximum seconds of a training phase while sampling has work, and of a sampling phase while training has work, if
+    they share devices."""
 
     reload_method: str = "reload_weights"
-    """Method of vLLM's workers that replaces their weights. Engines launched by us use our own."""
+    """Method of vLLM's workers that replaces their weights. Engines launched by us use a method of our own."""
 
     max_logprobs: int = Field(default=20, ge=0)
     """Maximum top log-probabilities per position: the engine's --max-logprobs."""
@@ -76,11 +77,13 @@ class EngineOptions(BaseModel):
     model. Typical values are below 0.001 in float32 on both sides, and about 0.01 in bfloat16."""
 
     check_every_sync: bool = True
-    """Compare each version on each engine with ours before its first sample there: 32 tokens after a fixed prompt."""
+    """Before the first sample of a version on an engine, compare the engine's log-probabilities of 32 tokens after a
+    fixed prompt with ours."""
 
     sync_logprob_bound: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Maximum mean difference of log-probabilities, in nats, for that comparison. None: ten times the difference
-    measured with the base model and random adapters at admission, but at least 0.001 and at most logprob_bound."""
+    """Maximum mean difference of log-probabilities, in nats, in the comparison of `check_every_sync`. None: ten times
+    the difference measured with the base model and random adapters at admission, but at least 0.001 and at most
+    logprob_bound."""
 
     stream: bool = True
     """Stream tokens, so that samples of a lost engine resume on another engine instead of restarting. Start vLLM with a

@@ -40,12 +40,17 @@ def together(pieces: Sequence[Drawn]) -> Drawn:
 
 
 def can_go_on(draw: Draw) -> bool:
-    """Return False if the result depends on which tokens were generated, as with penalties. Such samples restart."""
+    """Return True if a sample can resume. Samples with presence or frequency penalties, which depend on the generated
+    tokens, restart instead.
+    """
     return not (draw.options.presence_penalty or draw.options.frequency_penalty)
 
 
 def rest(draw: Draw, delivered: Drawn, keeps_seed: bool) -> Draw:
-    """Request for the rest of a sample. `keeps_seed`: all its engines derive randomness from seed and position."""
+    """Request for the rest of a sample.
+
+    `keeps_seed` is True if all engines of the sample derive each token's randomness from seed and position alone.
+    """
     count = len(delivered.tokens)
     options = dataclasses.replace(draw.options, min_tokens=max(0, draw.options.min_tokens - count))
     return dataclasses.replace(

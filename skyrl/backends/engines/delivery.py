@@ -20,7 +20,7 @@ def rest_of(ticket: Ticket, admitted: Admitted) -> Draw:
 
 
 def keep(ticket: Ticket, name: str, admitted: Admitted) -> None:
-    """Save the tokens of a sample that an engine sent but will not complete."""
+    """Save the tokens that an engine has sent of a sample that it will not complete."""
     pieces, ticket.pieces = ticket.pieces, []
     if not pieces or not can_go_on(ticket.draw):
         return

@@ -75,7 +75,7 @@ class Fleet:
     ):
         self.router = Router()
         self.troubles: dict[str, Exception] = {}
-        """Last error of each engine that has had one since it was last admitted, by name."""
+        """Last error of each engine since its last admission, by name. Engines without such an error are missing."""
         self.engines: dict[str, Admitted] = {}
         """Engines in use, by name."""
         self.known: dict[str, Admitted] = {}
@@ -359,7 +359,7 @@ class Fleet:
         self._pump()
 
     async def _pause(self, attempts: int) -> None:
-        """Back off before retrying on an engine, unless it is the first attempt or other engines remain."""
+        """Back off before a retry, if there have been at least as many failed attempts as there are engines in use."""
         if attempts >= len(self.engines):
             await asyncio.sleep(pause_s(attempts - len(self.engines), FIRST_PAUSE_S, LONGEST_PAUSE_S))
 

@@ -35,7 +35,7 @@ IDLE_S = 2.0
 UNCHANGED, UNFINISHED = "default", "unfinished"
 """Weight versions of vLLM: its initial value, and our marker while weights are being replaced."""
 REFUSED = (400, 413, 422)
-"""Status codes that blame the request."""
+"""Status codes of errors that are the request's fault."""
 
 
 class HttpEngine(Engine):

@@ -10,15 +10,16 @@ from skyrl.types import LoraConfig
 
 RAW, PROCESSED = "logprobs:raw", "logprobs:processed"
 BY_PLACE = "seeds by place"
-"""Each token depends only on seed, position and preceding tokens: samples resume elsewhere with identical tokens."""
+"""Feature: each token depends only on seed, position and preceding tokens, so a sample that resumes on another such
+engine gets identical tokens."""
 WHOLE = "whole models"
-"""Versions of fully trained models."""
+"""Feature: the engine can sample versions of fully trained models."""
 BASE = "base model"
-"""Correct samples of the base model while adapters are loaded."""
+"""Feature: the engine samples the base model correctly while adapters are loaded."""
 GROUPS = ("attn", "mlp", "unembed")
 """Groups of modules that an adapter may cover."""
 COLDEST = 0.01
-"""vLLM replaces temperatures between 0 and this by this."""
+"""Lowest temperature above 0 in vLLM, which raises lower ones to this value."""
 
 
 def adapter_feature(group: str) -> str:
@@ -34,7 +35,7 @@ def needs_of_adapter(config: LoraConfig) -> frozenset[str]:
 
 
 def needs_of(request: Sample, max_logprobs: int) -> frozenset[str] | str:
-    """Features that a request needs in addition to its adapter's, or the reason why engines cannot draw it."""
+    """Features that a request needs besides those of its adapter, or the reason why engines cannot draw the request."""
     temperature = request.params.temperature
     if request.topk_sample_logprobs > max_logprobs:
         return f"topk_sample_logprobs={request.topk_sample_logprobs} is above max_logprobs={max_logprobs}"

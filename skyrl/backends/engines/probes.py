@@ -17,12 +17,14 @@ Score = Callable[[str | None, np.ndarray], Awaitable[np.ndarray]]
 """Scoring function: float32 log-probabilities of all tokens but the first, under a version (None: the base model)."""
 
 FARTHER = 5
-"""Minimum mean difference between a probe and the base model, as a multiple of the bound, so that an engine without it
-is detected."""
+"""Minimum mean difference of log-probabilities between a probe and the base model, as a multiple of the bound. An
+engine that does not apply the probe is then detected."""
 FIRST_SCALE, LARGEST_SCALE = 0.05, 10.0
-"""First and largest standard deviation of a probe's weights. It doubles until the probe is far from the base model."""
+"""First and largest standard deviation of a probe's weights. The deviation is doubled until the probe is far from the
+base model.
+"""
 TOKENS = 48
-"""Tokens on which that difference is measured."""
+"""Number of tokens on which the difference from the base model is measured."""
 
 
 class Probes(Generic[Version]):
@@ -51,7 +53,7 @@ class Probes(Generic[Version]):
         self._made: asyncio.Task[dict[str, tuple[str, str]]] | None = None
 
     async def __call__(self) -> dict[str, tuple[str, str]]:
-        """(version in memory, name in the folder) of each group's probe."""
+        """Return the probe of each group: (id of the version in memory, name of the adapter in the folder)."""
         if self._made is None or (self._made.done() and self._made.exception() is not None):
             self._made = asyncio.create_task(self._make_all())
         return await asyncio.shield(self._made)

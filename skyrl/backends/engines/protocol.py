@@ -56,7 +56,7 @@ class Draw:
     """All tokens that end the sequence, EOS included."""
     stop_strings: tuple[str, ...] = ()
     options: SamplingOptions = field(default_factory=SamplingOptions)
-    """`stop_token_ids` are among `stop_ids`."""
+    """Other options. Their `stop_token_ids` are already included in `stop_ids`."""
     top: int = 0
     """Number of most likely tokens to report at each position."""
     salt: str = "none"
@@ -134,7 +134,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def generate(self, draw: Draw, pieces: list[Drawn] | None = None) -> Drawn:
-        """Generate a sequence. Raises `EngineDown`, `EngineFailed`, `Refused`. Cancellation also aborts it there.
+        """Generate a sequence. Raises `EngineDown`, `EngineFailed`, `Refused`. Cancelling the call aborts the sequence.
 
         Args:
             draw: The request.
@@ -155,7 +155,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def base_version(self) -> str:
-        """Content id of the base weights loaded last, by any client. Empty: none since startup."""
+        """Content id of the base weights loaded last, by any client. Empty if none were loaded since startup."""
 
     @abstractmethod
     async def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:

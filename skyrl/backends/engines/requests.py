@@ -1,7 +1,7 @@
 """A request that engines draw: its sampling requests, and the result assembled from their responses.
 
-Our own stopping rules decide where sequences end. Engines get them only to stop early; responses are checked token by
-token as if they had been generated here.
+Our own stopping rules decide where sequences end: responses are checked token by token, as if they had been generated
+here. Engines also get the rules, only so that they do not generate more than needed.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class EngineRequest:
 
     job: Job
     claim: Claim
-    """Claim on its version."""
+    """Claim that keeps its version available until the request ends."""
     needs: frozenset[str]
     """Capabilities that an engine must have."""
     version: object = None
@@ -76,7 +76,7 @@ class EngineRequest:
         return dataclasses.replace(answer, sequences=sequences, prompt_cache_hit_tokens=self.hits or 0)
 
     def scoring(self, request_id: str) -> Sample:
-        """Return the sample for the backend's own sampler: scores of the prompt, at the claimed version."""
+        """Return the request with which the backend's own sampler scores the prompt, using the claimed version."""
         request = self.job.request
         return dataclasses.replace(
             request,

@@ -1,8 +1,9 @@
 """Engines reserved for fully trained models: each serves one version at a time, as its base weights.
 
 The fleet treats such a version as an adapter, and the engine as having one adapter slot: a version waits for the slot,
-is evicted when it has no more samples, and is compared before its first sample. Loading it replaces the engine's base
-weights with the version's folder. Before each sample, the engine reports its current weights, which reveals restarts.
+is evicted when it has no more samples, and is compared with our weights before its first sample. Loading it replaces
+the engine's base weights with the version's folder. Before each sample, the engine reports its current weights, which
+reveals restarts.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ class _Stamped(list[Drawn]):
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """Rewrites origins: from the engine's base weights to the version that they are."""
+    """Rewrites the origins of tokens, so that they name the version instead of the engine's base weights."""
 
     base_id: str
     """Expected content id of the engine's base weights."""
@@ -54,7 +55,7 @@ class ReservedEngine(Engine):
         self._held: str | None = None
         """Its current version; None: the base model."""
         self._whole = False
-        """False during a replacement of weights, and after a failed one."""
+        """False while weights are replaced, after a replacement failed, and after the version was unloaded."""
 
     async def facts(self) -> EngineFacts:
         facts = await self._engine.facts()

@@ -1,10 +1,10 @@
 """Routing of samples to engines, as pure state: no threads, no clock, no I/O.
 
 Waiting samples start in the order of `FairQueue`, fairly between tenants, on an engine with a free place and either the
-sample's adapter or a slot for it. Later samples may overtake one that finds no slot. After as many of them have started
-as all engines hold, an adapter is drained on some engine: no more of its samples start there, and the running ones
-complete. So no engine exceeds its capacity, and the wait of a lone tenant's adapter is bounded. Samples of a lost
-engine precede all others.
+sample's adapter or a slot for it. Later samples may overtake a sample that finds no slot. When the number of samples
+that overtook it reaches the total capacity of all engines, an adapter is drained on some engine: no more of its samples
+start there, and the running ones complete. So no engine exceeds its capacity, and the wait of a lone tenant's adapter
+is bounded. Samples of a lost engine precede all others.
 """
 
 from collections import Counter, deque
@@ -26,7 +26,7 @@ LOOK_PAST = 64
 STICKY = 0.2
 """Affinity bonus of the preferred engine, in units of relative load."""
 LOADING, EVICTING = 0.3, 0.5
-"""Cost of loading an adapter into a free slot, and of evicting another adapter for it, in the same units."""
+"""Cost of loading an adapter into a free slot, and of evicting another adapter first, in units of relative load."""
 PREFIX = 64
 """Leading prompt tokens that define the affinity of samples."""
 
@@ -103,7 +103,7 @@ class _ActiveEngine:
     longest: int
     features: frozenset[str]
     adapters: dict[str, _Adapter]
-    """Least recently used first."""
+    """Adapters that are loaded or loading, by name, least recently used first."""
     running: dict[Ticket, None] = field(default_factory=dict)
 
     @property
@@ -128,7 +128,7 @@ class Router:
         """Samples that were running on lost engines, or failed."""
         self._places: dict[str, _ActiveEngine] = {}
         self._running: dict[str, tuple[Ticket, _ActiveEngine]] = {}
-        """By ticket id."""
+        """Running samples, each with its engine, by ticket id."""
         self._wanted: Counter[str | None] = Counter()
         """Number of waiting samples by adapter."""
         self._closing: dict[str, tuple[str, str]] = {}
@@ -213,7 +213,7 @@ class Router:
         self._wanted[ticket.adapter] += 1
 
     def again(self, ticket: Ticket) -> None:
-        """Return a running sample that failed to the head of the queue."""
+        """Put a running sample that has failed back at the head of the queue."""
         self._end(ticket)
         self._again.append(ticket)
         self._wanted[ticket.adapter] += 1
@@ -228,7 +228,7 @@ class Router:
         self._end(ticket)
 
     def ended(self, ticket: Ticket, tokens: int, cached: int) -> None:
-        """Remove a completed sample, and charge its tenant for its tokens without cached prompt tokens."""
+        """Remove a completed sample. Its tenant is charged for all tokens except cached prompt tokens."""
         self._end(ticket)
         self._line.charge(ticket.request.tenant, tokens - min(cached, len(ticket.request.prompt)))
 
@@ -318,7 +318,10 @@ class Router:
         return best[2]
 
     def _favourite(self, ticket: Ticket) -> str:
-        """Preferred engine for samples like this, by rendezvous hashing: few move when engines join or leave."""
+        """Preferred engine for samples with this affinity key.
+
+        It is chosen by rendezvous hashing, so few keys change their engine when engines join or leave.
+        """
         likeness = ticket.likeness
         return max(self._places, key=lambda name: blake2b(name.encode() + likeness, digest_size=8).digest())
 
@@ -350,7 +353,7 @@ class Router:
         return load
 
     def _give_way(self, ticket: Ticket) -> None:
-        """Start draining an adapter for a sample that was overtaken too often: the one with fewest running samples."""
+        """For a sample that was overtaken too often, start to drain the adapter with the fewest running samples."""
         assert ticket.adapter is not None
         closing = set(self._closing.values())
         able = [place for place in self._places.values() if place.serves(ticket)]

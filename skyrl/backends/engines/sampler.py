@@ -120,7 +120,7 @@ class EngineSampler(Generic[Version]):
     def open(self, progress: Callable[[str], None]) -> None:
         """Wait until an engine is in use and all others have been tried.
 
-        Raises `RequestError` if no engine joins in time, or one serves other weights.
+        Raises `RequestError` if no engine joins in time, or if an engine serves other weights than ours.
         """
         urls, until = self._options.urls, time.monotonic() + self._options.start_timeout_s
         progress(f"waiting for {len(urls)} sampling engine(s): {', '.join(urls)}")

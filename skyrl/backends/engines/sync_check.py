@@ -1,4 +1,6 @@
-"""Comparison of each version on each engine with ours before its first sample: the engine generates, we score.
+"""Comparison of each version on each engine with our copy of its weights, before its first sample there.
+
+The engine generates tokens, and the backend's own sampler scores them.
 
 This detects failures in the delivery of an adapter, such as silent load errors, slots with another adapter's weights
 and corrupted files, before they reach training data.
@@ -81,7 +83,7 @@ class SyncCheck(Generic[Version]):
 
 
 class Checks:
-    """Results of comparisons, each run once while an engine has the version.
+    """Results of comparisons. A version is compared once on an engine, as long as it stays loaded there.
 
     Args:
         check: Compares one version.
@@ -96,7 +98,8 @@ class Checks:
         """Engines whose base model has to be compared again, after sleeping."""
 
     async def passed(self, engine: Engine, ticket: Ticket, admitted: Admitted) -> None:
-        """Wait for the comparison of a sample's version on its engine. Raises as `Check`; the next call retries."""
+        """Wait for the comparison of a sample's version on its engine. Raises the errors of `Check`; the next call then
+        retries."""
         if ticket.adapter is None and engine.name not in self._woken:  # compared at admission
             return
         key = engine.name, ticket.adapter
@@ -105,7 +108,10 @@ class Checks:
         await asyncio.shield(self._begun[key])
 
     def forget(self, engine: str, adapter: str | None = None, woken: bool = False) -> None:
-        """Drop the result for one adapter of an engine, or for all (None) if the engine is lost or sleeps (`woken`)."""
+        """Drop the result for one adapter of an engine, or for all its adapters (None).
+
+        `woken` is True if the engine slept, so that its base model is compared again, too.
+        """
         if adapter is None:
             (self._woken.add if woken else self._woken.discard)(engine)
         for key in [key for key in self._begun if key[0] == engine and adapter in (None, key[1])]:

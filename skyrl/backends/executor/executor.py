@@ -1,10 +1,11 @@
 """The executor loop: interleaves the training operations of many models with sampling.
 
-A subclass defines how to run an operation, as a generator that yields quanta to compute (`run`), how to compute quanta
-(`compute`), and how to sample (`sampler`). The executor keeps each model's operations in order, alternates between
-models, and runs one sampling burst per step, so a short request never waits for a long one. Work that `compute` gives
-to other processes is in flight until its future is done, without polling. An operation may return a `Future` for
-background work (such as writing a file). It completes when the future is done, and the model continues meanwhile.
+A subclass defines how to run an operation, as a generator that yields quanta, which are units of work (`run`), how to
+compute quanta (`compute`), and how to sample (`sampler`). The executor keeps each model's operations in order,
+alternates between models, and runs one sampling burst per step, so a short request never waits for a long one. Work
+that `compute` gives to other processes is in flight until its future is done, without polling. An operation may return
+a `Future` for background work (such as writing a file). It completes when the future is done, and the model continues
+meanwhile.
 
 One thread calls `submit` and `step`. `wait` in that thread returns when another thread calls `notify`.
 """
@@ -134,9 +135,9 @@ class Executor(AbstractBackend):
     def run(self, operation: ModelOperation) -> Work:
         """Run one operation as a generator: yield one `Quantum` or several, receive the answers, return the result.
 
-        The generator may also compute something itself and yield None, which is a turn of cost 1, or yield a `Future`
-        to wait for, which costs nothing. An operation that yields quanta must not compute anything before the first
-        one, because it may be started before its turn.
+        The generator may also compute something itself and yield None, which counts as a turn of cost 1. To wait, it
+        yields a `Future`, which costs nothing. An operation that yields quanta must not compute anything before its
+        first quantum, because it may be started before its turn.
 
         Raises `RequestError` if the operation is impossible. A failure must leave the model unchanged.
         """
@@ -398,7 +399,7 @@ def _changes(operation: ModelOperation) -> bool:
 def failure(operation: Operation | str, error: BaseException) -> ErrorResponse:
     """Return an error as the client sees it.
 
-    Messages for clients are verbatim; other errors have no details, which go to the log.
+    Messages of `RequestError` and `StorageError` are passed on. The details of other errors go to the log only.
     """
     if isinstance(error, RequestError):
         return ErrorResponse(str(error), "user")

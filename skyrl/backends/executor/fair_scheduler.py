@@ -1,4 +1,6 @@
-"""Scheduler of turns: fair between tenants, round-robin between the models of a tenant.
+"""Scheduler of turns, in which the operations of models are computed.
+
+Turns are fair between tenants, and round-robin between the models of a tenant.
 
 A model waits in the queue of the tenant of its next operation. Tenants are ordered by the service that they have
 received (`skyrl.utils.fairness`).
@@ -61,7 +63,7 @@ class FairScheduler:
     def order(self) -> Iterator[str]:
         """Iterate over the models in the order of their turns. Charges during the iteration affect later models.
 
-        Turns that were charged before this call have ended.
+        Turns that were charged before this call count as ended.
         """
         self._line_up()
         lines: dict[str, deque[str]] = {}

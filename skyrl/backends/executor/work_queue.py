@@ -1,10 +1,10 @@
 """The training part of the executor loop: operations of many models, dispatched in a few quanta at a time.
 
-An operation is a generator that yields the next `Quantum` (or several) to compute, and receives the answers. In each
-turn, the model that `skyrl.backends.executor.fair_scheduler` selects leads. Quanta of other models of the same kind are
-added to its dispatch, and further quanta of these models while there is room. To find the quanta of another model, its
-next operation may be started before its turn, if it is a pass. Creating quanta is work of the host, and is limited per
-turn.
+An operation is a generator. It yields its next unit of work, a `Quantum` (or several), and receives the answers. In
+each turn, the model that `skyrl.backends.executor.fair_scheduler` selects leads. Quanta of other models of the same
+kind are added to its dispatch, and further quanta of these models while there is room. To find the quanta of another
+model, its next operation may be started before its turn, if it is a pass. Creating quanta is work of the host, and is
+limited per turn.
 
 A dispatch is computed at once, or by other processes. In that case it is in flight until its future is done, beside as
 many other dispatches as the computer supports. Tenants are charged at dispatch. Meanwhile, other operations start,
@@ -67,7 +67,7 @@ Work = Generator[Wanted, Any, Result | Future[Result]]
 
 
 class Ended(NamedTuple):
-    """An operation that has left the loop. An exception as its outcome is its failure."""
+    """An operation that has left the loop. If it failed, the outcome is the exception."""
 
     operation: ModelOperation
     outcome: "Result | Future[Result] | Exception"
@@ -120,7 +120,7 @@ class _Dispatch:
     """Quanta of the dispatch; empty if they were abandoned."""
     answers: "Future[list[Any]]"
     since: float
-    """Time of the dispatch, or of the end of the one before it, on the monotonic clock."""
+    """Time at which the dispatch was sent, or at which the dispatch before it ended, on the monotonic clock."""
 
 
 class OperationRunner(Protocol):
@@ -241,7 +241,7 @@ class WorkQueue:
         return self._go_on([Part(model_id, 0)]) if asked.is_over else []
 
     def abandon(self) -> list[ModelOperation]:
-        """Drop and return all operations. Dispatches in flight still count until they end."""
+        """Drop and return all operations. Their dispatches stay in flight until they end."""
         abandoned = [operation for queue in self._queues.values() for operation in queue]
         for work in self._works.values():
             work.close()
@@ -285,7 +285,7 @@ class WorkQueue:
         return bool(self._dispatches)
 
     def time_left(self) -> float | None:
-        """Seconds until a dispatch is late; None if none is in flight, or without a time limit."""
+        """Seconds until a dispatch is late; None if no dispatch is in flight or there is no time limit."""
         if not self._dispatches or self._computer.deadline_s is None:
             return None
         return max(0.0, self._dispatches[0].since + self._computer.deadline_s - self._clock())
@@ -329,7 +329,7 @@ class WorkQueue:
     def take_in(self) -> list[Ended]:
         """Resume operations whose dispatches have ended. Dispatches only quanta whose joint dispatch failed.
 
-        Raises as `turn`.
+        Raises `BackendLost` like `turn`.
         """
         self._told = ()
         if self.time_left() == 0 and not self._dispatches[0].answers.done():
@@ -417,7 +417,7 @@ class WorkQueue:
     def _companions(self, kind: Hashable, order: Iterator[str], ended: list[Ended]) -> Iterator[str]:
         """Iterate over models whose quanta fit the leader's dispatch.
 
-        The caller charges each before it asks for the next.
+        The caller charges each model before it takes the next one.
         """
         room = BEGUN_EARLY
         for model_id in islice(order, LOOKED_AT):
@@ -500,7 +500,7 @@ class WorkQueue:
         return self._go_on(parts)
 
     def _try_again(self) -> list[Ended]:
-        """Compute quanta alone whose joint dispatch failed."""
+        """Compute the quanta of failed joint dispatches one at a time."""
         ended: list[Ended] = []
         while self._again and not self._is_full:
             ended += self._dispatch([self._again.popleft()])

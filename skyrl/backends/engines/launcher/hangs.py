@@ -30,7 +30,7 @@ class Replacing:
         self._admit, self._launcher = admit, launcher
         self._hang_s, self._start_s = hang_s, start_s
         self._silent: dict[str, float] = {}
-        """Start of the silence of engines that do not answer."""
+        """Time of the first unanswered admission of each engine that does not answer, on the monotonic clock."""
         self._used: set[str] = set()
         """Engines in use at least once since their last start."""
 

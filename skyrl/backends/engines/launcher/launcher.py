@@ -49,7 +49,7 @@ class _Launched:
     folder: Path
     identity: ProcessIdentity | None = None
     child: "subprocess.Popen[bytes] | None" = None
-    """None: started by a previous driver."""
+    """Process of the engine; None if a previous driver started it."""
     failures: int = 0
     """Consecutive exits soon after a start."""
 
@@ -126,7 +126,7 @@ class Launcher:
         os.close(self._stopped)
 
     def replace(self, url: str) -> None:
-        """Kill a hung engine; another is started in its place as after an exit."""
+        """Kill a hung engine. It is then restarted like an engine that exited."""
         for engine in self._engines:
             if engine.url == url and (identity := engine.identity) is not None:
                 end_group(identity)
@@ -198,7 +198,7 @@ class Launcher:
         engine.identity = ProcessIdentity.of(engine.child.pid)
 
     def _end(self, engine: _Launched) -> None:
-        """Kill an engine's process group, once. The pid of a child stays reserved until it is reaped."""
+        """Kill an engine's process group, once. A child's pid cannot be reused before it is reaped here."""
         if engine.child is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(engine.child.pid, signal.SIGKILL)
@@ -235,7 +235,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _identity(record: Mapping[str, Any]) -> ProcessIdentity | None:
-    """Process identity of a record; None if none was started."""
+    """Process identity in a record; None if no process has written its identity."""
     return ProcessIdentity(record["pid"], record["start_time"], record["boot_id"]) if "pid" in record else None
 
 

@@ -23,7 +23,7 @@ OURS = {
     "api_key": "nothing else; the key is new at each start",
     "served_model_name": "nothing else; engines are asked for the model's path",
 }
-"""Arguments of vLLM that other options determine, and those options."""
+"""Arguments of vLLM that cannot be given because other options determine them, and the names of those options."""
 
 
 class LaunchOptions(BaseModel):

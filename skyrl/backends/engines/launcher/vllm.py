@@ -1,6 +1,6 @@
 """Command of a vLLM server that matches a backend: its model, dtype, lengths and adapters.
 
-Arguments that follow from the backend are not options, so the two cannot disagree.
+Arguments that follow from the backend are not options, so the server cannot disagree with the backend.
 """
 
 import json
@@ -50,7 +50,7 @@ class Served:
 
 
 def with_command(options: LaunchOptions, served: Served) -> LaunchOptions:
-    """Return options with the command of a vLLM server if they name a Python with vLLM. Raises `RequestError`."""
+    """Return the options with the command of a vLLM server filled in, if `python` is set. Raises `RequestError`."""
     if options.python is None:
         return options
     environment = {} if served.on_gpu else {"VLLM_CPU_KVCACHE_SPACE": str(max(1, round(served.cache_gib)))}

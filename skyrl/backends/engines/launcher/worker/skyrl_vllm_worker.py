@@ -1,7 +1,7 @@
 """Extension of vLLM's workers (--worker-extension-cls skyrl_vllm_worker.Worker). It runs in vLLM's environment.
 
-On a CPU, vLLM 0.32 repacks the output embedding when weights are reloaded, but not if it is tied to the input
-embedding: logits would then use the old weights.
+On a CPU, vLLM 0.32 does not repack an output embedding that is tied to the input embedding when weights are reloaded.
+The extension repacks it; otherwise logits would be computed with the old weights.
 """
 
 import importlib
