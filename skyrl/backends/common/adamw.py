@@ -31,7 +31,7 @@ class AdamScalars(NamedTuple):
     decay: Any
     """1 - learning rate * weight decay."""
     grad_clip_norm: Any
-    """0: no clipping."""
+    """Maximum gradient norm; 0: no clipping."""
     gradient_divisor: Any
     """Divisor of gradient sums, applied before their norm is computed."""
 

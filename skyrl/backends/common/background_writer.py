@@ -71,7 +71,7 @@ class Writer:
     def submit(
         self, model_id: str, path: str, write: Callable[[], T], nbytes: int = 0, large: bool = False
     ) -> "Future[T]":
-        """Write data of a model to the folder `path`, after all its earlier writes.
+        """Write data of a model to the folder `path`, after all earlier writes of the model and to the folder.
 
         Meanwhile, `nbytes` count as `unwritten_bytes`. `large` writes do not delay small ones.
         """

@@ -3,7 +3,8 @@
 The protocol names the optimizer and its hyperparameters, but its formula is not published. The SDK (0.30) mentions a
 learning rate "applied to a direction with Frobenius norm sqrt(rank)", and that "matrix-sign iteration count and
 normalization epsilon are internal constants". Muon does this to a matrix of full rank, so this is Muon on every A and
-B. Early SDKs had a setting that corrected the learning rate by rank. It is omitted here; it is 1 at rank 32.
+B. Early SDKs had a setting that corrected the learning rate by rank. This correction, a factor of 1 at rank 32, is
+omitted here.
 
 Sources: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/ (Muon, the quintic iteration); Bjorck & Bowie
 1971, https://doi.org/10.1137/0708036 (the cubic iteration, used for the last steps because its fixed point is 1).
@@ -23,7 +24,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of X, (X X^T) X and (X X^T)^2 X. They map singular values above 0.001 to between 0.7 and 1.2."""
 QUINTIC_STEPS = 5
 CUBIC_STEPS = 3
-"""Steps of (3 X - X X^T X) / 2, after which these values are 1 within 0.001."""
+"""Steps of (3 X - X X^T X) / 2, after which those singular values are 1 within 0.001."""
 SMALLEST_NORM = 1e-30
 """Added to the norm by which a matrix is divided, so that a matrix without momentum stays 0."""
 
@@ -37,7 +38,7 @@ class DimuonScalars(NamedTuple):
     new: Any
     """1 - beta1."""
     grad_clip_norm: Any
-    """0: no clipping."""
+    """Maximum gradient norm; 0: no clipping."""
     gradient_divisor: Any
     """Same as in `AdamScalars`."""
 

@@ -13,7 +13,8 @@ KEPT_FREE = 0.1
 """Fraction of the memory that is not planned for."""
 
 TRAINING_SHARE = 0.4
-"""Fraction of the memory left by base weights and cache that training calls may use before more is recomputed."""
+"""Fraction of the memory left by base weights and cache. Training calls that need more than it recompute activations.
+"""
 
 COPIES = 4
 """Maximum copies of a model's weights: weights, gradient sums and two moments."""
@@ -55,7 +56,7 @@ class Plan(NamedTuple):
     decoding: int = 0
     """Bytes of the largest decode call, in addition to the cache. It never runs together with a training call."""
     shared: SharedDevice | None = None
-    """The sampling phase of a device shared with engines."""
+    """Memory in the sampling phase, if engines share the device; None if they do not."""
 
     @property
     def usable(self) -> int:
@@ -70,7 +71,8 @@ class Plan(NamedTuple):
 
     @property
     def beside_engines(self) -> int:
-        """Bytes left by base weights, cache and a decode call while engines sample, when versions are scored."""
+        """Bytes left by base weights, cache and a decode call while engines sample. Versions are scored in this
+        phase."""
         assert self.shared is not None
         return self.shared.left - self.base - self.cache - self.decoding
 
@@ -177,7 +179,10 @@ class Plan(NamedTuple):
 
 
 def longest_of(asked: int, made_for: int | None) -> int:
-    """Longest sequence in tokens. `made_for` is the model's limit; None: no limit."""
+    """Longest sequence in tokens: the configured length `asked`, or a default if it is 0.
+
+    `made_for` is the model's limit; None: no limit.
+    """
     return asked or min(made_for or LONGEST_DEFAULT_CONTEXT, LONGEST_DEFAULT_CONTEXT)
 
 

@@ -30,7 +30,7 @@ WIRE_FIELDS = tuple(field for field in INPUT_FIELDS.values() if field != "weight
 """Inputs of the losses of the Tinker protocol."""
 
 WIDE = 64
-"""Targets per token of a tile, for requests with more than one target per token. More targets take several passes."""
+"""Targets per token of a tile, for requests with more than one target per token. More targets take several tiles."""
 
 
 class DropoutArrays(NamedTuple):
@@ -47,7 +47,8 @@ class DropoutArrays(NamedTuple):
 
 
 class TileArrays(NamedTuple):
-    """The inputs of one micro-batch: `N` tokens with `K` targets each; unused cells have segment -1."""
+    """The inputs of one micro-batch: `N` cells for one token each, with `K` targets per token. Unused cells have
+    segment -1."""
 
     tokens: np.ndarray
     """int32 `[N]`."""

@@ -39,7 +39,7 @@ class _Slot(Generic[Handle]):
     content: int = 0
     """Unique number of the slot's content."""
     nbytes: int = 0
-    """Bytes of the slot's copy, if it is a copy."""
+    """Bytes of the slot's copy of the adapter; 0 if the slot refers to the published arrays."""
 
 
 @dataclass(eq=False)
@@ -57,11 +57,13 @@ class VersionPool(Generic[Handle]):
 
     Args:
         nbytes: Returns the memory of an adapter.
-        fitted: Returns an adapter in the form that slots hold, such as padded to the largest rank: itself or a copy.
+        fitted: Converts an adapter to the form for slots, such as padded to the largest rank. Returns the same object
+            if there is nothing to convert.
         slots: Number of slots, including the base model's.
         load: Starts to read an adapter from a folder in another thread. The future fails with `StorageError` or
             `RequestError`.
-        max_bytes: Memory limit for all versions except the last used, those in use, and those that are not on disk.
+        max_bytes: Memory limit. The most recently used version, versions in use, and versions that are not on disk
+            stay in memory even above it.
         notify: Called, from any thread, when a read has ended.
     """
 
@@ -127,7 +129,7 @@ class VersionPool(Generic[Handle]):
                 self._shed()
 
     def drop(self, version: str) -> None:
-        """Forget a version. Requests with a claim keep it, in memory or from its files."""
+        """Forget a version. Requests that have claimed it can still use it, from memory or from its files."""
         with self._lock:
             if version in self._claims and version in {*self._resident, *self._paths, *self._readings}:
                 self._set_aside(version)
@@ -166,7 +168,7 @@ class VersionPool(Generic[Handle]):
                     self.drop(version)
 
     def at_hand(self, claim: Claim) -> bool:
-        """Return True if a version is in memory, otherwise start to read it from disk.
+        """Return True if a version is in memory. Otherwise start to read it from disk, and return False.
 
         A read does not start while `READ_AT_ONCE` others are in progress.
 
@@ -270,7 +272,7 @@ class VersionPool(Generic[Handle]):
         self._notify()
 
     def _has_arrived(self, version: str) -> bool:
-        """Store a version whose read has finished. Returns False if it has not. Raises the read's error."""
+        """Store a version that was read. Returns False if the read has not finished. Raises the read's error."""
         path, reading = self._readings[version]
         if not reading.done():
             return False

@@ -57,7 +57,7 @@ class Compiler:
         return jax.jit(traced, compiler_options=self._options, **options)
 
     def program(self, name: str, function: Callable[..., Any], **options: Any) -> "Program":
-        """Return the same as a `Program`."""
+        """Return a `Program` of the function. Arguments are those of `jit`."""
         return Program(self.jit(name, function, **options))
 
 

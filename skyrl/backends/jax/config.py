@@ -47,14 +47,15 @@ class JaxBackendConfig(BaseModel):
     """Maximum sequences per micro-batch of passes without gradients. 0: as `train_micro_batch_size`."""
 
     train_tile_tokens: int = Field(default=0, ge=0)
-    """Tokens per training micro-batch, at least 32. A longer sequence gets its own. 0: 512 on CPU, else 4096."""
+    """Tokens per training micro-batch, at least 32. A longer sequence gets its own micro-batch. 0: 512 on CPU, else
+    4096."""
 
     sample_max_num_sequences: int = Field(default=0, ge=0)
     """Maximum sequences decoded at once. 0: 32 on CPU, 32 to 256 on an accelerator, depending on the KV cache."""
 
     sample_max_num_batched_tokens: int = Field(default=0, ge=0)
-    """Maximum tokens per call of the sampler, at least 32: of a prompt, or one for each sequence. 0: 256 of a prompt,
-    or one for each of `sample_max_num_sequences`."""
+    """Maximum tokens per call of the sampler, at least 32. A call processes tokens of a prompt, or one token for each
+    running sequence. 0: 256 tokens of a prompt, or one for each of `sample_max_num_sequences`."""
 
     prefix_caching: bool = True
     """Cache keys and values of prompt prefixes for later requests with the same prefix. Samples of one request share
@@ -90,14 +91,14 @@ class JaxBackendConfig(BaseModel):
 
     version_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """GiB for published versions. Beyond that, versions that are on disk are evicted from memory, least recently used
-    first. Versions not on disk yet may use half of it; above that, publishing waits. 0: all that models leave."""
+    first. Versions not on disk yet may use half of it; above that, publishing waits. 0: all memory left by models."""
 
     offload_after_step: bool = True
     """Move inactive models off the device if they do not all fit. False: they stay, and models that do not fit fail."""
 
     offload_folder: str | None = None
     """Folder for models that do not fit into memory, while the server runs. Files of a killed server are removed by the
-    next. None: the directory for temporary files."""
+    next server. None: the directory for temporary files."""
 
     value_head: str = "value_head"
     """Name of a critic's value head: `<value_head>.weight` is read from the base model if present, and exported."""

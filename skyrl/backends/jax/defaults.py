@@ -22,7 +22,8 @@ CACHE_SHARE = 0.4
 published versions."""
 
 FEWEST_ROWS, MOST_ROWS = 32, 256
-"""Bounds of the decode batch size. Smaller batches stream the same weights per step; float32 logits grow with it."""
+"""Bounds of the decode batch size. Smaller batches read the same weights in each step; larger batches need more memory
+for float32 logits."""
 
 ROW_TOKENS = 512
 """Desired tokens of KV cache per row."""

@@ -168,7 +168,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         return min(asked, self.group.facts.decided.plan.cache) if self.config.gpu_memory_utilization else asked
 
     def _samplers(self) -> Sampler[TorchVersion] | RankSamplers[TorchVersion]:
-        """One sampler for each worker with a whole base model; a single one if workers share it or engines sample."""
+        """One sampler for each worker. A single sampler if workers share the base model, or if engines sample."""
         if self.group.facts.is_sharded or self.group.world == 1 or self.config.engines.count:
             return self._own_sampler()
         turn = Turn()
@@ -331,7 +331,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         return answers.result() if self.config.workers == "in_process" else answers
 
     def _alone(self, quantum: Quantum) -> "Future[list[Any]]":
-        """Run a command on all ranks. A failure of it is its result, as for tiles."""
+        """Run a command on all ranks. If it fails, the exception is its result, as for tiles."""
         outcome: Future[list[Any]] = Future()
         outcome.set_running_or_notify_cancel()
 

@@ -59,7 +59,7 @@ class TorchBackendConfig(BaseModel):
     """Workers per node, on as many nodes as needed. 0: placed according to `ray_strategy`."""
 
     ray_strategy: Strategy = "PACK"
-    """Placement strategy without a fixed number per node: together if possible (PACK), apart if possible (SPREAD), or
+    """Placement strategy if `ray_workers_per_node` is 0: together if possible (PACK), apart if possible (SPREAD), or
     strictly so (STRICT_PACK, STRICT_SPREAD)."""
 
     ray_env: dict[str, str] = Field(default_factory=dict)
@@ -78,7 +78,7 @@ class TorchBackendConfig(BaseModel):
 
     float32_parts: bool = False
     """Keep sharded weights in float32 whatever the dtype of computations, so that reduced gradients of fully trained
-    models are not rounded to it. Takes twice the memory of bfloat16."""
+    models are not rounded to that dtype. Takes twice the memory of bfloat16."""
 
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype for the reduction of gradients of fully trained models over workers that share weights."""
@@ -106,7 +106,8 @@ class TorchBackendConfig(BaseModel):
     """Maximum sequences per micro-batch of passes without gradients. 0: as `train_micro_batch_size`."""
 
     train_tile_tokens: int = Field(default=0, ge=0)
-    """Tokens per training micro-batch, at least 32. A longer sequence gets its own. 0: 1024 on CPU, else 8192."""
+    """Tokens per training micro-batch, at least 32. A longer sequence gets its own micro-batch. 0: 1024 on CPU, else
+    8192."""
 
     gradient_checkpointing: Checkpointing = "auto"
     """Recompute activations of layers in the backward pass, which takes a third more time. `auto`: only if a
@@ -128,8 +129,8 @@ class TorchBackendConfig(BaseModel):
     """Maximum sequences decoded at once."""
 
     sample_max_num_batched_tokens: int = Field(default=0, ge=0)
-    """Maximum tokens per call of the sampler, at least 32: of prompts, or one for each sequence. 0: 256 of prompts, or
-    one for each of `sample_max_num_sequences`."""
+    """Maximum tokens per call of the sampler, at least 32. A call processes tokens of prompts, or one token for each
+    running sequence. 0: 256 tokens of prompts, or one for each of `sample_max_num_sequences`."""
 
     prefix_caching: bool = True
     """Cache keys and values of prompt prefixes for later requests with the same prefix. Samples of one request share
@@ -149,7 +150,8 @@ class TorchBackendConfig(BaseModel):
     share of the machine's memory."""
 
     gpu_memory_utilization: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    """Maximum fraction of that memory for base weights and KV cache, in addition to `kv_cache_gib`. 0: no limit."""
+    """Maximum fraction of the memory of `memory_limit_gib` for base weights and KV cache, in addition to
+    `kv_cache_gib`. 0: no limit."""
 
     adapter_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """GiB on a worker for weights, gradient sums and moments of models. Models beyond that are moved to disk. 0:

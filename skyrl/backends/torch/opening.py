@@ -37,7 +37,7 @@ def open_group(config: TorchBackendConfig, folder: Path, lose: Callable[[Backend
 
 
 def engine_share(config: TorchBackendConfig) -> float:
-    """Fraction of each GPU that vLLM servers use in turns with the workers. 0: no such servers, or not ours."""
+    """Fraction of each GPU that vLLM servers use in turns with the workers. 0: we launch no such servers."""
     engines = config.engines
     if not engines.colocated or engines.launch is None or engines.launch.python is None:
         return 0.0

@@ -106,7 +106,7 @@ class Archives:
             is_sampled: False for a training checkpoint, True for any checkpoint to sample from.
 
         Raises:
-            RequestError: The tar file holds anything else.
+            RequestError: The tar file is not such a checkpoint.
             StorageError: The tar file cannot be read.
         """
         if is_url(path):

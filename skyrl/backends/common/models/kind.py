@@ -1,4 +1,4 @@
-"""Kind of a model: its description without its numbers."""
+"""Kind of a model: its description without its weights."""
 
 import zlib
 from collections.abc import Collection
@@ -17,7 +17,7 @@ SELECTING = ("target_modules", "exclude_modules")
 
 
 class Kind(NamedTuple):
-    """Description of a model without its numbers."""
+    """Description of a model without its weights."""
 
     lora_config: LoraConfig
     value_head: bool = False
@@ -50,7 +50,10 @@ def check_same_kind(path: str, kind: Kind, model: ModelInfo) -> None:
 
 
 def check_selects(config: LoraConfig, modules: Collection[tuple[str, ModuleGroup]], architecture: str) -> None:
-    """Raise `RequestError` if the options leave no module (name, group), or one without dropout support."""
+    """Raise `RequestError` if the options select no module, or request dropout for one that does not support it.
+
+    `modules` are the (name, group) of all modules that can be selected.
+    """
     if not isinstance(config, AdapterConfig):
         return
     projection = [name for name, group in modules if group == "unembed" and config.selects(name, group)]

@@ -83,7 +83,8 @@ class ModelBackend(Executor, Generic[State, Version]):
         """Memory of a model that does not exist yet, as `OffloadState.nbytes`."""
 
     def stored_bytes(self, kind: Kind) -> int:
-        """Maximum bytes of the tensors in a checkpoint of such a model. Raises `RequestError` if there can be none."""
+        """Maximum bytes of the tensors in a checkpoint of such a model. Raises `RequestError` if no such model can
+        exist."""
         return self.nbytes_of(kind)
 
     @abstractmethod
@@ -338,7 +339,7 @@ class ModelBackend(Executor, Generic[State, Version]):
 
     @_work.register
     def _write(self, operation: SaveCheckpoint | SaveSnapshot | ExportModel | Publish) -> Work:
-        if not isinstance(operation, SaveSnapshot):  # before the model is in use, which must not wait for others
+        if not isinstance(operation, SaveSnapshot):  # before the model is in use, and so may not wait
             yield from self._storage.room_to_write(operation.model_id)
         with self._at_work(operation.model_id) as brought:
             return (yield from self._storage.write(operation, (yield from brought)))

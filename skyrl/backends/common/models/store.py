@@ -1,7 +1,7 @@
 """Storage of models: saves, published versions and exports, and loads.
 
 The backend's writer writes and reads all files, in order for each model, while other models continue. A write stores
-the model as of the turn of its operation. Arrays are immutable, so keeping references to them is sufficient.
+the model as it was when its operation ran. Arrays are immutable, so keeping references to them is sufficient.
 """
 
 import copy
@@ -106,7 +106,7 @@ class Storage(Generic[State, Version]):
     archives: Archives
     """Reader of checkpoints in folders and tar files."""
     unwritten_bytes: int
-    """Memory limit for data that are not on disk yet. Above it, these models start no further writes."""
+    """Memory limit for data that are not on disk yet. Above it, models with such data start no further writes."""
 
     # -- operations, in turns with others -----------------------------------------------------------------------------
 

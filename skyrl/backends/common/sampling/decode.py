@@ -29,7 +29,7 @@ def by_program(sequences: list[Sequence]) -> list[list[Sequence]]:
 
 
 def _kind(sequence: Sequence) -> tuple[bool, bool]:
-    """Program of a sequence, as flags: options that the device needs, and penalties among them."""
+    """Decode program of a sequence: (has options that the device needs, has penalties among them)."""
     return sequence.job.has_row_options, sequence.job.request.options.penalises
 
 

@@ -66,7 +66,7 @@ def check_call_tokens(tokens: int, rows: int) -> None:
 
 
 class Penalties(NamedTuple):
-    """Earlier tokens of rows, and the penalties for repeating them. A pytree."""
+    """Earlier tokens of rows, and the penalties for repeating them, one entry per row. A pytree."""
 
     before: Any
     """int32 `[rows, tokens]`: prompt tokens, then generated tokens, then -1."""
@@ -86,7 +86,7 @@ class Penalties(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """Per-row part of `SamplingOptions` that the device needs. A pytree."""
+    """Sampling options that the device needs (see `SamplingOptions`), one entry per row. A pytree."""
 
     min_p: Any
     """float32."""
@@ -219,7 +219,7 @@ class ModelRunner(ABC, Generic[Version]):
     reads_together: bool = False
     """True if one call can prefill several prompts, with at most as many tokens in total as the largest of `chunks`."""
     chunks_while_idle: int = 1
-    """Prefill chunks per burst when no sequence is decoded, so none would be delayed."""
+    """Prefill chunks per burst while no sequence is decoded that they could delay."""
 
     @abstractmethod
     def open(self, pages: int, blocks: int, states: int) -> None:

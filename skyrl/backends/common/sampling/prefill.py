@@ -26,7 +26,7 @@ class Prompt:
     Args:
         job: Job of the prompt.
         owner: Prompts of the same owner share prefixes.
-        pages: Pages of the cache, with `pages_of` the job reserved for this prompt.
+        pages: Allocator of the cache's pages, in which `pages_of` pages are reserved for this prompt.
         runner: Runner that reads the prompt.
     """
 

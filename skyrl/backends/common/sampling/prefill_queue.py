@@ -1,7 +1,7 @@
 """Queue of prompts in prefill: round-robin order, and prompts that wait for a shared prefix.
 
 A prompt waits while an earlier prompt is about to read a prefix that both share. The earlier prompt with the longest
-common prefix is determined once, on arrival: in the sorted list of the owner's prompts, it is a neighbor.
+common prefix is determined once, on arrival. It is one of the neighbors in the sorted list of the owner's prompts.
 """
 
 from bisect import bisect

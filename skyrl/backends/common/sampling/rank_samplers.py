@@ -22,7 +22,7 @@ Version = TypeVar("Version")
 
 
 class Turn:
-    """Lock for threads that compute. A thread releases it while it waits for its rank."""
+    """Lock that lets one thread at a time compute. A thread releases it while it waits for its rank."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class RankSamplers(Generic[Version]):
 
     Args:
         samplers: One sampler for each rank.
-        turn: Lock that the runners of all samplers share.
+        turn: Lock shared by the runners of all samplers.
     """
 
     elsewhere: tuple[str, ...] = ()
@@ -57,9 +57,9 @@ class RankSamplers(Generic[Version]):
         self._samplers, self._turn = samplers, turn
         self._pool = ThreadPoolExecutor(len(samplers), thread_name_prefix="sampler")
         self._places: dict[str, tuple[int, int]] = {}
-        """Sampler and number of sequences of each request in progress."""
+        """(index of the sampler, number of sequences) of each request in progress."""
         self._load: Counter[int] = Counter()
-        """Number of sequences of each sampler."""
+        """Number of sequences in progress, by index of the sampler."""
 
     @property
     def busy(self) -> bool:

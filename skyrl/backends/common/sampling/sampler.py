@@ -1,9 +1,9 @@
 """Continuous batching: requests join and leave a running decode batch at any time.
 
-A request claims its version, waits in a `WaitingQueue`, gets a slot, is prefilled in chunks (`Prompt`), and then starts
-one sequence per sample; the sequences share the prompt's full pages. Each burst prefills about one chunk, round-robin
-between prompts, and then runs a few decode steps. Long prompts, long continuations and many samples therefore do not
-block other requests. Everything in this module runs on the caller's thread.
+A request claims its version, waits in a `WaitingQueue`, gets a slot for the version, is prefilled in chunks (`Prompt`),
+and then starts one sequence per sample; the sequences share the prompt's full pages. Each burst prefills about one
+chunk, round-robin between prompts, and then runs a few decode steps. Long prompts, long continuations and many samples
+therefore do not block other requests. Everything in this module runs on the caller's thread.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class Sampler(Generic[Version]):
         max_context_length: Maximum tokens of prompt and continuation together.
         cache_bytes: Maximum memory for keys, values and states.
         max_rows: Maximum sequences decoded at once.
-        base: Content id of the base model, for the stamps of samples.
+        base: Content id of the base model, recorded in the origins of samples.
         deterministic: Requests share no cache pages, so prefill does not depend on other requests.
         prefix_caching: Share prefixes between requests. Samples of one request always share their prompt.
         chunked_prefill: Continue running sequences between the chunks of a long prompt.
@@ -129,7 +129,7 @@ class Sampler(Generic[Version]):
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Requests that the next burst may work on: started requests, and those that it may start."""
+        """Requests that the next burst may work on: started requests, and requests that the burst may start."""
         at_work = self._at_work
         jobs = self._begun()
         able = (job for job in self._waiting.order() if self._has_place(job, at_work))
@@ -244,12 +244,12 @@ class Sampler(Generic[Version]):
 
     @property
     def _unstarted(self) -> int:
-        """Started requests none of whose samples has started."""
+        """Number of started requests without a started sample."""
         return len(self._prefill) + sum(not prompt.samples_started for prompt in self._read)
 
     @property
     def _places(self) -> int:
-        """Number of requests that may start beside those with unstarted samples."""
+        """Number of further requests that may start, given the number of requests with unstarted samples."""
         return self._max_rows - len(self._prefill) - len(self._read)
 
     def _admit(self) -> list[Completion]:
@@ -310,7 +310,7 @@ class Sampler(Generic[Version]):
         return completions
 
     def _end_turn(self, prompt: Prompt) -> None:
-        """Queue a prompt for its next chunk or, if all of it has been read, for the start of its samples."""
+        """Queue a prompt again: for its next chunk, or, if it has been read completely, to start its samples."""
         if not prompt.is_read:
             self._prefill.end_turn(prompt)
             return

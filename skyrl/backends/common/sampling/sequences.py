@@ -51,11 +51,11 @@ class Job:
     slot: int | None = None
     """Slot of its version, pinned from admission to the end."""
     origins: tuple[Origin, ...] = ()
-    """Weights in that slot, as stamped on the samples."""
+    """Origin of the weights in the slot, recorded with each sample."""
     lacks_room: bool = False
     """True if there was no room to start the request, or its next sample."""
     passed_by: int = 0
-    """Pages of later requests that have started meanwhile."""
+    """Total pages of the later requests that have started before this one."""
     cache_hits: int = 0
     """Prompt tokens that were found in the cache."""
     finished: dict[int, GeneratedSequence] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Sequence:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[TokenTable] = []
-        """Most likely tokens at each position, `[k]`, if requested."""
+        """For each generated token, the table of the k most likely tokens, `[k]`, if requested."""
         self._strings = StopStrings(tokenizer, job.stops.strings) if job.stops.strings else None
 
     @property

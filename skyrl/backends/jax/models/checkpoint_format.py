@@ -64,7 +64,7 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
     base: Any
     """Parameters of the split NNX model."""
     value_head: str
-    """An exported critic's tensor is `<value_head>.weight`."""
+    """Name of the value head in exports of critics: its tensor is `<value_head>.weight`."""
     max_lora_rank: int
     """Largest rank that can be sampled."""
 

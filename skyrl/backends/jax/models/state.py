@@ -80,7 +80,8 @@ class ModelState:
     def nbytes(self) -> int:
         """Memory of all arrays, including space for gradient sums.
 
-        With its own base weights, it includes the memory of a step, because few models fit.
+        For a model with its own base weights, this includes the memory of an optimizer step, because few such models
+        fit.
         """
         return (COPIES if self.adapter.own_base is None else COPIES + NEW_IN_A_STEP) * bytes_of(self.adapter)
 
@@ -128,7 +129,7 @@ def fresh_adapter(
 
 
 def empty_adapter(model_config: "ModelConfig", base: Any, kind: Kind) -> Adapter:
-    """An adapter with the same shapes, for comparison."""
+    """An adapter with the shapes of a model of this kind, for comparison with stored tensors."""
     if kind.lora_config.rank == 0:
         adapter = Adapter({"base": base}, jnp.float32(1))
     else:
@@ -138,7 +139,7 @@ def empty_adapter(model_config: "ModelConfig", base: Any, kind: Kind) -> Adapter
 
 
 def in_types_of(base: Any, own: Any) -> Any:
-    """Cast parameters to the dtypes of the base model's, in which they are used."""
+    """Cast the parameters `own` to the dtypes of the base model's parameters, in which they are used."""
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), own, base)
 
 

@@ -23,7 +23,7 @@ class Weights(NamedTuple):
     """Weights with which the rows of a group are decoded."""
 
     bank: Adapter | None
-    """None: no adapter."""
+    """Adapters of the group, one per slot; None: no adapter."""
     base: Any | None = None
     """Base weights of a fully trained version, which has no adapter. None: the base model."""
 

@@ -38,7 +38,7 @@ QUICKLY_COMPILED = {"xla_backend_optimization_level": 1}
 def _drawn(
     logits: jax.Array, numbers: jax.Array, rows: Rows, steps: jax.Array, occurred: Occurrences | None
 ) -> jax.Array:
-    """Draw tokens int32 `[rows]`, after `steps` int32 `[rows]` earlier ones."""
+    """Draw the next token of each row, int32 `[rows]`. `steps`, int32 `[rows]`, counts earlier tokens."""
     assert rows.options is not None
     if (penalties := rows.options.penalties) is not None:
         assert occurred is not None

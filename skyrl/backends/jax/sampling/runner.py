@@ -208,7 +208,7 @@ class JaxRunner(ModelRunner[Adapter]):
     def warm_up(self) -> Iterator[int]:
         """Compile the programs of sampling on the scratch page, except those for decoding with penalties.
 
-        The first request with a penalty waits for its program. Yields the number of programs after each.
+        The first request with a penalty waits for its program. Yields the number of compiled programs after each step.
         """
         programs, start = self._programs, time.monotonic()
         while self._make_one():

@@ -41,7 +41,7 @@ class TileWork:
     arrays: TileArrays
     forward_only: bool
     objective: Objective | None = None
-    """None: a loss of the protocol, which the tile names."""
+    """Objective of a trainer; None: a loss of the Tinker protocol, which the tile names."""
     tenant: str = ""
     """Tenant of the request."""
 

@@ -20,7 +20,7 @@ HELD_BYTES = 2**30
 """Maximum bytes of a burst's contiguous copy of keys and values. Above that, they are read from the cache each step."""
 NAMES = itertools.count()
 SERVED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal"}
-"""Implemented arguments."""
+"""Arguments of an attention function that are implemented here."""
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "layer_idx"}
 """Arguments that models pass and that do not affect the result."""
 
@@ -69,7 +69,7 @@ class Paged:
         cache: The cache.
         table: int64 `[rows, blocks]`: pages of each row's sequence, in order.
         positions: int64 `[rows, tokens]` of the new tokens.
-        reach: Number of positions to attend to, above all of these; None: the minimum.
+        reach: Number of positions to attend to, from 0. It must exceed all `positions`; None: the smallest such number.
         first: True if the new tokens are the first of their sequences, from position 0.
     """
 
@@ -87,14 +87,16 @@ class Paged:
         context = torch.arange(cells.shape[1], device=table.device)
         # The rest of a page may hold NaN from its previous owner, and masks do not remove NaN.
         self.cells = torch.where(context <= positions.amax(1, keepdim=True), cells, cells[:, :1])
-        """int64 `[rows, context]`: cell of each position of a row's sequence; that of position 0 for later ones."""
+        """int64 `[rows, context]`: cache cell of each position of a row's sequence. Positions after the row's last new
+        token have the cell of position 0."""
         self.written = torch.gather(cells, 1, positions).reshape(-1)
         self.positions = positions
         self._seen: dict[int | None, Tensor] = {}
         """Masks by window."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values `[rows, heads, tokens, width]`. Returns all, `[rows, heads, context, width]`."""
+        """Store new keys and values `[rows, heads, tokens, width]`. Returns those of all positions,
+        `[rows, heads, context, width]`."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         for cells, new in ((keys, key), (values, value)):
             cells[self.written] = new.transpose(1, 2).reshape(-1, *cells.shape[1:])
@@ -134,7 +136,7 @@ class DecodeBurst(Paged):
         cache: The cache.
         table: int64 `[rows, blocks]`: pages of each row's sequence, in order.
         positions: int64 `[rows, 1]` of the first new token of each row.
-        reach: Number of positions to attend to, above those of all steps.
+        reach: Number of positions to attend to, from 0. It must exceed the positions of all steps.
     """
 
     def __init__(self, cache: PagedCache, table: Tensor, positions: Tensor, reach: int):

@@ -32,14 +32,15 @@ class ShardOptions:
     """Distribution of weights (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) and tokens."""
 
     fsdp_size: int = 1
-    """Ranks that share one copy of the weights. 1: each rank has its own. Copies are replicated over the others."""
+    """Ranks that share one copy of the weights. Other ranks have copies of their own. 1: each rank has its own copy."""
     reshard_after_forward: bool | int = True
     """Free a layer's gathered weights after the forward pass, and gather them again for the backward pass. A number:
     keep them sharded over this many ranks in between."""
     cpu_offload: bool = False
     """Keep shards in host memory."""
     float32_parts: bool = False
-    """Keep shards in float32 whatever the dtype of computations, so that reduced gradients are not rounded to it."""
+    """Keep shards in float32 whatever the dtype of computations, so that reduced gradients are not rounded to that
+    dtype."""
     reduce_dtype: str = "float32"
     """Dtype for the reduction of gradients over ranks."""
     sequence_parallel_size: int = 1
@@ -68,7 +69,7 @@ class BaseWeights(ABC):
 
     @abstractmethod
     def run(self, compute: Callable[[], Result]) -> Result:
-        """Call a function that uses the parameters. The backward pass of its result reaches them."""
+        """Call a function that uses the parameters. The backward pass of its result reaches the parameters."""
 
     @abstractmethod
     def replaced(self, parts: Mapping[str, Tensor], with_gradients: bool) -> AbstractContextManager[None]:

@@ -165,7 +165,8 @@ class WeightFiles:
 
     @property
     def fit(self) -> bool:
-        """True if the files have the model's tensor names and are not quantized. Otherwise transformers converts."""
+        """True if the files have the model's tensor names and are not quantized. Otherwise transformers has to convert
+        them."""
         return not self._quantised and set(self._names.values()) <= self._places.keys()
 
     def fill(self, module: nn.Module) -> None:

@@ -2,8 +2,8 @@
 
 Modules remain as transformers created them, so names, state dicts and parallel plans are Hugging Face's. An adapter
 adds scaling * (x A) B to a linear map (Hu et al. 2021, https://arxiv.org/abs/2106.09685). The trained parameters of a
-model are a flat float32 buffer, whose tensors a `Layout` names: in the same order on all workers and at all world
-sizes.
+model are a flat float32 buffer. A `Layout` lists its tensors, in an order that is the same on all workers and for any
+number of workers.
 """
 
 import re
@@ -25,7 +25,7 @@ from skyrl.backends.torch.base_model.tensor_ranks import TensorRanks, is_attenti
 from skyrl.types import AdapterConfig, LoraConfig, ModuleGroup
 
 STATE_SPACE = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"})
-"""Model types whose layers read the weights of the maps below without calling their modules."""
+"""Model types whose layers read the weights of the linear maps in `READ_UNCALLED` without calling their modules."""
 READ_UNCALLED = frozenset({"dt_proj", "out_proj"})
 
 

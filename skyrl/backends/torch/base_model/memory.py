@@ -42,7 +42,7 @@ GATHERED_AT_ONCE = 2
 LOGITS_COPIES = 5
 """Float32 arrays of the logits' size that exist at once in a backward pass."""
 DRAWING_COPIES = 6
-"""Float32 arrays of the size of all rows' logits for token sampling, of which two in float64."""
+"""Memory of token sampling, as a number of float32 arrays of the size of all rows' logits. Two arrays are float64."""
 IN_A_STEP = NEW_IN_A_STEP + 2
 """Arrays of the size of a model's weights in an optimizer step, including divided gradients and the update."""
 AUTO = 0
@@ -94,7 +94,7 @@ class RankDevice(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device, world: int, limit: int) -> "RankDevice":
-        """Return a rank's place with its share of the device's memory, or with `limit` bytes if not 0. Collective."""
+        """Return a rank's device, with `limit` bytes, or if that is 0, with the rank's share of memory. Collective."""
         there = device_memory(device, world)
         return cls(device, limit or there, world, there)
 

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 TRIED = (5, 3)
 """Lengths of the test sequences."""
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""Tolerance of logits, relative to the largest, for differences in the order of summation."""
+"""Tolerance of logits, relative to the largest logit, for differences in the order of summation."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class LoadedModel:
 
     @property
     def is_first(self) -> bool:
-        """True if this rank is the first of those."""
+        """True if this rank is the first of the ranks that compute a micro-batch together."""
         return self.ranks.place == self.tensor_ranks.place == 0
 
     @property
@@ -151,7 +151,7 @@ class LoadedModel:
         return lora_layout(self.targets, kind, self.hidden_size)
 
     def part_layout(self, kind: Kind) -> Layout:
-        """Layout of this rank's parts of such a model. Every rank has the whole value head."""
+        """Layout of this rank's parts of a model of this kind. Every rank has the whole value head."""
         if not kind.is_whole:
             return self.layout(kind)
         return whole_layout(
@@ -254,7 +254,7 @@ class LoadedModel:
         return inner.grad
 
     def _why_not_here(self, rows: list[Tensor], places: list[Tensor], wanted: Tensor) -> str:
-        """Reason why a model cannot use this backend's attention; empty if it can. Leaves that attention selected."""
+        """Reason why a model cannot use this backend's attention; empty if it can. The attention stays selected."""
         try:
             self.hf.set_attn_implementation(self.attention.name)
             here = [self._logits_of(row, place, row.shape[1:]) for row, place in zip(rows, places, strict=True)]

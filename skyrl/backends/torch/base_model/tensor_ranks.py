@@ -38,7 +38,7 @@ class Split(Enum):
 
 
 UNCUT = {"embedding_rowwise", "replicate", "replicated_with_grad_allreduce"}
-"""Styles in plans of modules that remain whole on each rank, as does the vocabulary projection."""
+"""Plan styles of modules that remain whole on each rank. The vocabulary projection remains whole, too."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class TensorRanks:
         return nn.Parameter(self.part(whole.detach(), dim).contiguous().clone(), requires_grad=False)
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor."""
+        """This rank's part of a tensor that is split along `dim`."""
         return whole.chunk(self.size, dim)[self.place]
 
     def joined(self, part: Tensor, dim: int) -> Tensor:

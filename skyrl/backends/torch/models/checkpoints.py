@@ -57,7 +57,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
     """Folder of the base model."""
     group: WorkerGroup
     value_head: str
-    """An exported critic's tensor is `<value_head>.weight`."""
+    """Name of the value head in exports of critics: its tensor is `<value_head>.weight`."""
     max_lora_rank: int
     """Largest rank that can be sampled."""
 
@@ -171,7 +171,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         return self._version(kind, tensors, path)
 
     def _from_peft(self, tensors: dict[str, np.ndarray], config: dict[str, Any], path: str) -> TorchVersion:
-        """Convert an adapter saved by PEFT or any backend. Modules and layers without tensors are zero."""
+        """Convert an adapter saved by PEFT or any backend. Adapters of modules without tensors are zero."""
         modules = adaptable(self.group.facts)
         fitted, rank, alpha = fitted_adapter(tensors, config, modules)
         check_served_rank(rank, self.max_lora_rank, path)

@@ -67,7 +67,7 @@ def state_bytes(kind: Kind, size: int, parts: int = 1, parts_of_moments: int = 1
         kind: Kind of the model.
         size: Number of trained parameters.
         parts: Number of workers that share weights and gradient sums.
-        parts_of_moments: The same for each moment.
+        parts_of_moments: Number of workers that share each moment.
     """
     weights, moment = 4 * -(-size // parts), 4 * -(-size // parts_of_moments)
     step = weights + 2 * moment if kind.is_whole else 0

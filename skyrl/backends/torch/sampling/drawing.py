@@ -19,8 +19,9 @@ def draw(
         uniforms: float32 `[rows]` in [0, 1).
         temperature: float32 `[rows]`. 0 takes the most likely token (the first in a tie).
         top_k: int64 `[rows]`. Keep the k most likely tokens; 0 keeps all.
-        top_p: float32 `[rows]`. Then keep the fewest tokens whose share of the tempered distribution reaches it.
-        min_p: float32 `[rows]`. Then keep the tokens at least this fraction as likely as the most likely one.
+        top_p: float32 `[rows]`. Of these, keep the fewest tokens whose share of the tempered distribution reaches
+            `top_p`.
+        min_p: float32 `[rows]`. Of these, keep the tokens at least this fraction as likely as the most likely one.
     """
     warm = temperature > COLDEST
     if not warm.any():
@@ -49,7 +50,8 @@ class Occurrences(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tensor, prompt: Tensor, vocab: int) -> "Occurrences":
-        """Count tokens in rows int64 `[rows, n]`: `prompt` `[rows]` tokens of a prompt, generated ones, then -1."""
+        """Count tokens int64 `[rows, n]`: each row has prompt tokens (their number is in `prompt`, `[rows]`), generated
+        tokens, and then -1."""
         inside = torch.arange(tokens.shape[1], device=tokens.device) < prompt[:, None]
         known, places = tokens >= 0, tokens.clamp_min(0)
         zeros = torch.zeros(len(tokens), vocab, device=tokens.device)
@@ -96,7 +98,7 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse CDF sampling: first token whose cumulative weight exceeds this fraction of the total.
+    """Inverse CDF sampling: first token whose cumulative weight exceeds the fraction `uniforms` of the total.
 
     Returns int64, of the shape of `uniforms`. Sums are float64. Tokens of weight zero are never selected.
     """

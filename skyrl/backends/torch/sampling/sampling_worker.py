@@ -26,13 +26,14 @@ from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.drawing import Occurrences, draw, draw_many, likeliest, logprobs_of, penalised
 
 BANKS = 8
-"""Maximum cached banks, evicted least recently used first."""
+"""Maximum cached banks (stacks of adapters), evicted least recently used first."""
 SPARE = 0.25
 """Fraction of a burst's rows that may have ended before the burst is compacted."""
 
 
 class SamplingWorker:
-    """Calls of a `ModelRunner`. They score hidden states of the last `read` and logits of the last `project`.
+    """Calls of a `ModelRunner`. `project` uses the hidden states of the last `read`; `pick`, `best` and `alternatives`
+    use the logits of the last `project`.
 
     Ranks that share the base weights make each call together, with the same arguments.
 

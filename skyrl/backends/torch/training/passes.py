@@ -239,11 +239,12 @@ def adamw(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """New weights, first and second moments after one AdamW step, as `torch.optim.AdamW` after `clip_grad_norm_`.
 
-    Gradients are divided by `gradient_divisor` before both.
+    Gradients are divided by `gradient_divisor` before clipping.
 
     Args:
-        weights: Flat float32, as all of these; a part of a model's if workers share it.
-        gradients: None: zero.
+        weights: Flat float32 weights; this rank's part of them if workers share the model. The other tensors have the
+            same form.
+        gradients: Gradient sums; None: zero.
         first: First moment.
         second: Second moment.
         p: Hyperparameters.

@@ -55,7 +55,8 @@ class Scoring(NamedTuple):
     """Options for scoring tokens."""
 
     chunk: int = 0
-    """Tokens whose logits are in memory at once; more tokens recompute them in the backward pass. 0: all."""
+    """Tokens whose logits are in memory at once; with more tokens, logits are recomputed in the backward pass. 0:
+    all."""
     of_logits: OfLogits = scores_of_logits
 
 

@@ -1,8 +1,8 @@
 """Groups of workers: the driver's interface to all ranks, local or remote.
 
 Every rank gets the commands in the same order, so that collectives match. If a command fails on all ranks, or no rank
-starts it because one cannot, only the command fails. If it fails on some ranks only, the group has no common state any
-more and is lost.
+starts it because one cannot, only the command fails. If a command fails on some ranks only, the ranks have different
+states, and the group is lost.
 """
 
 import itertools
@@ -202,7 +202,8 @@ class WorkerGroup(ABC):
         return dict(zip(files, entries, strict=True))
 
     def on(self, rank: int, *command: Any) -> "Future[Any]":
-        """Run a command on one rank, or on all if they share weights. Returns the result of that rank, or the first."""
+        """Run a command on one rank, or on all if they share weights. Returns the result of that rank, or of the
+        first rank."""
         if self.facts.is_sharded:
             return self.run(*command)
         self._free()
@@ -277,7 +278,7 @@ def _cause(answers: Sequence[Any]) -> Any:
 
 
 def _mapped(future: "Future[Given]", change: "Callable[[Given], Made | Future[Made]]") -> "Future[Made]":
-    """Apply `change` to a result. It may return a future. Failures are passed on."""
+    """Apply `change`, which may return a future, to a result. Failures are passed on."""
     outcome: Future[Made] = Future()
 
     def done(future: "Future[Given]") -> None:

@@ -19,9 +19,9 @@ class ModelFacts(NamedTuple):
     """Longest sequence in tokens that the model supports; None: no limit."""
     targets: tuple[Target, ...]
     parameters: dict[str, tuple[int, ...]]
-    """Shapes by Hugging Face's names."""
+    """Shapes of the base model's parameters, by Hugging Face's names."""
     embedding: str
-    """Name of the embedding's weights among these."""
+    """Name of the embedding's weights in `parameters`."""
     dtype: str
     device: str
     packs: bool

@@ -39,7 +39,7 @@ class ActorPlacement(NamedTuple):
     """GPUs assigned by Ray, by Ray's names."""
     pid: int
     sees_model: bool
-    """True if the base model's folder exists there."""
+    """True if the base model's folder exists on the node."""
 
     @property
     def order(self) -> tuple[Any, ...]:

@@ -40,7 +40,7 @@ class RayOptions:
     resources: Mapping[str, float] = field(default_factory=dict)
     """Resources per worker. Empty: a GPU and a CPU, or a CPU if the cluster has no GPUs."""
     workers_per_node: int = 0
-    """Workers per node, each on a different node. 0: according to `strategy`."""
+    """Number of workers on each node. 0: according to `strategy`."""
     strategy: str = "PACK"
     """Strategy of the placement group, if `workers_per_node` is 0."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -150,7 +150,7 @@ CONNECTION = Connection()
 
 
 def resources_of(options: RayOptions, device: str | None) -> dict[str, float]:
-    """Resources per worker with this device; None: a GPU if the cluster has any."""
+    """Resources per worker. `device` is the configured device; None: a GPU if the cluster has any."""
     import ray
 
     if options.resources:
@@ -162,7 +162,7 @@ def reserved(options: RayOptions, resources: Mapping[str, float], world: int) ->
     """Reserve a placement group for this many workers with their resources.
 
     Raises:
-        RequestError: The cluster did not have them in time.
+        RequestError: The cluster did not have these resources in time.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group

@@ -33,7 +33,7 @@ class RemoteWorkers(WorkerGroup):
 
     Args:
         world: Number of ranks.
-        start_timeout_s: Timeout in seconds for each of starting, and loading the base model.
+        start_timeout_s: Timeout in seconds for starting the processes, and again for loading the base model.
         lost: Called once if the group is lost.
     """
 

@@ -54,7 +54,9 @@ class RendezvousPlan:
 
 
 def pass_of(targets: Sequence[Target], kind: Kind, weights: int | None, sums: int | None) -> tuple[Any, ...]:
-    """Common part of tiles that ranks which share weights compute together: equal parts mean equal collectives.
+    """Return the part of a tile's command that determines its collectives.
+
+    Ranks that share weights can compute tiles together if this part is equal.
 
     Args:
         targets: Linear maps of the model.

@@ -60,7 +60,7 @@ class Shares:
         return whole if self._rank == 0 else None
 
     def write(self, parts: Tensor, path: Path, buffer: BufferName, size: int) -> dict[str, Any]:
-        """Write this rank's parts of a buffer. Only the first rank writes what is replicated.
+        """Write this rank's parts of a buffer. Only the first rank writes replicated tensors.
 
         Returns the entry of the file in its folder's manifest. Raises `StorageError`.
         """

@@ -133,7 +133,10 @@ class Worker:
             return error
 
     def _unready(self, name: str, arguments: Sequence[Any]) -> Exception | None:
-        """Return why this rank cannot execute a command, before others wait for it. Allocates memory for results."""
+        """Return the reason why this rank cannot execute a command, or None. Allocates memory for results.
+
+        Called before other ranks wait for this one.
+        """
         try:
             if name == TILE:
                 self._prepare_tile(*arguments)
