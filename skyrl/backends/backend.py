@@ -175,7 +175,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def submit_first(self, operation: ModelOperation) -> None:
-        """Queue an operation before all others of its model, none of which may have started (`is_working_on`)."""
+        """Queue an operation before all others of its model. None of those may have started (`is_working_on`)."""
 
     @abstractmethod
     def is_working_on(self, model_id: str) -> bool:
@@ -187,7 +187,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def failed_pass(self, model_id: str) -> str | None:
-        """Error of a pass that failed since the last optimizer step, or None. It makes the next step fail, too."""
+        """Error of a pass that failed since the last optimizer step, or None. Such a pass makes the next step fail."""
 
     # -- callbacks set by the engine and the trainers -----------------------------------------------------------------
 

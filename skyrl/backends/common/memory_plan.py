@@ -31,7 +31,7 @@ Device = Literal["host", "accelerator"]
 
 
 class SharedDevice(NamedTuple):
-    """A device that sampling engines use in turns with training."""
+    """A device that sampling engines and training use alternately."""
 
     left: int
     """Bytes that engines leave free while they sample."""

@@ -1,10 +1,10 @@
 """Routing of samples to engines, as pure state: no threads, no clock, no I/O.
 
-Waiting samples start in the order of `FairQueue`, fairly between tenants, on an engine with a free place and either the
-sample's adapter or a slot for it. Later samples may overtake a sample that finds no slot. When the number of samples
-that overtook it reaches the total capacity of all engines, an adapter is drained on some engine: no more of its samples
-start there, and the running ones complete. So no engine exceeds its capacity, and the wait of a lone tenant's adapter
-is bounded. Samples of a lost engine precede all others.
+Waiting samples start in the order of `FairQueue`, fairly between tenants, on an engine with room for a sample and
+either the sample's adapter or a slot for it. Later samples may overtake a sample that finds no slot. When the number of
+samples that overtook it reaches the total capacity of all engines, an adapter is drained on some engine: no more of its
+samples start there, and the running ones complete. So no engine exceeds its capacity, and the wait of a lone tenant's
+adapter is bounded. Samples of a lost engine precede all others.
 """
 
 from collections import Counter, deque
@@ -281,7 +281,7 @@ class Router:
         return chain(list(self._again), self._line.order(LOOK_AT))
 
     def _able(self, ticket: Ticket) -> list[_ActiveEngine]:
-        """Engines with a free place that support a sample. Those on which it failed are a last resort."""
+        """Engines with room that support a sample. Engines on which the sample has failed are a last resort."""
         able = [place for place in self._places.values() if place.room > 0 and place.serves(ticket)]
         return [place for place in able if place.name not in ticket.avoid] or able if ticket.avoid else able
 

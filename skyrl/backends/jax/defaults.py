@@ -61,8 +61,8 @@ def resolved(
     Args:
         config: Configuration. Explicit values are kept.
         platform: As `jax.default_backend()`.
-        exact: True if base weights are float32. Matrix products then are, too, although this is several times slower on
-            an accelerator. With a bfloat16 base, products of float32 adapters round their inputs as
+        exact: True if base weights are float32. Matrix products are then float32, too, although this is several times
+            slower on an accelerator. With a bfloat16 base, products of float32 adapters round their inputs as
             `jax.lax.Precision.HIGH` does (TF32 on a GPU, three passes of bfloat16 on a TPU), by far less than the
             base's own activations are rounded.
         left: Bytes of memory after base weights and the safety margin.

@@ -49,7 +49,7 @@ def choose_modes(
     Args:
         asked: Configured mode. Explicit values are kept even if they do not fit.
         lengths: Tile lengths, ascending.
-        typical: One of them, measured first.
+        typical: One of the lengths, measured first.
         room: Available bytes.
         measure: (length, mode) -> bytes of a call.
     """

@@ -91,7 +91,7 @@ class RowOptions(NamedTuple):
     min_p: Any
     """float32."""
     min_tokens: Any
-    """int32: number of tokens before which none of the row's `stops` is drawn."""
+    """int32: minimum number of generated tokens. Until then, none of the row's `stops` is drawn."""
     penalties: Penalties | None = None
     """None if no row has penalties; this case may have a separate program."""
 
@@ -277,7 +277,7 @@ class ModelRunner(ABC, Generic[Version]):
 
         Args:
             logits: Logits of a block.
-            seed: uint32 `[2]`, as `seed_words`.
+            seed: uint32 `[2]`, as returned by `seed_words`.
             position: Position of the block's first row. The random number of a draw is that of (seed, LARGEST_INT32
                 - draw, position).
             first: Index of the first draw of each row.

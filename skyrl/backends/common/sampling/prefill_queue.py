@@ -13,7 +13,7 @@ from skyrl.backends.common.sampling.prefill import Prompt
 
 
 class PrefillQueue:
-    """Prompts that are not read yet, in the order of their turns."""
+    """Prompts in prefill, in the order in which their next chunks are read."""
 
     def __init__(self) -> None:
         self._turns: deque[Prompt] = deque()
@@ -47,7 +47,7 @@ class PrefillQueue:
             self._sorted[prompt.owner] = alike
 
     def end_turn(self, prompt: Prompt) -> None:
-        """Move a prompt to the end after its turn."""
+        """Move a prompt to the end of the queue, after a chunk of it was read."""
         self._turns.remove(prompt)
         self._turns.append(prompt)
 

@@ -24,7 +24,7 @@ def uniforms(seeds: np.ndarray, sample_index: np.ndarray, step: np.ndarray) -> n
     """Return one number in [0, 1) per row, float32 `[rows]`, a multiple of 2**-24.
 
     Args:
-        seeds: uint32 `[rows, 2]`, as `seed_words`.
+        seeds: uint32 `[rows, 2]`: the `seed_words` of each row.
         sample_index: int32 `[rows]`.
         step: int32 `[rows]`.
     """

@@ -35,7 +35,7 @@ class Turn:
 
     @contextmanager
     def passed_on(self) -> Iterator[None]:
-        """Release the lock during this context. The calling thread must have the lock."""
+        """Let other threads run during this context. The calling thread must hold the lock."""
         self._lock.release()
         try:
             yield

@@ -94,7 +94,7 @@ class Sampler(Generic[Version]):
         """Weights of tenants; the default weight is 1."""
         self._prefill = PrefillQueue()
         self._read: deque[Prompt] = deque()
-        """Prefilled prompts with samples that have not started, in the order of their turns."""
+        """Prefilled prompts with samples that have not started, in round-robin order."""
         self._running: list[Sequence] = []
         self._looked: int | None = None
         """Value of `changes` of the versions at the last burst, if that burst had nothing to do."""

@@ -49,5 +49,5 @@ class StateSlots(Slots):
             super().give_back(slot)
 
     def unreserve_copy(self, job: Job) -> None:
-        """Release the reservation for copies of a prompt none of whose samples has started."""
+        """Release the reservation for copies of a prompt's state. No sample of the prompt may have started."""
         self.unreserve(max(0, self.to_begin(job) - 1))

@@ -198,7 +198,7 @@ class LoadedModel:
         """Compare this model's logits with those of transformers' own forward pass. Call it within `base.run`.
 
         Returns the logits of transformers, and True if packed sequences have the same logits as single ones. Raises
-        `RequestError` for a model whose logits differ with any attention.
+        `RequestError` for a model whose logits differ both with our attention and with its own.
         """
         rows, places = self._tried()
         self.hf.set_attn_implementation("eager")

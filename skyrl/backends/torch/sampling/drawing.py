@@ -113,7 +113,7 @@ def _possible(weights: Tensor) -> Tensor:
 
 
 def _filtered(tempered: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Mask of tokens in the top-k, and then in the top-p of the rest, bool as `tempered`. Lower ids win ties."""
+    """Mask of the tokens in the top-k and in the top-p of these, bool `[rows, vocab]`. Lower ids win ties."""
     vocab = tempered.shape[1]
     ordered, ids = torch.sort(tempered, dim=-1, descending=True, stable=True)
     places = torch.arange(vocab, device=tempered.device)
