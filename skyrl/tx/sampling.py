@@ -162,7 +162,7 @@ def _likely(z: jax.Array, tempered: jax.Array, min_p: jax.Array) -> jax.Array:
 
 
 def _fewest(keys: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
-    """Return the mask of the smallest set of tokens with the largest keys whose weights sum to `enough`.
+    """Return the mask of the smallest set of tokens with the largest keys whose weights sum to at least `enough`.
 
     Lower ids win ties. A binary search, bit by bit, finds the smallest key of the set and then its highest id, without
     sorting.

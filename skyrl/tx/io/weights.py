@@ -96,7 +96,7 @@ def stored_tensor(path: str | Path, name: str) -> np.ndarray | None:
 
 
 def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = ()) -> Decoder:
-    """Return an `abstract_model` with the weights of a folder. The folder may have additional tensors `beside` them.
+    """Return an `abstract_model` with the weights of a folder. The folder may also have the tensors named in `beside`.
 
     Raises StorageError for files that are damaged or do not match the model.
     """

@@ -26,8 +26,9 @@ class Adapter(NamedTuple):
     `[experts, slots, rank, out]`. If layers are scanned, the [layers] axis comes first. If layers are unrolled, a group
     is a list of trees, one per layer.
 
-    With several residual streams, each group also has "attn_connector" and "mlp_connector", see
-    `skyrl.tx.layers.connector`: `{"phi", "alpha", "bias"}`, in a bank with a [slots] axis before the last one.
+    With several residual streams, each group also has "attn_connector" and "mlp_connector", which are
+    `{"phi", "alpha", "bias"}` (see `skyrl.tx.layers.connector`). In a bank, each of their arrays has a [slots] axis
+    before its last axis.
     """
     scaling: Float[Array, "..."]
     """alpha / rank: a scalar; `[slots]` in a bank."""
@@ -46,5 +47,5 @@ class Adapter(NamedTuple):
 
     @property
     def value_head(self) -> Float[Array, "hidden"] | None:
-        """Value head of a critic: its product with final hidden states are the values. None for other models."""
+        """Value head of a critic. A value is its product with a final hidden state. None for other models."""
         return self.weights.get("value_head")

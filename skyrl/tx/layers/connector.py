@@ -1,6 +1,7 @@
 """Connectors: reading and writing of several residual streams by a sub-block (mHC, arXiv:2512.24880).
 
-Around attention or feed-forward, with X the n streams of a token, `[n, hidden]`, and x the norms of all, `[n hidden]`:
+Around attention or feed-forward, X `[n, hidden]` are the n streams of a token, and x `[n hidden]` is the concatenation
+of the normalised streams:
 
     H_pre  = sigmoid(alpha_pre (x phi_pre) + b_pre)         u  = sum over s of H_pre[s] X[s]
     H_post = 2 sigmoid(alpha_post (x phi_post) + b_post)    X' = M X + H_post y,  y = block(norm(u))

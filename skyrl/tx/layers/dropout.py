@@ -19,7 +19,7 @@ class Dropout(NamedTuple):
     """Key of a counter-based generator."""
 
     def at(self, place: int | Int[Array, ""]) -> "Dropout":
-        """Return the dropout of a part of this position. `place` is below 2**32."""
+        """Return the dropout of a part of this position. `place` identifies the part by a number below 2**32."""
         folded = jax.random.fold_in(self._generator, place)
         return self._replace(key=jax.random.key_data(folded))
 

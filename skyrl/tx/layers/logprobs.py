@@ -25,7 +25,8 @@ class Needs(NamedTuple):
     """Tokens of a batch that need scores. A pytree."""
 
     order: Int[Array, "tokens"]
-    """All tokens: first those whose scores need a gradient, then others whose scores are read, then the rest."""
+    """Indices of all tokens: first those whose scores need a gradient, then others whose scores are read, then the
+    rest."""
     trained: Int[Array, ""]
     """Number of tokens that need a gradient. The gradients of all others are 0."""
     read: Int[Array, ""]

@@ -22,7 +22,7 @@ Rows = Float[Array, "tokens hidden"]
 
 
 class ExpertLinear(nnx.Module):
-    """Linear layers of all experts. Each row uses the one of its expert."""
+    """Linear layers of all experts. Each row uses the layer of its expert."""
 
     def __init__(self, shapes: dict[str, Any], dtype: jnp.dtype, rngs: nnx.Rngs):
         self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shapes["kernel"], dtype))

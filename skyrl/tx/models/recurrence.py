@@ -66,7 +66,8 @@ def convolution(
         x: Inputs.
         before: Inputs of the preceding tokens, which belong to the first run.
         kernel: Factors; the last column is that of the token itself.
-        runs: Run of each token. The convolution does not cross runs.
+        runs: Id of each token's run, the contiguous tokens of one sequence. The convolution does not cross from one run
+            to another.
         live: True for tokens that are not padding. These are the first tokens of a row.
     """
     tokens, width = x.shape[1], kernel.shape[1]
@@ -99,7 +100,7 @@ def delta_rule(
         decay: Logarithm of the decay factor, at most 0.
         strength: Fraction of the correction, from 0 to 1. If it and `decay` are 0, the token does not change the
             memory.
-        runs: Run of each token. Tokens of a run are contiguous.
+        runs: Id of each token's run, the contiguous tokens of one sequence.
         memory: Memory before the first token.
     """
     if value.shape[1] == 1:
