@@ -32,7 +32,7 @@ class BackendClient:
         self._end: BaseException | None = None
         """Reason why the client has stopped, if it has."""
         self._lock = threading.Lock()
-        """Lock for `_inbox`, `_futures` and `_end`: nothing is added to the first two once `_end` is set."""
+        """Lock of submissions and of `_end`, so that nothing is submitted after `_end` is set."""
         backend.on_wake = self._wake.set
         self._thread = threading.Thread(target=self._run, name="backend", daemon=True)
         self._thread.start()

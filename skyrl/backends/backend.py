@@ -113,7 +113,7 @@ class AbstractBackend(ABC):
     @property
     @abstractmethod
     def computed(self) -> tuple[str, ...]:
-        """Requests that other processes are computing. If one of these processes crashes, these are the suspects."""
+        """Requests that other processes are computing. If such a process crashes, any of them may be the cause."""
 
     @abstractmethod
     def time_left(self) -> float | None:

@@ -27,7 +27,7 @@ def default_backend() -> str:
 
 
 def find_backend(name: str) -> Callable[..., AbstractBackend]:
-    """Import a backend class by registered name or module:attribute. Call it with (base_model, config, progress).
+    """Import a backend class by registered name or module:attribute. The class takes (base_model, config, progress).
 
     Raises:
         RequestError: There is no such class, or it cannot be imported.

@@ -215,7 +215,7 @@ class VersionPool(Generic[Handle]):
     def acquire(self, claim: Claim) -> int | None:
         """Pin a version and return its slot, or None if it is not `at_hand` or if all slots are in use.
 
-        Raises as `at_hand`.
+        Raises the errors of `at_hand`.
         """
         version = claim.version
         if version is None:

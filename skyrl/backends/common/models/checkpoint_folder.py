@@ -70,7 +70,7 @@ def pack_header(kind: Kind, base_model: str, step: int, sequences: int | None, f
 
 
 def header_of(files: Mapping[str, bytes], path: str) -> dict[str, Any]:
-    """Return the header among a folder's files. Raises as `stored_kind`."""
+    """Return the header among a folder's files. Raises the errors of `stored_kind`."""
     if IN_MEMORY in files:
         raise RequestError(
             f"path={path}: its weights were published with persist=False and are, at most, in the memory of the "

@@ -177,13 +177,13 @@ class Storage(Generic[State, Version]):
         return SaveOutput(path)
 
     def stored_kind(self, operation: LoadCheckpoint | LoadSnapshot) -> Awaiting[Kind]:
-        """Kind of model that the operation would load. Raises as `checkpoint_folder.stored_kind`."""
+        """Kind of model that the operation would load. Raises the errors of `checkpoint_folder.stored_kind`."""
         return self._in_background(operation.path, partial(self.archives.stored_kind, operation.path, operation.digest))
 
     def read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: ModelInfo | None) -> Awaiting[State]:
         """Read the checkpoint of an operation, to replace the model `loaded` if there is one.
 
-        Raises as `ModelFormat.load_training`, and `RequestError` if the checkpoint cannot replace that model.
+        Raises the errors of `ModelFormat.load_training`, and `RequestError` if the checkpoint cannot replace `loaded`.
         """
         return self._in_background(operation.path, partial(self._read, operation, loaded))
 
@@ -204,7 +204,7 @@ class Storage(Generic[State, Version]):
         return SaveOutput(path, *write_checkpoint(path, dict(self.format.pack_training(state))))
 
     def read_state(self, path: str) -> State:
-        """Read a model that `write_state` has written. Raises as `ModelFormat.load_training`."""
+        """Read a model that `write_state` has written. Raises the errors of `ModelFormat.load_training`."""
         return self.format.load_training(path, self.check)
 
     def _read(self, operation: LoadCheckpoint | LoadSnapshot, loaded: ModelInfo | None) -> State:

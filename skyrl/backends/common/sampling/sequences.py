@@ -55,7 +55,7 @@ class Job:
     lacks_room: bool = False
     """True if there was no room to start the request, or its next sample."""
     passed_by: int = 0
-    """Total pages of the later requests that have started before this one."""
+    """Total pages of the later requests that have started while this one lacked room."""
     cache_hits: int = 0
     """Prompt tokens that were found in the cache."""
     finished: dict[int, GeneratedSequence] = field(default_factory=dict)
