@@ -36,7 +36,7 @@ class Callback:
     """
 
     def on_train_begin(self, run: RunView) -> None:
-        """Called before the first step and the evaluation before it."""
+        """Called at the start, before the first evaluation and the first step."""
 
     def on_step_end(self, run: RunView, metrics: dict[str, float]) -> bool | None:
         """Called after each step with its metrics. Return True to make it the last step."""
@@ -45,9 +45,9 @@ class Callback:
         """Called after each evaluation with its metrics."""
 
     def on_save(self, run: RunView, path: Path | str) -> None:
-        """Called with the folder of each checkpoint, or its URL in a bucket, when it is written.
+        """Called with the folder of each checkpoint, or its URL in a bucket, when the checkpoint is complete.
 
-        With `async_checkpoints`, this may be some steps later, and `run` is further on.
+        With `async_checkpoints`, `run` may be some steps ahead of the checkpoint.
         """
 
     def on_train_end(self, run: RunView) -> None:

@@ -7,9 +7,9 @@
     {ckpt_path}/global_step_N/rollouts.jsonl              samples that were not trained on yet, if there are any
     {ckpt_path}/global_step_N/manifest.json               hashes of the two files above
 
-A checkpoint is written under a temporary name and renamed when all files are on disk. In a bucket, it exists when its
-manifest does, which is uploaded last. Checkpoints contain the id of their run: a run never removes checkpoints of other
-runs in the same folder, and never resumes from them. One process at a time uses a folder.
+A checkpoint is written under a temporary name and renamed when all files are on disk. In a bucket, the manifest is
+uploaded last, and a checkpoint without a manifest does not count. Checkpoints contain the id of their run: a run never
+removes checkpoints of other runs in the same folder, and never resumes from them. One process at a time uses a folder.
 """
 
 import asyncio
@@ -139,9 +139,9 @@ class CheckpointStore:
         return found
 
     def find(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
-        """Return the checkpoint that `resume` would return, without a lock: another process may use the folder.
+        """Return the checkpoint that `resume` would return, without locking the folder.
 
-        Raises as `resume`.
+        Another process may therefore be using the folder. Raises as `resume`.
         """
         if mode == "from_path":
             assert path is not None, "the configuration is resolved"
@@ -159,7 +159,7 @@ class CheckpointStore:
     def judge(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Compare the evaluation after a step with earlier ones. Returns True if it is the best.
 
-        The caller then writes its checkpoint. Step 0 is not compared; only the existence of the metric is checked.
+        If so, the caller must write a checkpoint of this step. At step 0, only the existence of the metric is checked.
         Raises ConfigError as `Ranking.better`.
         """
         better = None if self._ranking is None else self._ranking.better(self.best, step, metrics)
@@ -326,7 +326,7 @@ class CheckpointStore:
             return None
 
     def _remove_old(self, step: int, best: int | None) -> None:
-        """Remove the oldest checkpoints of this run above the limit, up to `step`, the newest."""
+        """Remove this run's oldest checkpoints above the limit, except for step `best`. `step` is the newest one."""
         for name in self.place.leftovers():
             if (match := _NAME.fullmatch(name)) and int(match[1]) <= step:
                 self._remove(name)

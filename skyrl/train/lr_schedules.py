@@ -63,7 +63,7 @@ SCHEDULES: dict[str, Callable[[_SchedulePosition], float]] = {
     "polynomial": _polynomial,
     "inverse_sqrt": _inverse_sqrt,
 }
-"""Function of the factor after the warm-up, by name of the schedule."""
+"""Functions that compute the factor after the warm-up, by name of the schedule."""
 
 
 def learning_rate_factor(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:

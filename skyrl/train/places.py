@@ -52,7 +52,7 @@ class StorageLocation:
         return path
 
     def claim(self) -> bool:
-        """Lock the place for this process until it ends, and create it if missing. Returns False if it is locked."""
+        """Lock the place until this process ends; create it if missing. Returns False if another process locks it."""
         return claim_folder(self.folder)
 
     def tidy(self) -> None:
@@ -80,7 +80,7 @@ class StorageLocation:
         replace_file(self.folder / name, content)
 
     def fetch(self, name: str) -> Path:
-        """Return a folder on disk with the content of the folder `name`, for reading. The path may not exist."""
+        """Return a path on disk with the content of the folder `name`, for reading. Nothing may exist at the path."""
         return self.folder / name
 
     def has(self, name: str) -> bool:

@@ -32,7 +32,7 @@ class Ranking(NamedTuple):
     def better(self, best: BestEvaluation | None, step: int, metrics: Mapping[str, float]) -> BestEvaluation | None:
         """Return the evaluation after a step if it is better than the best, else None. NaN is never better.
 
-        Raises ConfigError if the metrics have no such name.
+        Raises ConfigError if the metrics do not contain the metric of this ranking.
         """
         value = metrics.get(self.metric)
         if value is None:

@@ -86,5 +86,5 @@ def _value(identity: Mapping[str, Any], path: str) -> Any:
 
 
 def _own(name: str) -> str:
-    """Return the SFT name of a setting whose RL name belongs to the policy."""
+    """Return the name of a setting in an SFT configuration: without the section `trainer.policy`."""
     return name.removeprefix("trainer.policy.")

@@ -40,7 +40,7 @@ class SteppedRun(Protocol):
 
     @property
     def can_save(self) -> bool:
-        """True if the models are those after `global_step` steps. During a step, until it changes them."""
+        """True while the models are in the state after `global_step` steps: until the next step changes them."""
         ...
 
     @property
@@ -84,19 +84,19 @@ class Cadence(NamedTuple):
     """Intervals of evaluations, exports and checkpoints in steps. Each also happens after the last step."""
 
     evaluation: int
-    """0 or less: only after the last step."""
+    """Steps between evaluations. 0 or less: only after the last step."""
     has_evaluation: bool
     """True if there are evaluation data."""
     before_first: bool
     """True: also evaluate before the first step."""
     export: int
-    """0 or less: no exports."""
+    """Steps between exports. 0 or less: no exports."""
     checkpoint: int
-    """0 or less: no checkpoints, or only after epochs."""
+    """Steps between checkpoints. 0 or less: no checkpoints, or only those of `checkpoint_epochs`."""
     checkpoint_epochs: bool = False
     """True: also write a checkpoint after each epoch."""
     beside: bool = False
-    """True: write a checkpoint during the next steps, until the next checkpoint."""
+    """True: write a checkpoint in the background during the next steps. The next checkpoint waits for it."""
 
 
 class _Loop:

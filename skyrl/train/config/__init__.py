@@ -3,8 +3,8 @@
     config = SkyRLTrainConfig.from_cli_overrides(["trainer.policy.model.lora.rank=32", "trainer.epochs=2"])
     config = config.resolve()
 
-Pure data: nothing here loads a model, so that every part of the system may read it. `base` says how to add a field, a
-rule and a class of your own.
+Pure data: nothing here loads a model, so every part of the system may import it. `machinery.base` describes how to add
+a field, a rule and a class of your own.
 """
 
 from skyrl.errors import ConfigError

@@ -24,7 +24,7 @@ class KLCtrlConfig(BaseConfig):
     """KL per token that the adaptive controller aims at, in nats."""
 
     horizon: PositiveInt = 10000
-    """Sequences over which the adaptive controller moves the coefficient."""
+    """Time constant of the adaptive controller, in sequences: the larger, the slower the coefficient changes."""
 
 
 @dataclass
@@ -32,15 +32,15 @@ class DynamicSamplingConfig(BaseConfig):
     """Treatment of prompts whose samples all get the same reward."""
 
     type: Annotated[str | None, one_of(None, "filter", "replace")] = None
-    """filter: sample until enough prompts are left whose samples have different rewards; replace: replace the other
-    prompts by copies of such prompts. None: neither."""
+    """filter: keep prompts whose samples have different rewards, and sample until there are enough of them. replace:
+    replace prompts whose samples all get the same reward by copies of other prompts. None: keep all prompts."""
 
     max_sample_batches: int = 30
     """Maximum batches sampled for one step. 0 or less: no limit."""
 
     min_replace_ratio: Fraction = 0.3
-    """Minimum fraction of prompts whose samples have different rewards, with type=replace; below it, the batch is
-    sampled again."""
+    """With type=replace: sample the batch again if at most this fraction of its prompts has samples with different
+    rewards."""
 
 
 @dataclass
@@ -120,25 +120,25 @@ class AlgorithmConfig(BaseConfig):
     """Corrections for a difference between the policy that sampled and the one that is trained."""
 
     sapo: SAPOConfig = field(default_factory=SAPOConfig)
-    """policy_loss_type=sapo."""
+    """Options of policy_loss_type=sapo."""
 
     value_clip: PositiveFloat = 0.2
-    """Distance that a value may move from the old one in the critic's loss."""
+    """Maximum distance of the clipped value from the old value in the critic's loss."""
 
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     """Treatment of prompts whose samples all get the same reward."""
 
     clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
-    """policy_loss_type=clip_cov."""
+    """Options of policy_loss_type=clip_cov."""
 
     kl_cov: KLCovConfig = field(default_factory=KLCovConfig)
-    """policy_loss_type=kl_cov."""
+    """Options of policy_loss_type=kl_cov."""
 
     cispo: CISPOConfig = field(default_factory=CISPOConfig)
-    """policy_loss_type=cispo."""
+    """Options of policy_loss_type=cispo."""
 
     max_seq_len: PositiveInt | None = None
-    """Number of tokens that seq_mean_token_sum_norm divides by. None: the maximum sequence length; single-turn only."""
+    """Number of tokens that seq_mean_token_sum_norm divides by. None: the maximum sequence length, if single-turn."""
 
     @property
     def uses_reference(self) -> bool:

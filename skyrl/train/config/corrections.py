@@ -1,4 +1,4 @@
-"""Off-policy corrections: what is done about the difference between the sampler's and the trainer's probabilities."""
+"""Off-policy corrections for the difference between the sampler's and the trainer's probabilities."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from skyrl.train.config.machinery.fields import one_of
 
 @dataclass
 class OffPolicyCorrectionConfig(BaseConfig):
-    """Truncated importance sampling and masks. The ratio is that of the trained over the sampling policy."""
+    """Truncated importance sampling and masks. A ratio is the trained policy's probability over the sampler's."""
 
     tis_ratio_type: Annotated[str | None, one_of(None, "token", "sequence")] = None
-    """Importance ratio that weights the loss, truncated: token (of each token) or sequence (of its sequence). None: no
-    weights."""
+    """Truncated importance ratio that multiplies a token's loss: token (the token's own ratio) or sequence (the ratio
+    of its sequence). None: no weights."""
 
     token_tis_ratio_clip_high: PositiveFloat = 2.0
     """Bound of the weight with tis_ratio_type=token."""
@@ -29,32 +29,32 @@ class OffPolicyCorrectionConfig(BaseConfig):
     masking."""
 
     geo_mask_high: PositiveFloat = 1.01
-    """Highest geometric mean that is kept."""
+    """Maximum geometric mean of a sequence that is not masked."""
 
     geo_mask_low: PositiveFloat = 0.99
-    """Lowest geometric mean that is kept."""
+    """Minimum geometric mean of a sequence that is not masked."""
 
     product_mask_high: PositiveFloat = 2.0
-    """Highest product that is kept."""
+    """Maximum product of a sequence that is not masked."""
 
     product_mask_low: PositiveFloat = 0.5
-    """Lowest product that is kept."""
+    """Minimum product of a sequence that is not masked."""
 
     outlier_token_is_threshold_low: PositiveFloat | None = None
-    """Sequences with a token of a lower ratio are left out. None: no such bound."""
+    """Mask sequences that contain a token with a lower ratio. None: no lower bound."""
 
     outlier_token_is_threshold_high: PositiveFloat | None = None
-    """Sequences with a token of a higher ratio are left out. None: no such bound."""
+    """Mask sequences that contain a token with a higher ratio. None: no upper bound."""
 
     token_mask_is_threshold_low: PositiveFloat | None = None
-    """Tokens of a lower ratio are left out. None: no such bound."""
+    """Mask tokens with a lower ratio. None: no lower bound."""
 
     token_mask_is_threshold_high: PositiveFloat | None = None
-    """Tokens of a higher ratio are left out. None: no such bound."""
+    """Mask tokens with a higher ratio. None: no upper bound."""
 
     @property
     def corrects(self) -> bool:
-        """True if anything is corrected, for which the sampler's log-probabilities are needed."""
+        """True if any correction is configured. Corrections need the sampler's log-probabilities."""
         return any(
             setting is not None
             for setting in (

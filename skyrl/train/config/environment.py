@@ -1,4 +1,4 @@
-"""Environments: which one rows use, and what each of the built-in ones can be told."""
+"""Environments: the default environment of rows, and the options of the built-in environments."""
 
 import re
 from collections import Counter
@@ -64,24 +64,24 @@ class SearchEnvConfig(BaseConfig):
 
 
 TERMS = " + "
-"""Stands between the terms of a reward."""
+"""Separator of the terms of a reward."""
 _TERM = re.compile(r"(?:(?P<name>\w+)\s*=)?\s*(?:(?P<weight>[-\d.eE]+)\s*\*)?\s*(?P<function>[\w.]+:\w+)")
 
 
 class RewardTerm(NamedTuple):
-    """A reward function in a weighted sum of them."""
+    """Term of a weighted sum of reward functions."""
 
     name: str
-    """Name of its metric; the function's own unless another is given."""
+    """Name of the term's metric. Default: the name of the function."""
     weight: float
     function: str
     """`module:function`."""
 
 
 def reward_terms(text: str) -> list[RewardTerm]:
-    """Terms of a reward such as "module:right + short=0.2*module:length".
+    """Return the terms of a reward such as "module:right + short=0.2*module:length".
 
-    Raises ConfigError for what is none, and for names that occur twice.
+    Raises ConfigError for a term of another form, and for duplicate names.
     """
     terms = []
     for one in text.split(TERMS):
@@ -149,7 +149,7 @@ class EnvironmentConfig(BaseConfig):
 
     @property
     def reward_id(self) -> str | None:
-        """The functions as the id of an environment."""
+        """The reward functions in the form of an environment id; None if the reward is not set."""
         return TERMS.join(self.reward) if isinstance(self.reward, list) else self.reward
 
     def problems(self) -> Iterator[str]:

@@ -26,8 +26,8 @@ class SamplingParams(BaseConfig):
     """Maximum tokens of one response."""
 
     repetition_penalty: PositiveFloat = 1.0
-    """Penalty for tokens of the prompt and the response so far: positive logits are divided by it, negative ones
-    multiplied. 1: none."""
+    """Penalty for tokens of the prompt and the response so far: positive logits are divided by it, negative logits are
+    multiplied by it. 1: no penalty."""
 
     temperature: NonNegativeFloat = 1.0
     """Divisor of logits. 0: the most likely token."""
@@ -42,7 +42,7 @@ class SamplingParams(BaseConfig):
     """Number of most likely tokens to sample from. -1: all."""
 
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = 1
-    """0 or 1: the sampled tokens' log-probabilities are kept. None: they are not."""
+    """0 or 1: record the log-probabilities of sampled tokens. None: do not record them."""
 
     stop: list[str] | None = None
     """Strings after which a response ends."""
@@ -53,7 +53,7 @@ class SamplingParams(BaseConfig):
 
 @dataclass
 class EvalSamplingParams(SamplingParams):
-    """Sampling of tokens in evaluation: greedily, and as long as in training, unless told otherwise."""
+    """Sampling of tokens in evaluation. By default, it is greedy, with the maximum length of training."""
 
     max_generate_length: PositiveInt | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Maximum tokens of one response. None: generator.sampling_params.max_generate_length."""
@@ -158,8 +158,8 @@ class GeneratorConfig(BaseConfig):
     """Rate limit for starting trajectories; also the maximum burst size. None: no limit."""
 
     generator_class: str | None = None
-    """Class that produces and rewards trajectories instead of environments, as module:Class: a subclass of
-    skyrl.train.rollouts.generators.generator.Generator. None: environments and turns."""
+    """Class that produces and rewards trajectories, as module:Class. It replaces environments, and is a subclass of
+    skyrl.train.rollouts.generators.generator.Generator. None: environments."""
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:

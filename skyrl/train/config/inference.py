@@ -1,4 +1,4 @@
-"""Inference engines: how many, how large, where, and how new weights reach them."""
+"""Inference engines: their number, size and location, and the transfer of new weights to them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class InferenceEngineConfig(BaseConfig):
     """Compute equal beginnings of prompts once."""
 
     enable_chunked_prefill: bool = True
-    """Read long prompts in parts between other requests' tokens."""
+    """Process long prompts in chunks, interleaved with the decoding of other requests."""
 
     max_num_batched_tokens: PositiveInt = 8192
     """Maximum tokens in one forward pass of an engine."""
@@ -81,13 +81,13 @@ class InferenceEngineConfig(BaseConfig):
     """Serve the engines also as an OpenAI-compatible API."""
 
     http_endpoint_host: str = "127.0.0.1"
-    """Address of that API."""
+    """Address of the OpenAI-compatible API."""
 
     http_endpoint_port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """Port of that API."""
+    """Port of the OpenAI-compatible API."""
 
     served_model_name: str | None = None
-    """Name of the model in that API. None: trainer.policy.model.path."""
+    """Name of the model in the OpenAI-compatible API. None: trainer.policy.model.path."""
 
     distributed_executor_backend: Annotated[str, one_of("ray", "mp")] = "ray"
     """Starter of the processes of an engine with several GPUs: ray, or mp on one machine."""
@@ -96,7 +96,7 @@ class InferenceEngineConfig(BaseConfig):
     """More arguments of an engine."""
 
     override_existing_update_group: Annotated[str, one_of("auto", "enable", "disable")] = "auto"
-    """Replacement of a group that already syncs weights: enable, disable, or auto (for remote engines)."""
+    """Replacement of an existing process group for weight transfer: enable, disable, or auto (for remote engines)."""
 
     external_proxy_url: str | None = None
     """Address of a router in front of engines that were started elsewhere."""

@@ -64,7 +64,7 @@ class MegatronLoraConfig(BaseConfig):
     """Low-rank adapters in Megatron."""
 
     lora_type: Annotated[str, one_of("lora", "canonical_lora")] = "lora"
-    """lora adapts fused projections as one, canonical_lora each projection for itself."""
+    """lora adapts fused projections as one module; canonical_lora adapts each projection separately."""
 
 
 @dataclass
@@ -121,15 +121,15 @@ class MegatronConfig(BaseConfig):
     """Fields of Megatron's TransformerConfig; given fields override the defaults."""
 
     empty_cuda_cache: bool | None = None
-    """Free cached GPU memory between phases. None: where models share their GPUs with engines."""
+    """Free cached GPU memory between phases. None: only if models share their GPUs with engines."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Values that replace ones of the model's own Hugging Face configuration."""
+    """Overrides of fields of the model's Hugging Face configuration."""
 
     dist_ckpt_optim_fully_reshardable: bool = False
     """Make optimizer state in a checkpoint loadable with another parallelism."""
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model between them."""
+        """Number of ranks that share one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size

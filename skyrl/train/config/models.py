@@ -1,4 +1,4 @@
-"""Models and what trains them: weights, LoRA, optimizer, FSDP, and the three roles (policy, critic, reference)."""
+"""Models and their training: weights, LoRA, optimizer, FSDP, and the three roles (policy, critic, reference)."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -63,7 +63,7 @@ class ModelConfig(BaseConfig):
 
     @classmethod
     def at(cls, path: str) -> "ModelConfig":
-        """A model whose path is a default: it counts as left out."""
+        """Return a model with a default path, which does not count as given."""
         model = cls()
         model.fill_in("path", path)
         return model
@@ -86,7 +86,7 @@ class OptimizerConfig(BaseConfig):
     """Global norm to which gradients are clipped. 0 or less: not clipped."""
 
     offload_after_step: bool = True
-    """Move models and optimizer state to host memory between steps, where they share their GPUs with engines."""
+    """Move models and optimizer state to host memory between steps, if they share their GPUs with engines."""
 
     num_warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises to `lr`."""
@@ -161,7 +161,7 @@ class PolicyConfig(BaseConfig):
 
 @dataclass
 class CriticConfig(BaseConfig):
-    """The model that estimates values. There is none without a path."""
+    """The model that estimates values. Without a model path, there is no critic."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model and its adapters."""
@@ -181,10 +181,10 @@ class CriticConfig(BaseConfig):
 
 @dataclass
 class RefConfig(BaseConfig):
-    """The frozen model from which the KL divergence of the policy is measured, where a loss or reward uses it."""
+    """The frozen reference model for the KL divergence of the policy, if the loss or the reward uses it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The model. Without a path, the policy's as it was before training."""
+    """The model. Without a path, it is the policy's model before training."""
 
     sequence_parallel_size: PositiveInt = 1
     """Ranks that share each sequence (Ulysses)."""
@@ -201,7 +201,7 @@ class RefConfig(BaseConfig):
 
 @dataclass
 class PlacementConfig(BaseConfig):
-    """Number of GPUs that each model gets, and what shares them."""
+    """Number of GPUs of each model, and sharing of GPUs between models."""
 
     colocate_all: bool = True
     """Share GPUs between models and inference engines, in turns."""

@@ -22,7 +22,7 @@ class SAPOConfig(BaseConfig):
 
 @dataclass
 class ClipCovConfig(BaseConfig):
-    """policy_loss_type=clip_cov."""
+    """Options of policy_loss_type=clip_cov."""
 
     clip_ratio: Fraction = 0.0002
     """Fraction of tokens that are clipped."""
@@ -40,18 +40,18 @@ class ClipCovConfig(BaseConfig):
 
 @dataclass
 class KLCovConfig(BaseConfig):
-    """policy_loss_type=kl_cov."""
+    """Options of policy_loss_type=kl_cov."""
 
     kl_cov_frac: Fraction = 0.2
-    """Fraction of tokens, those of the highest covariance, that get a KL penalty."""
+    """Fraction of tokens that get a KL penalty. The tokens with the highest covariance are selected."""
 
     ppo_kl_coef: NonNegativeFloat = 1.0
-    """Coefficient of that penalty."""
+    """Coefficient of the KL penalty."""
 
 
 @dataclass
 class CISPOConfig(BaseConfig):
-    """policy_loss_type=cispo. The ratio is clipped to [1 - low, 1 + high]."""
+    """Options of policy_loss_type=cispo. The ratio is clipped to [1 - low, 1 + high]."""
 
     cispo_eps_clip_low: NonNegativeFloat = 0.0
     """Distance of the lower bound from 1. 0: ratios below 1 are clipped to 1; 1 or more: no lower bound."""

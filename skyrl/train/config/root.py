@@ -1,4 +1,4 @@
-"""The whole configuration: data, trainer, generator and environment, and what has to fit between them."""
+"""The whole configuration: data, trainer, generator and environment, and the rules between them."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -30,12 +30,12 @@ class DataConfig(BaseConfig):
     """Data to train on; sources are read in order. May be empty ([]) with trainer.eval_only."""
 
     val_data: OneOrMore = field(default_factory=lambda: _gsm8k("validation"))
-    """Data to evaluate on. Unset, with train_data set: the default file if it exists, else none."""
+    """Data to evaluate on. If unset while train_data is set: the default file if it exists, else no data."""
 
 
 @dataclass
 class SkyRLTrainConfig(BaseConfig):
-    """Everything that a training run can be told."""
+    """Configuration of an RL run."""
 
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts."""
@@ -51,7 +51,7 @@ class SkyRLTrainConfig(BaseConfig):
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Refuses an old `generator.model_name` that names another model than the policy: the policy is sampled."""
+        """Return `given`. Raises ConfigError if the old `generator.model_name` is not the policy's path."""
         name = _at(given, "generator", "model_name")
         path = _at(given, "trainer", "policy", "model", "path") or cls().trainer.policy.model.path
         if name is not None and str(name) != str(path):
@@ -62,7 +62,7 @@ class SkyRLTrainConfig(BaseConfig):
         return given
 
     def geometry(self, model: str = "policy") -> BatchGeometry:
-        """Geometry of the batch of policy, critic or ref. In a resolved configuration every cut comes out even."""
+        """Return the division of the batch of policy, critic or ref. A resolved configuration has no remainders."""
         trainer = self.trainer
         scores_only = model == "ref"
         return BatchGeometry(
@@ -79,7 +79,7 @@ class SkyRLTrainConfig(BaseConfig):
 
     @property
     def example(self) -> str:
-        """A command line that trains, with a file of `python -m skyrl.envs.tasks.arithmetic_data`."""
+        """Example of a command line that trains on a file of `python -m skyrl.envs.tasks.arithmetic_data`."""
         return (
             "skyrl train rl trainer.policy.model.path=Qwen/Qwen3-0.6B trainer.policy.model.lora.rank=32 "
             "data.train_data=train.jsonl environment.env_class=arithmetic trainer.train_batch_size=8 "
@@ -119,10 +119,10 @@ def make_config(
     trainer_cls: type[TrainerConfig] | None = None,
     generator_cls: type[GeneratorConfig] | None = None,
 ) -> type[SkyRLTrainConfig]:
-    """A `SkyRLTrainConfig` with classes of your own in it.
+    """Return a subclass of `SkyRLTrainConfig` with your own classes for some sections.
 
     Args:
-        algorithm_cls: Class of `trainer.algorithm`; ignored if there is a `trainer_cls`, which has its own.
+        algorithm_cls: Class of `trainer.algorithm`; ignored if `trainer_cls` is given.
         trainer_cls: Class of `trainer`.
         generator_cls: Class of `generator`.
     """

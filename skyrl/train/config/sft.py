@@ -16,12 +16,15 @@ from skyrl.train.config.strategies import STRATEGIES, default_strategy
 from skyrl.train.config.trainer import Trackers, all_or_some
 
 ADAPTER_LR, WHOLE_LR = 1e-4, 1e-5
-"""Learning rates by default: with adapters about ten times that of all weights.
+"""Default learning rates with adapters and for all weights. The first is about ten times the second.
 
 Source: https://thinkingmachines.ai/blog/lora."""
 
 PREFERENCE_ADAPTER_LR, PREFERENCE_WHOLE_LR = 5e-6, 5e-7
-"""The same of preference optimization. Source: https://github.com/huggingface/trl/blob/main/trl/scripts/dpo.py."""
+"""Default learning rates of preference optimization, in the same order.
+
+Source: https://github.com/huggingface/trl/blob/main/trl/scripts/dpo.py.
+"""
 
 LOSS_TYPES = ("sigmoid", "robust", "hinge", "ipo")
 SMOOTHED = ("sigmoid", "robust")
@@ -31,7 +34,7 @@ TRAIN_ON_WHAT = ("last_assistant_message", "last_assistant_turn", "all_assistant
 
 @dataclass
 class SFTConfig(BaseConfig):
-    """Everything that supervised fine-tuning can be told."""
+    """Configuration of supervised fine-tuning."""
 
     _learning_rates = (ADAPTER_LR, WHOLE_LR)
 
@@ -39,11 +42,11 @@ class SFTConfig(BaseConfig):
     """The model that is trained, and its adapters."""
 
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """Its optimizer. optimizer_config.lr left out: 1e-4 with adapters, 1e-5 for all weights."""
+    """Optimizer of the model. If optimizer_config.lr is unset, it is 1e-4 with adapters and 1e-5 for all weights."""
 
     strategy: Annotated[str, one_of(*STRATEGIES)] = "fsdp2"
-    """Strategy: jax, fsdp2 (or fsdp, which is the same), or megatron, which is not served. Left out: fsdp2 where
-    torch sees a GPU, else jax."""
+    """Strategy: jax, fsdp2 (or fsdp, which is the same), or megatron, which is not supported yet. Unset: fsdp2 if torch
+    sees a GPU, else jax."""
 
     jax: dict[str, Any] = field(default_factory=dict)
     """Options of the JAX backend."""
@@ -56,22 +59,22 @@ class SFTConfig(BaseConfig):
     Hugging Face hub (name, or name:split)."""
 
     train_dataset_weights: list[PositiveFloat] | None = None
-    """Share of each data set in the rows of an epoch, up to a common factor. None: each row is there once."""
+    """Relative share of each data set in the rows of an epoch. None: each row occurs once per epoch."""
 
     eval_datasets: OneOrMore = field(default_factory=list)
-    """Data sets whose loss is measured."""
+    """Data sets for evaluation."""
 
     eval_dataset_names: list[str] | None = None
-    """Names of those in metrics. None: their last parts without the ending of a file."""
+    """Names of the evaluation data sets in metrics. None: the last part of each path, without its file suffix."""
 
     messages_key: str = "messages"
     """Column of conversations."""
 
     tools_key: str = "tools"
-    """Column of tools: a list of JSON schemas, or JSON of one."""
+    """Column of tools: a list of JSON schemas, or such a list as JSON text."""
 
     system_key: str = "system"
-    """Column of system messages, which are put in front of conversations."""
+    """Column of system messages, which are prepended to conversations."""
 
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
     """The template that turns messages into text."""
@@ -80,63 +83,63 @@ class SFTConfig(BaseConfig):
     """Variables of the chat template, such as enable_thinking."""
 
     train_on_what: Annotated[str, one_of(*TRAIN_ON_WHAT)] = "last_assistant_message"
-    """Part of a conversation to train on: last_assistant_message, last_assistant_turn (all since the last user
-    message), all_assistant_messages, or all_tokens."""
+    """Part of a conversation to train on: last_assistant_message, last_assistant_turn (all assistant messages after the
+    last user message), all_assistant_messages, or all_tokens."""
 
     max_length: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of a row at most; what is behind is cut off. None: any number."""
+    """Maximum tokens of a row; longer rows are truncated at the end. None: no limit."""
 
     batch_size: PositiveInt = 4
     """Rows of a step."""
 
     num_epochs: PositiveInt | None = None
-    """Passes over the data. None: 1, or as far as num_steps goes."""
+    """Passes over the data. None: 1, or as many as num_steps requires."""
 
     num_steps: PositiveInt | None = None
     """Optimizer steps. None: num_epochs passes."""
 
     eval_interval: NonNegativeInt = 0
-    """Steps between evaluations; there is one after the last step too. 0: only that."""
+    """Steps between evaluations. There is also an evaluation after the last step. 0: only after the last step."""
 
     eval_before_train: bool = False
     """Evaluate before the first step."""
 
     ckpt_path: str = ""
-    """Folder for checkpoints, or s3://, gs:// or az:// of a bucket."""
+    """Folder for checkpoints, or an s3://, gs:// or az:// URL of a bucket."""
 
     ckpt_interval: NonNegativeInt = 0
-    """Steps between checkpoints; there is one after the last step too. 0: none at all."""
+    """Steps between checkpoints. There is also a checkpoint after the last step. 0: no checkpoints."""
 
     max_ckpts_to_keep: Annotated[int, AfterValidator(all_or_some)] = -1
-    """Newest checkpoints that are kept. -1: all."""
+    """Number of newest checkpoints to keep. -1: all."""
 
     best_metric: str | None = None
-    """Metric of evaluations, such as eval/NAME/loss, of whose best there is a checkpoint, which is kept besides the
-    newest. None: they are not compared."""
+    """Metric of evaluations, such as eval/NAME/loss, that selects the best checkpoint. The best checkpoint is kept in
+    addition to the newest ones. None: evaluations are not compared."""
 
     best_mode: Annotated[str, one_of("max", "min")] = "min"
-    """The best value of best_metric: the highest (max) or the lowest."""
+    """Best value of best_metric: the highest (max) or the lowest (min)."""
 
     async_checkpoints: bool = False
-    """Write checkpoints while the next steps are taken, until there is another one."""
+    """Write a checkpoint in the background during the next steps; the next checkpoint waits for it."""
 
     resume_from: str = "latest"
-    """Start of training: latest from the newest checkpoint in ckpt_path (anew if there is none), none (or empty) anew,
-    or the path of a checkpoint."""
+    """Start of training. latest: from the newest checkpoint in ckpt_path, or a new run if there is no checkpoint; none
+    (or empty): a new run; otherwise the path of a checkpoint."""
 
     hf_save_interval: NonNegativeInt = 0
-    """Steps between exports in Hugging Face format, of adapters in PEFT's too; there is one after the last step as
-    well. 0: none at all."""
+    """Steps between exports in Hugging Face format; adapters are also exported in PEFT format. There is also an export
+    after the last step. 0: no exports."""
 
     export_path: str = ""
-    """Folder for exports, or s3://, gs:// or az:// of a bucket."""
+    """Folder for exports, or an s3://, gs:// or az:// URL of a bucket."""
 
     save_model: bool = True
-    """Leave the model of a finished run in the folder model of export_path, else of ckpt_path, else of run_name: an
-    adapter in PEFT's format, or a model of which all weights are trained in Hugging Face format."""
+    """Save the model of a finished run: an adapter in PEFT format, or a fully trained model in Hugging Face format. It
+    is saved in the folder model of export_path, or else of ckpt_path, or else of run_name."""
 
     save_merged: bool = False
-    """Leave the whole model with the adapter merged into it, in Hugging Face format, in the place of the adapter."""
+    """Save the whole model with the adapter merged into it, in Hugging Face format, instead of the adapter."""
 
     seed: NonNegativeInt = 42
     """Seed of data order and initialisation."""
@@ -148,27 +151,27 @@ class SFTConfig(BaseConfig):
     """Run in the tracker."""
 
     logger: Trackers = "console"
-    """Trackers of metrics beside the local files: one or several of wandb, mlflow, swanlab, tensorboard, console."""
+    """Trackers of metrics in addition to the local files: wandb, mlflow, swanlab, tensorboard or console."""
 
     eval_only: bool = False
-    """Measure the losses of eval_datasets and end: those of the checkpoint that resume_from names, else of init_from,
-    else of the model."""
+    """Evaluate on eval_datasets and exit. The model is the checkpoint of resume_from, or else of init_from, or else the
+    base model."""
 
     init_from: str = ""
-    """Checkpoint whose weights a new run begins with. Nothing else is taken from it: data, order and optimizer may be
-    others."""
+    """Checkpoint with the initial weights of a new run. Only weights are loaded: data, order and optimizer may
+    differ."""
 
     callbacks: OneOrMore = field(default_factory=list)
     """Callbacks, each module:Class of a subclass of skyrl.train.callbacks.Callback."""
 
     @property
     def example(self) -> str:
-        """A command line that trains, with a file of a user's own."""
+        """Example of a command line that trains on a user's file."""
         return "skyrl train sft model.path=Qwen/Qwen3-0.6B model.lora.rank=32 train_datasets=chat.jsonl"
 
     @property
     def loss(self) -> str:
-        """Name of what is minimized, which a checkpoint and the run that goes on from it share."""
+        """Name of the loss. A run can resume only from a checkpoint with the same name."""
         return "cross_entropy"
 
     def steps(self, steps_per_epoch: int) -> int:
@@ -222,12 +225,12 @@ class SFTConfig(BaseConfig):
 
 @dataclass
 class DPOConfig(SFTConfig):
-    """Everything that direct preference optimization can be told: that, and its loss."""
+    """Configuration of direct preference optimization: that of supervised fine-tuning, with the preference loss."""
 
     _learning_rates = (PREFERENCE_ADAPTER_LR, PREFERENCE_WHOLE_LR)
 
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """Its optimizer. optimizer_config.lr left out: 5e-6 with adapters, 5e-7 for all weights."""
+    """Optimizer of the model. If optimizer_config.lr is unset, it is 5e-6 with adapters and 5e-7 for all weights."""
 
     train_datasets: OneOrMore = field(default_factory=list)
     """Data to train on: rows with prompt, chosen and rejected, in .parquet, .json or .jsonl files, or data sets of the
@@ -240,14 +243,14 @@ class DPOConfig(SFTConfig):
     """Run in the tracker."""
 
     beta: PositiveFloat = 0.1
-    """Strength of the tie to the reference: the larger, the nearer to it the policy stays. With ipo its tau."""
+    """Strength of the tie to the reference: with larger values, the policy stays closer to it. For ipo, this is tau."""
 
     loss_type: Annotated[str, one_of(*LOSS_TYPES)] = "sigmoid"
-    """Loss of a pair: sigmoid (DPO), robust (DPO without bias where labels are wrong), hinge (SLiC), or ipo (of means
+    """Loss of a pair: sigmoid (DPO), robust (DPO, unbiased if some labels are wrong), hinge (SLiC), or ipo (on means
     over tokens)."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Probability that chosen and rejected are the wrong way round. Only sigmoid and robust read it."""
+    """Probability that chosen and rejected are swapped. Only sigmoid and robust read it."""
 
     @property
     def example(self) -> str:

@@ -1,4 +1,4 @@
-"""Names of `trainer.strategy`, with what rules ask of each. Those that are served: `skyrl.train.strategy.registry`."""
+"""Names of `trainer.strategy`, with properties for rules. `skyrl.train.strategy.registry` has the supported ones."""
 
 import os
 from typing import Any, NamedTuple
@@ -7,10 +7,10 @@ from skyrl.utils.accelerators import torch_sees_gpu
 
 
 class StrategyTraits(NamedTuple):
-    """Facts of a strategy for rules about a configuration."""
+    """Properties of a strategy, for rules about a configuration."""
 
     is_distributed: bool
-    """True if models are on ranks with GPUs of their own, and engines on others sample: rules about these hold."""
+    """True if models run on ranks with GPUs and separate engines sample. Rules about ranks and engines then apply."""
 
 
 STRATEGIES = {
@@ -25,14 +25,14 @@ NEEDS_OF_MEGATRON = "megatron-core, megatron-bridge and transformer-engine, whic
 
 
 def default_strategy() -> str:
-    """Strategy of who names none: torch's where torch sees a GPU, else JAX's."""
+    """Return the default strategy: fsdp2 if torch sees a GPU, else jax."""
     return "fsdp2" if torch_sees_gpu() else "jax"
 
 
 def worker_options(nodes: int, gpus_per_node: int) -> dict[str, Any]:
-    """Options of the torch backend for workers on so many nodes, one for each GPU; 0 GPUs are a worker on the CPU.
+    """Return options of the torch backend for one worker per GPU; with 0 GPUs, one worker per node, on the CPU.
 
-    They are actors of Ray where there are several nodes, or where the variable RAY_ADDRESS names a cluster.
+    Workers are Ray actors if there are several nodes, or if they use GPUs and the variable RAY_ADDRESS is set.
     """
     options: dict[str, Any] = {} if gpus_per_node else {"device": "cpu"}
     count = max(1, gpus_per_node)

@@ -19,7 +19,7 @@ from skyrl.train.tracking.clients import TRACKERS
 
 
 def all_or_some(count: int) -> int:
-    """A count of things to keep: from 1, or -1 for all. Raises ValueError for another."""
+    """Return a number of items to keep: at least 1, or -1 for all. Raises ValueError for other numbers."""
     if count == -1 or count >= 1:
         return count
     raise ValueError("give a number from 1, or -1 to keep all of them")
@@ -37,7 +37,7 @@ Trackers = Annotated[str | list[str], AfterValidator(_trackers)]
 
 @dataclass
 class FullyAsyncConfig(BaseConfig):
-    """Rollouts that run beside training."""
+    """Rollouts that run concurrently with training."""
 
     enabled: bool = False
     """Run rollouts concurrently with training rather than alternating with it."""
@@ -64,7 +64,7 @@ class TrainerConfig(BaseConfig):
     """Sharing of sequences between ranks: ulysses."""
 
     strategy: Annotated[str, one_of(*STRATEGIES)] = "fsdp2"
-    """Strategy: fsdp2 (or fsdp, which is the same), megatron, or jax. Unset: jax."""
+    """Strategy: fsdp2 (or fsdp, which is the same), megatron, or jax. Unset: fsdp2 if torch sees a GPU, else jax."""
 
     jax: dict[str, Any] = field(default_factory=dict)
     """Options of the JAX backend, with strategy jax."""
@@ -85,7 +85,7 @@ class TrainerConfig(BaseConfig):
     """The RL algorithm."""
 
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
-    """Rollouts that run beside training."""
+    """Rollouts that run concurrently with training."""
 
     one_step_off: bool = False
     """Sample the next batch, with weights that are one step old, while the current batch is trained on."""
@@ -198,11 +198,11 @@ class TrainerConfig(BaseConfig):
     """Base of rotary embeddings. None: the model's."""
 
     max_steps: PositiveInt | None = None
-    """Steps of the run. None: those of its epochs. If epochs is unset, the data are repeated as needed; otherwise the
-    run ends at the smaller of the two limits."""
+    """Steps of the run. None: all steps of the epochs. If epochs is unset, the data are repeated as needed; if both are
+    set, the run ends at the smaller of the two limits."""
 
     eval_only: bool = False
-    """Evaluate and exit. Evaluates the checkpoint of resume_mode, or the model if there is none."""
+    """Evaluate and exit. Evaluates the checkpoint of resume_mode, or the model if there is no checkpoint."""
 
     init_from: str | None = None
     """Checkpoint with the initial weights of a new run. Only weights are loaded: data, algorithm, batch sizes and
@@ -243,19 +243,19 @@ class TrainerConfig(BaseConfig):
 
     @property
     def models(self) -> list[str]:
-        """The models of this run: policy, and critic and ref where there are any."""
+        """Names of this run's models: policy, and critic and ref if the run has them."""
         return ["policy", *["critic"] * self.has_critic, *["ref"] * self.algorithm.uses_reference]
 
     @property
     def apart(self) -> list[str]:
-        """Those of critic and ref that have ranks of their own, beside the policy's."""
+        """Names of the models (critic, ref) that run on separate ranks, not on those of the policy."""
         placement = self.placement
         with_policy = {"policy", *["ref"] * placement.colocate_policy_ref}
         return [] if placement.colocate_all else [name for name in self.models if name not in with_policy]
 
     @property
     def is_distributed(self) -> bool:
-        """True if models are on ranks with GPUs of their own, and engines on others sample."""
+        """True if models run on ranks with GPUs and separate engines sample."""
         return STRATEGIES[self.strategy].is_distributed
 
     def steps(self, steps_per_epoch: int) -> int:
@@ -266,17 +266,17 @@ class TrainerConfig(BaseConfig):
         return min(self.max_steps, whole) if self.is_given("epochs") else self.max_steps
 
     def gpus(self, model: str) -> int:
-        """GPUs of policy, critic or ref, or 1 where they are on the CPU."""
+        """Return the number of GPUs of policy, critic or ref; 1 per node if the model runs on the CPU."""
         placement = self.placement
         return getattr(placement, f"{model}_num_nodes") * max(1, getattr(placement, f"{model}_num_gpus_per_node"))
 
     @property
     def has_teacher(self) -> bool:
-        """True if the reference has base weights of its own, in a resolved configuration."""
+        """True if the reference and the policy have different base models. Requires a resolved configuration."""
         return self.ref.model.path not in (None, self.policy.model.path)
 
     def model_parallel_size(self, model: str) -> int:
-        """Ranks of policy, critic or ref that work on the same sequences."""
+        """Return the number of ranks of policy, critic or ref that work on the same sequences."""
         owner = getattr(self, model)
         if self.strategy == "megatron" and model != "critic":  # which Megatron has none of
             return owner.megatron_config.model_parallel_size

@@ -125,7 +125,10 @@ def _is_shared(given: Any) -> bool:
 
 
 def _content(value: Any, calls: bool, at: str) -> str | None:
-    """Return the text of a content, given as text or as parts of text. None if it is missing beside tool calls."""
+    """Return the text of a content, given as text or as parts of text.
+
+    None if the content is missing in a message with tool calls (`calls`).
+    """
     if isinstance(value, str):
         return value
     if value is None:
@@ -145,7 +148,7 @@ def _part(part: Any, at: str) -> str:
 
 
 def _with_reasoning(message: Message, at: str) -> Message:
-    """Return the message with its reasoning in `REASONING`, under whichever of `REASONING_NAMES` it was given."""
+    """Return the message with its reasoning moved from any of the fields `REASONING_NAMES` to `REASONING`."""
     role = message["role"]
     found = {name: message.pop(name) for name in REASONING_NAMES if name in message}
     for name, value in found.items():

@@ -45,7 +45,7 @@ _numbers = count()
 
 
 class BackendModels:
-    """The models of a run on one backend, in a separate thread. A context manager; closing it stops both."""
+    """The models of a run on one backend, in a separate thread. A context manager; its exit stops both."""
 
     def __init__(self, backend: AbstractBackend):
         self._client = BackendClient(backend)
@@ -213,5 +213,5 @@ class BackendPolicy(BackendLearner):
 
 
 def _new_id() -> str:
-    """Create an id that is unique in this process, like the backend."""
+    """Create an id that is unique in this process, which is sufficient because the backend is in this process."""
     return str(next(_numbers))

@@ -48,12 +48,12 @@ class Learner(Protocol):
     def begin_save(self, path: str) -> Awaitable[object]:
         """Start to write the current weights and optimizer state; later changes do not affect them.
 
-        Returns an awaitable of the end.
+        Returns an awaitable that completes when everything is written.
         """
         ...
 
     async def load(self, path: str, optimizer: bool = True) -> None:
-        """Load a folder of `save`; creates the model if it does not exist. Without the optimizer, its state is new."""
+        """Load a folder of `save`; creates the model if it does not exist. `optimizer=False` resets the optimizer."""
         ...
 
     async def export(self, path: str) -> None:
@@ -75,7 +75,7 @@ class Policy(Learner, Sampler, Protocol):
     async def publish(self, version: int) -> None:
         """Use the current weights for new samples; running samples continue with their weights.
 
-        `version` is the number of optimizer steps of these weights, which samples report.
+        `version` is the number of optimizer steps of these weights. Samples report their version.
         """
         ...
 

@@ -19,7 +19,7 @@ class Prepared:
     repeated: int = 0
     """Number of rows with the prompt of an earlier row."""
     contradicting: int = 0
-    """Number of these rows whose answer differs from the earlier one."""
+    """Number of repeated rows whose answer differs from that of the earlier row."""
     invalid: int = 0
     """Number of unusable rows."""
 

@@ -37,7 +37,7 @@ class Published:
     env_class: str
     """Environment that scores its answers."""
     problem: Callable[[Mapping[str, Any], str], Problem]
-    """Converts a row. The second argument is its place, for messages. Raises ConfigError if the row is unusable."""
+    """Converts a row. The second argument names the row in messages. Raises ConfigError if the row is unusable."""
     instruction: str = ""
     """Default text after each question. It asks for the answer format that the environment reads."""
 

@@ -132,7 +132,7 @@ class Batch:
 
     @cached_property
     def _places(self) -> tuple[Array, Array]:
-        """Trajectory of each filled cell, and the column in it."""
+        """Trajectory of each filled cell, and the cell's column in that trajectory; each `[filled cells]`."""
         starts = np.zeros(len(self.rows), np.int64)
         for index in range(1, len(self.rows)):
             if self.rows[index].trajectory == self.rows[index - 1].trajectory:

@@ -18,10 +18,11 @@ log = logging.getLogger(__name__)
 
 
 async def evaluate_rl(config: SkyRLTrainConfig) -> Metrics:
-    """Evaluate as a resolved configuration says, and print the scores. Another process may be training meanwhile.
+    """Evaluate with a resolved configuration, and print the scores. Another process may be training at the same time.
 
-    The model is the policy of the checkpoint that `trainer.resume_mode` and `resume_path` name. With resume_mode=none,
-    or without a checkpoint, it is that of `trainer.init_from`, or the base model.
+    The model is the policy of the checkpoint that `trainer.resume_mode` and `resume_path` select. With
+    resume_mode=none, or if there is no such checkpoint, it is the policy of `trainer.init_from`, or else the base
+    model.
 
     Returns the metrics. Raises ConfigError for invalid settings.
     """

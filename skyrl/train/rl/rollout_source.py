@@ -34,7 +34,7 @@ from skyrl.train.tracking.progress import batch_bar
 
 StalenessPolicy = Literal["block", "drop", "mask"]
 Outcome = Literal["open", "settled"] | Group
-"""State of a prompt: not sampled yet, trained on or dropped, or its samples, which wait to be trained on."""
+"""State of a prompt. open: not sampled yet. settled: trained on or dropped. A group: sampled, not trained on yet."""
 
 
 class Order(Protocol):
@@ -59,7 +59,7 @@ class SourceState(NamedTuple):
     order: dict[str, Any]
     """State of the order before the first unsettled prompt."""
     prompts: Sequence[Outcome]
-    """Outcomes of all prompts since then."""
+    """Outcomes of the prompts from the first unsettled one on, in order."""
 
     def as_json(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return the state without samples, and one object per sample."""
@@ -86,7 +86,7 @@ class _Drawn:
     before: dict[str, Any]
     """State of the order before this prompt."""
     step: int = 0
-    """Step of the weights at its start."""
+    """Optimizer step of the weights when the sampling of this prompt started."""
     group: "asyncio.Future[Group] | None" = None
     """Samples in progress; None: not started."""
     settled: bool = False
@@ -217,14 +217,14 @@ class Source:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _ready(self) -> list[_Drawn]:
-        """Finished prompts of the next batch."""
+        """Return the finished prompts of the next batch, fewer than a batch if others are still being sampled."""
         waiting = [one for one in self._drawn if not one.settled]
         if self._policy == "block":
             waiting = waiting[: self._prompts]
         return [one for one in waiting if one.group is not None and one.group.done()][: self._prompts]
 
     def _begin(self) -> None:
-        """Start prompts in order while workers are free and their step is near enough."""
+        """Start prompts in order while workers are free and `max_staleness_steps` allows it."""
         free = self._workers - sum(one.running for one in self._drawn)
         most = self._prompts * min(self._staleness + 1, max(self._steps - self._step, 1))
         unsettled = [one for one in self._drawn if not one.settled]

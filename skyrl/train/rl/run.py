@@ -181,7 +181,7 @@ class Run:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def evaluate(self) -> Metrics:
-        """Metrics of the policy on the evaluation prompts."""
+        """Evaluate the policy on the evaluation prompts. Returns metrics."""
         settings = self.config.trainer
         metrics, trajectories = await evaluate(self._rollouts, self._evaluation, settings.eval_batch_size)
         if settings.dump_eval_results:
@@ -341,7 +341,7 @@ async def train_rl(
     report: Report = lambda metrics, step: None,
     shape_rewards: RewardShaping = env_rewards,
 ) -> Run:
-    """Train as a resolved configuration says. Returns the run, whose backend is closed.
+    """Train with a resolved configuration. Returns the run after closing its backend.
 
     Metrics go to `metrics.jsonl` in the run's checkpoints, to its trackers, and to `report`. `shape_rewards` computes
     the rewards to train with from the environment's rewards.

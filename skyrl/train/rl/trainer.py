@@ -34,7 +34,7 @@ class SamplingState(NamedTuple):
     """State of the random generator for dynamic sampling."""
 
     def without_failures(self) -> "SamplingState":
-        """Return the state in which prompts with a failed sample are not sampled yet."""
+        """Return the state with prompts that have a failed sample marked as not sampled."""
         prompts = ["open" if _has_failed(outcome) else outcome for outcome in self.source.prompts]
         return self._replace(source=self.source._replace(prompts=prompts))
 

@@ -40,8 +40,8 @@ from skyrl.types import ForwardBackwardOutput
 log = logging.getLogger(__name__)
 
 RewardShaping = Callable[[Batch], Array]
-"""Function that returns the rewards `[rows, tokens]` to train with. Filters and reward metrics use those of the
-environment."""
+"""Function that returns the rewards `[rows, tokens]` to train with. Filters and reward metrics use the environment's
+rewards."""
 
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 
@@ -186,7 +186,7 @@ class Update:
         return _Scored(logprobs, entropy, reference, values)
 
     def _seen(self, batch: Batch, scored: _Scored) -> Metrics:
-        """Metrics of the policy on the batch before training, as far as they are known."""
+        """Return metrics of the policy on the batch before training, for the scores that were computed."""
         logprobs, entropy, reference, rollout = (
             scored.logprobs,
             scored.entropy,

@@ -52,7 +52,7 @@ class Attempt(Protocol):
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The prompt that was sampled from."""
+        """Prompt of the trajectory, as it was sampled from."""
         ...
 
     @property
@@ -139,7 +139,7 @@ async def run_trajectory(
     Args:
         identity: Id of the trajectory.
         prompt: Its prompt.
-        make_attempt: Creates an attempt from its number (from 1), which is closed exactly once in any case.
+        make_attempt: Creates the attempt with a number (from 1). Every attempt is closed exactly once.
         tracebacks: Logger of exceptions in environments and generators.
         timeout_s: Time limit of an attempt in seconds. None: no limit.
         retries: Maximum number of attempts after the first.

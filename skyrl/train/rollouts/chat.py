@@ -84,7 +84,7 @@ class Chat:
             ) from error
         first = self._encode(after_answer or "")[:1]
         self.end_of_turn: int = first[0] if first and first[0] in self._added else tokenizer.eos_token_id
-        """The token that the template puts after an assistant message; the tokenizer's eos_token if it puts none."""
+        """Token that the template puts after an assistant message; the eos_token if the template puts none there."""
         self.extra_end: int | None = None if self.end_of_turn == tokenizer.eos_token_id else self.end_of_turn
         """`end_of_turn`, if it differs from the tokenizer's end token. Samplers must get it as a stop token."""
         self._ends = {self.end_of_turn, tokenizer.eos_token_id}

@@ -73,9 +73,11 @@ class Episode:
     async def run(self, env: Env[Any], prompt: Prompt) -> TrajectoryStopReason:
         """Run the episode.
 
-        An input of more than `max_input_length` tokens is not sampled from; it is checked when it is complete, also at
-        the first turn. Raises all errors of the environment, the template and the sampler, EnvError for a reward that
-        is not finite, and ConfigError for a reward that is not a number.
+        Each turn's complete input is checked, including the first turn's. If it has more than `max_input_length`
+        tokens, the episode ends without sampling.
+
+        Raises all errors of the environment, the template and the sampler, EnvError for a reward that is not finite,
+        and ConfigError for a reward that is not a number.
         """
         config, chat = self._config, self._chat
         limit = config.max_input_length

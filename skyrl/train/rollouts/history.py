@@ -42,7 +42,7 @@ class History(ABC):
         """Add a response and the environment's answer, before another turn."""
 
     def closing_ids(self, sampled: Sampled) -> list[int]:
-        """Tokens after the last response: the end-of-turn token, after a stop string."""
+        """Tokens to add after the last response: an end-of-turn token after a stop string (`append_eos`), else none."""
         at_stop_string = sampled.stop_reason == "stop" and not self.chat.ended(sampled.token_ids)
         return [self.chat.end_of_turn] if at_stop_string and self.append_eos else []
 
@@ -50,7 +50,8 @@ class History(ABC):
 class TokenHistory(History):
     """Each input is the previous input, its response, and the template's tokens up to the next response.
 
-    A response cut off at its length limit gets the template's end of turn, so the next message does not begin in it.
+    A response cut off at its length limit gets the template's end-of-turn token, so it is separated from the next
+    message.
     Raises ConfigError if the template cannot be continued.
     """
 
@@ -86,7 +87,7 @@ class RenderedHistory(History):
 class SingleMessageHistory(History):
     """Each input is the prompt and the start of one long answer: responses, and plain text of observations.
 
-    An end-of-turn token is removed from the middle of the answer: the next input does not contain it.
+    The end-of-turn token of a response is not part of later inputs, because the answer continues.
     """
 
     def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Any] = (), append_eos: bool = True):

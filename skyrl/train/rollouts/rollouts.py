@@ -5,7 +5,7 @@
     rows = rows_of(trajectories, config.generator)
     metrics = rollout_metrics(trajectories)
 
-`stream` gives the samples of each prompt as they finish; `group` samples one prompt, as trainers ask for it.
+`stream` yields the samples of each prompt when they are complete. `group` samples a single prompt; trainers use it.
 """
 
 import asyncio

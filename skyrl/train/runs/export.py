@@ -31,7 +31,7 @@ POLICY = "policy"
 KEPT = ("config_overrides", "dtype")
 """Options of a run's backend that affect the exported files."""
 SMALL = {"kv_cache_gib": 2**-10, "max_context_length": 32, "device": "cpu"}
-"""Minimal options for a backend that only loads and writes, as far as it has them.
+"""Minimal options for a backend that only loads and writes. Options that a backend lacks are left out.
 
 JAX gets its device from JAX_PLATFORMS.
 """

@@ -28,7 +28,7 @@ class Trainable(Protocol):
 
     @property
     def sequences(self) -> tuple[Example, ...]:
-        """Its sequences: one, or two of a pair."""
+        """Sequences: one of an example, two of a pair."""
         ...
 
     @property

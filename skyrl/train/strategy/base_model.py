@@ -95,11 +95,11 @@ def load_tokenizer(path: str, field: str) -> Any:
 
 
 def fit_context(config: SkyRLTrainConfig, longest: int | None) -> None:
-    """Fit a resolved configuration to the maximum context length of its base model, or of its backend if that is lower.
+    """Fit a resolved configuration to a maximum context length: `longest` tokens, or the backend's option if lower.
 
-    A derived limit on the input length of several turns is lowered to fit.
+    A derived `generator.max_input_length` is lowered to fit. With None and no option, there is no maximum.
 
-    Raises ConfigError if a prompt with an answer does not fit.
+    Raises ConfigError if the inputs and answers do not fit.
     """
     section = find_strategy(config).name
     if of_backend := getattr(config.trainer, section).get("max_context_length"):

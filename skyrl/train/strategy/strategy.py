@@ -40,7 +40,7 @@ class Strategy(ABC):
     """A backend of this process, as trainers use it."""
 
     name: str
-    """Name in configurations, also of the section with the backend's options."""
+    """Name in configurations. The section with the backend's options has the same name."""
     backend: str
     """Name of the backend in the registry of backends."""
     support: Mapping[str, Support]
@@ -162,7 +162,7 @@ class Strategy(ABC):
 
 
 def shared_problems(config: SkyRLTrainConfig) -> Iterator[str]:
-    """Yield messages about settings that no backend supports that trains and samples with the same weights."""
+    """Yield messages about settings that cannot be used if one backend both trains and samples."""
     yield from _rope_problems(config)
     yield from _dtype_problems(config)
     yield from _call_problems(config)
@@ -276,17 +276,17 @@ def _adapter(lora: SkyRLLoraConfig, seed: int, section: str) -> LoraConfig:
 
 
 def _expression(value: str | list[str] | None) -> str | None:
-    """Return a regular expression of full module names for names or their suffixes, which PEFT also accepts."""
+    """Return a regular expression that matches full module names, for a list of names or suffixes.
+
+    A string and None are returned unchanged.
+    """
     if not isinstance(value, list):
         return value
     return rf"(?:.*\.)?(?:{'|'.join(map(re.escape, value))})"
 
 
 def built(cls: type[T], options: dict[str, Any], where: str) -> T:
-    """Return `cls(**options)`. Raises ConfigError for invalid options.
-
-    The error names each field by its path, which begins with `where`.
-    """
+    """Return `cls(**options)`. Raises ConfigError for invalid options; the message names fields as `where.field`."""
     try:
         return cls(**options)
     except ValidationError as error:

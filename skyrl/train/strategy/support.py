@@ -39,7 +39,7 @@ class Support:
 
 
 def consumed(module: str, section: str | None = None) -> Support:
-    """Return support by `module`, which may name the section of the field differently: `section`."""
+    """Return the support of a field that `module` reads. `section`: the module's own name for the field's section."""
     return Support(Status.CONSUMED, module, section)
 
 
@@ -81,7 +81,7 @@ def unsupported(config: SkyRLTrainConfig, table: Mapping[str, Support]) -> Itera
 
 
 def unsupported_in_sft(config: SFTConfig, table: Mapping[str, Support]) -> Iterator[str]:
-    """Yield such messages for supervised fine-tuning, whose model and optimizer fields are those of a policy."""
+    """Yield the messages of `unsupported` for supervised fine-tuning. Its model and optimizer fields are a policy's."""
     for path, value in _changed(config, SFTConfig(), ""):
         if why := refusal(config, table, path):
             yield f"{path}={value} cannot be honoured with strategy={config.strategy}: {why}"

@@ -30,8 +30,8 @@ def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, 
 
     Args:
         config: The configuration.
-        model: Model whose workers the options are for. For other models than the policy, options in the own section
-            that distribute work over the policy's workers are ignored.
+        model: Model (policy, critic or ref) whose workers get the options. For critic and ref, options of the backend's
+            section that distribute work over the policy's workers are ignored.
     """
     trainer, generator = config.trainer, config.generator
     own = own_of(trainer, model)
@@ -114,7 +114,7 @@ def options_apart(config: SkyRLTrainConfig, model: str) -> dict[str, Any]:
 
 
 def offloads(trainer: TrainerConfig, model: str) -> bool:
-    """Return True if these workers offload their models after a step, by the optimizer section of each model."""
+    """Return True if the workers of `model` offload after a step: the optimizer of each model on them must say so."""
     if model == "ref":
         return True
     names = ["critic"] if model == "critic" else [name for name in ("policy", "critic") if name not in trainer.apart]
@@ -338,7 +338,7 @@ def _following(path: str) -> tuple[str, ...]:
 
 
 def _problems(config: SkyRLTrainConfig, path: str) -> Iterator[str]:
-    """Yield the reason if a server does not support the given field."""
+    """Yield the reason why a server does not support the given field; nothing if it does."""
     support = find(TORCH_SUPPORT, path)[1]
     value, default = _at(config, path), _at(SkyRLTrainConfig(), path)
     if path == "trainer.strategy" and value == "megatron":

@@ -61,7 +61,7 @@ def validate(config: SkyRLTrainConfig) -> None:
 
 
 def validate_sft(config: SFTConfig) -> None:
-    """Check a configuration of supervised fine-tuning in the same way."""
+    """Check a configuration of supervised fine-tuning. Warns and raises as `validate`."""
     problems = [*_scheduler_problems("", config.optimizer_config), *_folder_problems("", config)]
     try:
         problems += unsupported_in_sft(config, find_strategy(config).support)

@@ -119,7 +119,7 @@ def remove_old_dumps(export_path: str | Path, step: int, max_to_keep: int) -> No
 
 
 def _source_name(data_source: str) -> str:
-    """Return the file name for a data source: a single path component, different from the name of the metrics."""
+    """Return the file name for a data source: a single path component that differs from the metrics file's name."""
     name = re.sub(r"[^\w.+-]", "_", data_source)[:200].lstrip(".") or "_"
     return f"_{name}" if name == AGGREGATED else name
 

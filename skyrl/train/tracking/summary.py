@@ -1,4 +1,4 @@
-"""Summary at the end of a run: what was done, results, and locations of files."""
+"""Summary at the end of a run: title, results, and locations of files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ def closing_summary(title: str, places: Mapping[str, Path | str], values: Mappin
     """Return the lines of a table under a title.
 
     Args:
-        title: What was done.
+        title: Description of the completed work.
         places: Paths or URLs by description. Paths that do not exist are left out.
         values: Metrics to show.
     """

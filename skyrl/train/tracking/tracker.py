@@ -128,7 +128,7 @@ class _Worker:
 
 
 class _MetricsFile:
-    """File with one JSON object per step, in order. A crash during a write loses only that line."""
+    """File with one JSON object per step, in order. A crash during a write loses at most the last line."""
 
     def __init__(self, path: Path, resumed_step: int | None):
         self._path = path

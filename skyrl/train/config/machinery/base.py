@@ -1,13 +1,12 @@
-"""Base of every configuration class: check each value when it is set, take overrides, and resolve.
+"""Base of all configuration classes: checks of values, overrides, and resolution.
 
-A configuration is a tree of dataclasses. A value is checked when it is set (its type, strictly, and its range); rules
-about several fields are checked by `resolve`, because a program sets fields one after another. Overrides are laid over
-the tree of default instances, so that a nested override keeps the defaults beside it.
+A configuration is a tree of dataclasses. The type (strict) and the range of a value are checked when it is set. Rules
+about several fields are checked by `resolve`, because a program sets fields one after another. Overrides are merged
+into the tree of default instances, so overriding a field does not reset the other fields of its section.
 
-To add a field, add it with a docstring under it to the class that owns it; a row of `skyrl.train.strategy.jax_fields`
-says what becomes of it, and docs/config.md is written again. To add a rule, yield a message from `problems` of the
-smallest class that holds all fields it is about. A class of your own is a `@dataclass` that inherits from the one it
-extends.
+To add a field, add it with a docstring to the class that owns it, add its row to `skyrl.train.strategy.jax_fields`, and
+regenerate docs/config.md. To add a rule, yield a message from `problems` of the smallest class that contains all fields
+of the rule. To extend a class, inherit from it and decorate the subclass with `@dataclass`.
 """
 
 import copy
@@ -45,11 +44,11 @@ class BaseConfig(Section):
 
     @classmethod
     def from_dict_config(cls, cfg: Mapping[str, Any]) -> Self:
-        """The defaults with `cfg` laid over them.
+        """Return the defaults, overridden by `cfg`.
 
         Args:
-            cfg: A mapping of fields, nested where they are configurations, or an OmegaConf container (interpolations
-                are resolved).
+            cfg: Mapping of fields, with nested mappings for sections, or an OmegaConf container (interpolations are
+                resolved).
 
         Raises ConfigError, which names every unknown field and every value of a wrong type or out of range.
         """
@@ -57,7 +56,7 @@ class BaseConfig(Section):
 
     @classmethod
     def from_cli_overrides(cls, args: Iterable[str] | Mapping[str, Any]) -> Self:
-        """The defaults with `["key.path=value", ...]` (values in YAML) or `{"key.path": value, ...}` laid over them.
+        """Return the defaults, overridden by `["key.path=value", ...]` (values in YAML) or `{"key.path": value, ...}`.
 
         Raises ConfigError as `from_dict_config` does, and for arguments of another form.
         """
@@ -65,21 +64,21 @@ class BaseConfig(Section):
 
     @classmethod
     def from_file(cls, path: str | Path, args: Iterable[str] | Mapping[str, Any] = ()) -> Self:
-        """The defaults, over them a YAML, JSON or TOML file, over that the overrides `args`."""
+        """Return the defaults, overridden first by a YAML, JSON or TOML file, then by `args`."""
         return cls.from_dict_config(read_file(path)).with_overrides(nested(args))
 
     def is_given(self, name: str) -> bool:
-        """Return True if a field was set, in any way or by a subclass's default: not left out, nor derived."""
+        """Return True if a field was set explicitly, or if a subclass changes its default. False for derived values."""
         default = type(self).__dataclass_fields__[name].default
         owner = [cls for cls in type(self).__mro__ if name in getattr(cls, "__dataclass_fields__", ())][-1]
         return name in self.__dict__.get("_given", ()) or default != owner.__dataclass_fields__[name].default
 
     def fill_in(self, name: str, value: Any) -> None:
-        """Set a field that was left out and follows from others; it stays one that was left out."""
+        """Set a field to a derived value. `is_given` still returns False for it."""
         object.__setattr__(self, name, value)
 
     def with_overrides(self, cfg: Mapping[str, Any]) -> Self:
-        """A copy with `cfg` laid over it. Raises ConfigError."""
+        """Return a copy, overridden by `cfg`. Raises ConfigError as `from_dict_config` does."""
         if self._resolved:
             raise ConfigError(f"{type(self).__name__}: {_RESOLVED}")
         config = copy.deepcopy(self)
@@ -87,12 +86,13 @@ class BaseConfig(Section):
         return config
 
     def resolve(self) -> Self:
-        """A copy in which values that follow from others are filled in, and every rule holds.
+        """Return a copy with derived values filled in, after checking all rules.
 
-        Fields of the copy cannot be set, so that nothing in it grows stale: change this configuration and resolve it
-        again. Resolving a resolved configuration returns it.
+        Fields of the copy cannot be set, because its derived values would then be outdated. To change a value, change
+        this configuration and resolve it again. A resolved configuration is returned unchanged.
 
-        Raises ConfigError, which names every broken rule; warns of what is allowed and probably not meant.
+        Raises ConfigError, which names every broken rule. Warns about settings that are allowed but probably
+        unintended.
         """
         if self._resolved:
             return self
@@ -106,7 +106,10 @@ class BaseConfig(Section):
         return config
 
     def derived(self) -> Self:
-        """A copy in which values that follow from others are filled in. Rules may be broken. Raises ConfigError."""
+        """Return a copy with derived values filled in, without checking rules.
+
+        Raises ConfigError for values that were changed in place and are invalid.
+        """
         config = copy.deepcopy(self)
         _raise_if_any(problem for path, node in _walk(config, "") for problem in _recheck(node, path))
         for _, node in _walk(config, ""):
@@ -115,18 +118,21 @@ class BaseConfig(Section):
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`given` in today's names, where fields once had others. Raises ConfigError where both are there."""
+        """Return `given` with old field names replaced by the current ones.
+
+        Raises ConfigError if a field is given by both names.
+        """
         return given
 
     def derive(self) -> None:
-        """Fill in fields that are None and follow from others of this configuration. Children come first."""
+        """Fill in fields that were not given and follow from other fields. Called for sections before their parent."""
 
     def problems(self) -> Iterator[str]:
-        """One message per broken rule about several fields: both values, the rule, a way out."""
+        """Yield a message for each broken rule about several fields: the values, the rule and a fix."""
         return iter(())
 
     def cautions(self) -> Iterator[str]:
-        """One message per thing that is allowed and probably not meant."""
+        """Yield a message for each setting that is allowed but probably unintended."""
         return iter(())
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -142,17 +148,17 @@ class BaseConfig(Section):
 
 
 def get_config_as_dict(cfg: dict[str, Any] | BaseConfig) -> dict[str, Any]:
-    """Plain nested dicts of a configuration, copied; a dict is returned as it is."""
+    """Return a configuration as nested dicts, copied. A dict is returned unchanged."""
     return cfg if isinstance(cfg, dict) else asdict(cfg)
 
 
 def get_config_as_yaml_str(cfg: BaseConfig) -> str:
-    """YAML of a configuration, which `from_file` reads back as an equal one, in which every field counts as given."""
+    """Return a configuration as YAML. `from_file` reads it back as an equal one whose fields all count as given."""
     return dump_yaml(asdict(cfg))
 
 
 def children(config: BaseConfig) -> Iterator[tuple[str, BaseConfig]]:
-    """(field name, configuration) of each configuration that `config` holds."""
+    """Yield (field name, section) for each section of `config`."""
     for field in fields(config):
         value = getattr(config, field.name)
         if isinstance(value, BaseConfig):
@@ -166,18 +172,18 @@ def _walk(config: BaseConfig, path: str) -> Iterator[tuple[str, BaseConfig]]:
 
 
 def _recheck(config: BaseConfig, path: str) -> Iterator[str]:
-    """Problems of values that were changed in place, such as a list that something was appended to."""
+    """Check all values again, and yield problems of values changed in place, such as a list with an appended item."""
     for spec in specs_of(type(config)).values():
         yield from _set(config, spec, getattr(config, spec.name), _join(path, spec.name))
 
 
 def _lay_over(config: BaseConfig, given: object, path: str, cls: type[BaseConfig]) -> list[str]:
-    """Set on `config` what `given` says; returns a message for each thing that cannot be set.
+    """Override fields of a section. Returns a message for each value that cannot be set.
 
     Args:
         config: Section of a configuration.
-        given: Its fields.
-        path: Of the section.
+        given: New values by field.
+        path: Path of the section.
         cls: Class of the whole configuration.
     """
     given = _plain(given)
@@ -211,7 +217,7 @@ def _lay_over(config: BaseConfig, given: object, path: str, cls: type[BaseConfig
 
 
 def _mark(config: BaseConfig, name: str, value: object) -> None:
-    """Note that a field was set; None leaves it out again."""
+    """Record that a field was given. The value None records that it was not."""
     given = config.__dict__.get("_given", set())
     object.__setattr__(config, "_given", given - {name} if value is None else {*given, name})
 
@@ -231,7 +237,10 @@ def _raise_if_any(problems: Iterable[str]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """An OmegaConf container as plain values; anything else as it is. There is none before omegaconf is imported."""
+    """Convert an OmegaConf container to plain values; return other values unchanged.
+
+    omegaconf is not imported here: without the caller's import, no value can be a container.
+    """
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and isinstance(value, omegaconf.Container):
         return omegaconf.OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
@@ -241,7 +250,7 @@ def _plain(value: Any) -> Any:
 def _unknown_paths(
     whole: type[BaseConfig], cls: type[BaseConfig], name: str, where: str, value: object
 ) -> Iterator[str]:
-    """One message for each path in an unknown section that stands for a field, and one for all others."""
+    """Yield messages about an unknown section: one for each path that `field_meant` recognizes, one for the rest."""
     paths = list(_leaves(where, value))
     meant = [path for path in paths if field_meant(path, field_paths(whole))]
     yield from (_unknown(whole, cls, name, path) for path in meant)
@@ -250,7 +259,7 @@ def _unknown_paths(
 
 
 def _leaves(path: str, value: object) -> Iterator[str]:
-    """Paths of what is not a mapping in `value`."""
+    """Yield the paths of the leaves of nested mappings. An empty mapping is a leaf."""
     if not isinstance(value, Mapping) or not value:
         yield path
         return
@@ -259,7 +268,7 @@ def _leaves(path: str, value: object) -> Iterator[str]:
 
 
 def _unknown(whole: type[BaseConfig], cls: type[BaseConfig], name: str, where: str) -> str:
-    """A message about a path that has no field: `cls`, a section of `whole`, has none of that name."""
+    """Return the message about an unknown path: `cls`, the class of a section of `whole`, has no field `name`."""
     known = list(specs_of(cls))
     prefix = where.removesuffix(name)
     meant = field_meant(where, field_paths(whole))
@@ -270,7 +279,7 @@ def _unknown(whole: type[BaseConfig], cls: type[BaseConfig], name: str, where: s
 
 
 def field_paths(cls: type[BaseConfig], prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all fields of `cls` and of its sections."""
+    """Yield the dotted paths of all fields of `cls`, including those of its sections."""
     for spec in specs_of(cls).values():
         if spec.config_class is None:
             yield prefix + spec.name
@@ -279,7 +288,7 @@ def field_paths(cls: type[BaseConfig], prefix: str = "") -> Iterator[str]:
 
 
 def _paths_to(cls: type[BaseConfig], name: str, prefix: str) -> Iterator[str]:
-    """Paths of fields called `name` in the sections of `cls`, and in theirs."""
+    """Yield the paths of fields called `name` in the sections of `cls`, at any depth."""
     for spec in specs_of(cls).values():
         if spec.config_class is not None:
             path = f"{prefix}{spec.name}."

@@ -4,17 +4,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 RESUMING = ("resume_mode", "resume_path", "resume_from")
-"""Settings that say where a run begins, and are others each time."""
+"""Settings that select the start of a run. They are not compared, because a resumed run has different values."""
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Settings that have other values now, such as "trainer.seed=1, now 2". Of those that both have."""
+    """Return the settings with different values, such as "trainer.seed=1, now 2", if both configurations have them."""
     one, other = dict(leaves(before)), dict(leaves(now))
     return [f"{name}={one[name]}, now {other[name]}" for name in other if name in one and one[name] != other[name]]
 
 
 def leaves(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every setting, but those of where a run begins."""
+    """Yield (path, value) of every setting except those in `RESUMING`."""
     for name, value in settings.items():
         if name in RESUMING:
             continue

@@ -1,4 +1,4 @@
-"""One field of a configuration class: its type, what it accepts, and what its docstring says."""
+"""Fields of a configuration class: their types, accepted values and docstrings."""
 
 import ast
 import functools
@@ -24,11 +24,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 """A number from 0 to 1."""
 
 MinusOneOrMore = Annotated[int, Field(ge=-1)]
-"""A count, where -1 stands for none or all."""
+"""A count, or -1 for none or all, as the field documents."""
 
 
 def _as_list(value: object) -> object:
-    """A list of the one text that is given in the place of one."""
+    """Put a single text into a list. Other values are unchanged, and so is text with the YAML of another type."""
     try:
         return [value] if isinstance(value, str) and isinstance(load_yaml(value), str) else value
     except (yaml.YAMLError, ConfigError):
@@ -36,7 +36,7 @@ def _as_list(value: object) -> object:
 
 
 OneOrMore = Annotated[list[str], BeforeValidator(_as_list)]
-"""A list of texts, of which a single one may be given as it is: `train_data=train.jsonl`."""
+"""A list of texts. A single text may be given without a list: `train_data=train.jsonl`."""
 
 
 class Section:
@@ -44,14 +44,14 @@ class Section:
 
 
 def known_name(value: object, names: Sequence[str | None]) -> None:
-    """Raises ValueError, with the nearest of `names`, if `value` is none of them."""
+    """Raise ValueError if `value` is not one of `names`. The message suggests the most similar name."""
     if value not in names:
         known = [str(name) for name in names]
         raise ValueError(f"known: {', '.join(known)}{did_you_mean(str(value), known)}")
 
 
 def one_of(*names: str | None) -> AfterValidator:
-    """A check that a value is one of `names`."""
+    """Return a validator that accepts only `names`."""
 
     def check(value: Any) -> Any:
         known_name(value, names)
@@ -66,23 +66,23 @@ class FieldSpec:
 
     name: str
     hint: Any
-    """The annotation, with its `Annotated` parts."""
+    """Type annotation of the field, including `Annotated`."""
     config_class: Any
-    """The configuration class that the field holds, None for a plain value."""
+    """Class of the section if the field is a section; None for a plain value."""
     base: Callable[[], Any]
-    """Makes what a mapping is laid over where the field is None."""
+    """Creates the section into which an override is merged if the field is None."""
     adapter: TypeAdapter[Any] | None
-    """Checks a plain value; None for a configuration."""
+    """Validator of a plain value; None for a section."""
     optional: bool
 
     def takes_none(self, value: object) -> bool:
-        """Return True if `value` is a None that this field may hold."""
+        """Return True if `value` is None and this field accepts None."""
         return self.optional and (value.value if isinstance(value, Written) else value) is None
 
     def checked(self, value: Any) -> Any:
-        """`value` as the field holds it. Raises ValueError if it has another type or is out of range.
+        """Return `value` as it is stored. Raises ValueError if it has the wrong type or is out of range.
 
-        Types are strict: a string is no number, True is no number, 2.0 is no int; an int is a float.
+        Types are strict: a string and True are not numbers, and 2.0 is not an int. An int is accepted as a float.
         """
         if self.adapter is None:
             return self._checked_config(value)
@@ -107,7 +107,7 @@ class FieldSpec:
 
 @functools.cache
 def specs_of(cls: type) -> dict[str, FieldSpec]:
-    """The fields of a configuration class by name. Raises TypeError for a subclass that is no `@dataclass`."""
+    """Return the fields of a configuration class by name. Raises TypeError for a subclass without `@dataclass`."""
     hints = get_type_hints(cls, include_extras=True)
     known = {field.name: field for field in fields(cls)}
     added = [name for name, hint in hints.items() if name not in known and get_origin(hint) is not ClassVar]
@@ -118,7 +118,7 @@ def specs_of(cls: type) -> dict[str, FieldSpec]:
 
 @functools.cache
 def meanings_of(cls: type) -> dict[str, str]:
-    """The docstring under each field, inherited ones too, as one line; fields without one are left out."""
+    """Return the docstrings of fields, including inherited fields, each as one line. Omits undocumented fields."""
     meanings: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         try:
@@ -146,7 +146,7 @@ def _spec(name: str, hint: Any, base: Callable[[], Any] | None) -> FieldSpec:
 
 
 def _is_not_yaml(hint: Any) -> bool:
-    """Return True if YAML has only text or lists for values of this type, which are therefore converted."""
+    """Return True for types that YAML can write only as text or as a list. Their values are converted."""
     kind = get_origin(hint) or hint
     return isinstance(kind, type) and issubclass(kind, Enum | PurePath | tuple | set | frozenset)
 

@@ -17,17 +17,17 @@ class FieldHelp(NamedTuple):
     """Help on one field."""
 
     path: str
-    """Its name in an override, such as trainer.policy.model.lora.rank."""
+    """Name of the field in an override, such as trainer.policy.model.lora.rank."""
     type: str
-    """Its type, as in Python."""
+    """Type in Python notation."""
     default: str
-    """Its default, as an override would write it."""
+    """Default value, in the notation of an override."""
     meaning: str
-    """Meaning: what it does, its unit, and what special values mean."""
+    """Effect of the field, its unit, and the meaning of special values."""
 
 
 def describe_fields(config: BaseConfig, path: str = "") -> Iterator[FieldHelp]:
-    """Every field below `config`, whose values are the defaults; those of sections that are None by default too."""
+    """Yield help on every field below `config`, also in sections that are None. The values of `config` are defaults."""
     cls = type(config)
     types, meanings = get_type_hints(cls), meanings_of(cls)
     for name, spec in specs_of(cls).items():
@@ -40,18 +40,18 @@ def describe_fields(config: BaseConfig, path: str = "") -> Iterator[FieldHelp]:
 
 
 def render_help(cls: type[BaseConfig]) -> str:
-    """Help text for overrides of `cls`: a line "path: type = default" for each field, and below it what it means."""
+    """Return help text for overrides of `cls`: a line "path: type = default" and the meaning of each field."""
     return _rendered(describe_fields(cls()))
 
 
 def render_values(config: BaseConfig, refusal: Callable[[str], str | None]) -> str:
-    """The same with the values that a run would use, and a mark at those of which no other is taken.
+    """Return help text with the values that a run would use. Fields that accept no other value are marked.
 
     Args:
-        config: Values that are given; the others follow from them.
-        refusal: Gets the path of a field and returns why another value is refused, None if it is not.
+        config: Given values; all other values are derived.
+        refusal: Returns the reason why the field at a path accepts no other value; None if it accepts others.
 
-    Raises ConfigError for values that are changed in place to what they cannot be.
+    Raises ConfigError for values that were changed in place and are invalid.
     """
     values = {field.path: field.default for field in describe_fields(config.derived())}
     fields: list[FieldHelp] = []
@@ -80,6 +80,6 @@ def _type_text(hint: Any) -> str:
 
 
 def _default_text(value: object) -> str:
-    """JSON, which is YAML too, with the user's home folder as ~."""
+    """Return a value as JSON, which is also YAML, and a string as it is. The user's home folder becomes ~."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.replace(os.path.expanduser("~/"), "~/")

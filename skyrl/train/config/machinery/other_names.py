@@ -1,6 +1,7 @@
 """Names of settings in other trainers (TRL, verl, transformers), for the messages about unknown fields.
 
-docs/coming-from.md explains them; a key here is the end of a path there, without regard to case.
+docs/coming-from.md explains them. A key of `OTHER_NAMES` is the end of a setting's path in another trainer, in lower
+case.
 """
 
 from collections.abc import Iterable
@@ -87,15 +88,15 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "resume_from_path": ("resume_path", "resume_from"),
     "rollout_data_dir": ("trainer.dump_data_batch",),
 }
-"""Ends of the paths of our fields by ends of the paths of others: the first that the configuration has is meant."""
+"""Ends of our fields' paths, by ends of paths in other trainers. The first one in the configuration is suggested."""
 
 
 def field_meant(path: str, paths: Iterable[str]) -> str | None:
-    """The one of `paths` that a setting of another trainer stands for; None if there is none.
+    """Return the path in `paths` that corresponds to a setting of another trainer; None if there is none.
 
     Args:
-        path: Of the setting, such as learning_rate, lora-rank or actor_rollout_ref.actor.optim.lr.
-        paths: Of the fields of a configuration.
+        path: Path of the setting, such as learning_rate, lora-rank or actor_rollout_ref.actor.optim.lr.
+        paths: Paths of the fields of a configuration.
     """
     known, parts = list(paths), path.lower().replace("-", "_").split(".")
     section = path.rpartition(".")[0]

@@ -1,7 +1,7 @@
 """Configuration as text: YAML and TOML files, and `key.path=value` as people write it on a command line.
 
 Scalars follow the YAML 1.2 core schema: `1e-6` is a number; `on`, `0123` and `2024-01-01` are strings, not a boolean,
-an octal number and a date. A key that a mapping holds twice is refused.
+an octal number and a date. Duplicate keys of a mapping are rejected.
 """
 
 import json
@@ -43,7 +43,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that YAML 1.1 or 1.2 would read as something else, so that any reader gets them back."""
+    """YAML writer that quotes strings which YAML 1.1 or 1.2 would read as another type."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: list(resolvers) for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
@@ -54,7 +54,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """A string, in double quotes where PyYAML would break its line at a character and lose it."""
+    """Return the node of a string, in double quotes if it contains a line break that PyYAML would otherwise lose."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if set(text) & _LINE_BREAKS else None)
 
 
@@ -68,9 +68,9 @@ for _tag, _pattern, _first in _SCALARS:
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a YAML text.
+    """Parse a YAML text.
 
-    Raises ConfigError for a key that is there twice and for a value that contains itself, yaml.YAMLError for no YAML.
+    Raises ConfigError for a duplicate key or a value that contains itself, and yaml.YAMLError for invalid YAML.
     """
     value = yaml.load(text, _Loader)
     try:
@@ -81,12 +81,15 @@ def load_yaml(text: str) -> Any:
 
 
 def dump_yaml(value: object) -> str:
-    """YAML of plain values, enum members and paths, mappings in their own order. `load_yaml` reads plain ones back."""
+    """Return plain values, enum members and paths as YAML. Keys keep their order. `load_yaml` restores plain values."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The mapping in a .yaml, .yml, .json or .toml file. Raises ConfigError if there is none that can be read."""
+    """Return the mapping in a .yaml, .yml, .json or .toml file; {} for an empty file.
+
+    Raises ConfigError for a file that is missing, unreadable or not a mapping.
+    """
     path = Path(path)
     if path.suffix not in (".toml", ".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: unknown kind of file; write .yaml, .yml, .json or .toml")
@@ -105,7 +108,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 class Written:
-    """A value from a command line: what YAML makes of it, and the text, which is what a string field gets."""
+    """A value from a command line: its text, and the text parsed as YAML. A string field may use the text."""
 
     def __init__(self, text: str):
         self.text = text
@@ -116,7 +119,7 @@ class Written:
 
     @property
     def may_be_text(self) -> bool:
-        """True if a string field may take the text itself: `run_name=123` means "123"; null means no name."""
+        """True if a string field may use the text: `run_name=123` means "123". False for null, which means no name."""
         return self.text == "" or isinstance(self.value, bool | int | float)
 
     def __repr__(self) -> str:
@@ -124,16 +127,16 @@ class Written:
 
 
 def unwritten(value: Any) -> Any:
-    """`value` with every `Written` in it replaced by what YAML makes of it."""
+    """Return `value` with every `Written` in nested mappings replaced by its parsed value."""
     if isinstance(value, Mapping):
         return {key: unwritten(item) for key, item in value.items()}
     return value.value if isinstance(value, Written) else value
 
 
 def nested(overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The tree that `["a.b=1", ...]` or `{"a.b": 1, ...}` describes; where two say the same, the later one counts.
+    """Return nested mappings for `["a.b=1", ...]` or `{"a.b": 1, ...}`. Later entries override earlier ones.
 
-    Values of a mapping stay what they are. Raises ConfigError for what is not `key.path=value`.
+    Values of a mapping are not parsed. Raises ConfigError for an argument that is not `key.path=value`.
     """
     if isinstance(overrides, Mapping):
         pairs = list(overrides.items())
@@ -151,7 +154,7 @@ def nested(overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(below: Mapping[Any, Any], above: Mapping[Any, Any]) -> dict[Any, Any]:
-    """`above` laid over `below`: mappings are merged, everything else is replaced."""
+    """Return `below` overridden by `above`: nested mappings are merged, other values are replaced."""
     result = dict(below)
     for key, value in above.items():
         lower = result.get(key)

@@ -1,1 +1,1 @@
-"""Rules between fields of a trainer's configuration: what is refused, renamed, or has no effect."""
+"""Rules about fields of a trainer's configuration: invalid combinations, old names, and options without effect."""

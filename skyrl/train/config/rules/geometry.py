@@ -1,8 +1,8 @@
-"""Cuts of a training batch: into mini-batches, over ranks, into micro-batches.
+"""Division of a training batch into mini-batches, over ranks, and into micro-batches.
 
-One `BatchGeometry` per model serves validation, which asks for `problems`, and execution, which asks for the row
-ranges. Where there are no problems, every cut below comes out even: all ranks run the same number of micro-batches of
-the same size, so that collective operations meet, and no row is dropped, repeated or padded.
+Validation calls `problems` of a `BatchGeometry`, and execution gets ranges of rows from it. Without problems, all ranks
+run the same number of micro-batches of equal size, so collective operations match. No row is dropped, repeated or
+padded.
 """
 
 import math
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """The cut of one model's batch. Rows are sequences, the samples of a prompt side by side."""
+    """Division of one model's batch. A row is a sequence; the samples of a prompt are adjacent rows."""
 
     model: str
-    """policy, critic, or ref, which is not trained: its mini-batch is the batch."""
+    """policy, critic or ref. The mini-batch of ref is the whole batch, because ref is not trained."""
     prompts: int
     """Prompts of a batch (trainer.train_batch_size)."""
     samples_per_prompt: int
-    """Samples of each (generator.n_samples_per_prompt)."""
+    """Samples of each prompt (generator.n_samples_per_prompt)."""
     mini_batch_prompts: int
     """Prompts of an optimizer step (trainer.<model>_mini_batch_size)."""
     ranks: int
     """Data-parallel ranks."""
     micro_batch_rows: int
-    """Rows that a rank computes gradients of at once (trainer.micro_train_batch_size_per_gpu)."""
+    """Rows of one forward and backward pass of a rank (trainer.micro_train_batch_size_per_gpu)."""
     forward_batch_rows: int
-    """Rows that a rank computes log-probabilities or values of at once (trainer.micro_forward_batch_size_per_gpu)."""
+    """Rows of one forward pass for log-probabilities or values (trainer.micro_forward_batch_size_per_gpu)."""
 
     @property
     def rows(self) -> int:
@@ -35,23 +35,23 @@ class BatchGeometry:
         return self.prompts * self.samples_per_prompt
 
     def mini_batches(self) -> list[range]:
-        """Rows of each optimizer step, whole prompts each."""
+        """Return the rows of each optimizer step. The samples of a prompt are in the same step."""
         return _cut(range(self.rows), self.mini_batch_prompts * self.samples_per_prompt)
 
     def shares(self, rows: range) -> list[range]:
-        """`rows` of a batch or of a mini-batch over the ranks."""
+        """Split `rows`, a batch or a mini-batch, over the ranks."""
         return _cut(rows, len(rows) // self.ranks)
 
     def micro_batches(self, share: range) -> list[range]:
-        """A rank's share of a mini-batch, in the parts of which gradients are computed."""
+        """Split a rank's share of a mini-batch into the rows of each forward and backward pass."""
         return _cut(share, self.micro_batch_rows)
 
     def forward_batches(self, share: range) -> list[range]:
-        """A rank's share of a batch, in the parts that are scored; the last one may be shorter."""
+        """Split a rank's share of a batch into the rows of each forward pass. The last pass may have fewer rows."""
         return _cut(share, self.forward_batch_rows)
 
     def problems(self) -> Iterator[str]:
-        """One message per cut that does not come out even."""
+        """Yield a message for each division with a remainder."""
         field = "train_batch_size" if self.model == "ref" else f"{self.model}_mini_batch_size"
         mini = f"trainer.{field}={self.mini_batch_prompts}"
         if self.prompts % self.mini_batch_prompts:
@@ -80,6 +80,9 @@ def _cut(rows: range, size: int) -> list[range]:
 
 
 def _divisor(total: int, wanted: int) -> int:
-    """The largest divisor of `total` that is at most `wanted`, or, if that is far below, one they have in common."""
+    """Return the largest divisor of `total` up to `wanted`.
+
+    If it is 10,000 or more below `wanted`, return the greatest common divisor of the two.
+    """
     near = range(wanted, max(wanted - 10_000, 0), -1)
     return next((size for size in near if total % size == 0), math.gcd(total, wanted))

@@ -1,4 +1,4 @@
-"""Names that fields once had. A rewrite of the keys that a user gave, before anything is set; defaults are the same."""
+"""Old names of fields. Keys that a user gives are renamed before any value is set. Defaults are not affected."""
 
 import warnings
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ FLAT_GENERATOR_KEYS = {name: name for name in _KEPT.split()} | {
     "inference_engine_data_parallel_size": "data_parallel_size",
     "remote_inference_engine_urls": "remote_urls",
 }
-"""Old key directly under `generator` -> key under `generator.inference_engine`."""
+"""Old keys directly under `generator`, with their current keys under `generator.inference_engine`."""
 
 
 def from_flat_generator(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`given` with old flat keys moved to `inference_engine`, and without `model_name`, which is the policy's.
+    """Return `given` with old flat keys moved to `inference_engine`, and without the old key `model_name`.
 
-    Warns once (DeprecationWarning) if there are any. Raises ConfigError where an old and a new key say the same.
+    Emits one DeprecationWarning for all old keys. Raises ConfigError if an old key and its new key are both given.
     """
     old = [name for name in given if name in FLAT_GENERATOR_KEYS]
     if not old and "model_name" not in given:
@@ -49,7 +49,7 @@ def from_flat_generator(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def renamed(given: Mapping[str, Any], old: str, new: str) -> Mapping[str, Any]:
-    """`given` with the key `old` called `new`. Raises ConfigError where both are there."""
+    """Return `given` with the key `old` renamed to `new`. Raises ConfigError if both keys are given."""
     if old not in given:
         return given
     if new in given:

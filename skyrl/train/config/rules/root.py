@@ -12,13 +12,13 @@ GROUP_ESTIMATORS = ("grpo", "rloo", "maxrl")
 """Advantage estimators that compare the samples of a prompt."""
 
 FILTERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Parameters that change what is sampled, and their values that do not."""
+"""Sampling parameters that change the distribution, with the values at which they have no effect."""
 MORE_FILTERS = ("min_tokens", "presence_penalty", "frequency_penalty")
-"""Such ones of `additional_kwargs`."""
+"""Sampling parameters in `additional_kwargs` that change the distribution."""
 
 
 def root_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
-    """Conflicts between the sections of a configuration."""
+    """Yield messages about conflicts between the sections of a configuration."""
     yield from _batch_problems(config)
     yield from _length_problems(config)
     yield from _sampling_problems(config)
@@ -30,7 +30,7 @@ def root_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
 
 
 def root_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
-    """Settings that are allowed and probably not meant."""
+    """Yield messages about settings that are allowed but probably unintended."""
     algorithm = config.trainer.algorithm
     temperature = config.generator.sampling_params.temperature
     if algorithm.temperature != temperature:
@@ -62,7 +62,7 @@ def root_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
 
 
 def turn_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
-    """Warn of a limit of inputs that leaves no second turn."""
+    """Yield a message if the limit on input tokens is too low for a second turn after the longest prompt and answer."""
     generator, prompt = config.generator, config.trainer.max_prompt_length
     answer, given = generator.sampling_params.max_generate_length, generator.max_input_length or 0
     if generator.max_turns > 1 and given < prompt + answer:

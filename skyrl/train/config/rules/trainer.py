@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def trainer_problems(trainer: "TrainerConfig") -> Iterator[str]:
-    """Invalid combinations of settings of a `TrainerConfig`."""
+    """Yield messages about invalid combinations of settings of a `TrainerConfig`."""
     if not trainer.policy.model.path:
         yield f"policy.model.path={trainer.policy.model.path}: there is no model to train; name a folder or a hub id"
     if trainer.algorithm.advantage_estimator == "gae" and not trainer.has_critic:

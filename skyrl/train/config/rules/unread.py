@@ -1,6 +1,6 @@
-"""Options of the algorithm that nothing reads, because of what another one says.
+"""Options of the algorithm that have no effect with the current value of another option.
 
-They are allowed, since a sweep over losses may hold the options of all of them, and said.
+They cause a warning, not an error, because a sweep over losses may set the options of all losses.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ DOCUMENTED = {
     "policy_loss_type": ("regular", "dual_clip", "gspo", "sapo", "cispo", "clip_cov", "kl_cov"),
     "advantage_estimator": ("grpo", "rloo", "reinforce++", "token_rewards", "gae", "maxrl"),
 }
-"""Names whose options are known. What is registered or imported beside them may read any option."""
+"""Names whose options are known. Other registered or imported functions may read any option."""
 
 READ_WITH: list[tuple[str, str, tuple[object, ...]]] = [
     ("sapo.tau_pos", "policy_loss_type", ("sapo",)),
@@ -43,11 +43,11 @@ READ_WITH: list[tuple[str, str, tuple[object, ...]]] = [
     ("off_policy_correction.product_mask_low", "off_policy_correction.sequence_mask_metric", ("product",)),
     ("off_policy_correction.product_mask_high", "off_policy_correction.sequence_mask_metric", ("product",)),
 ]
-"""(field, the one that decides whether it is read, values with which it is)."""
+"""(field, field that decides whether it is read, values of the second field with which it is read)."""
 
 
 def unread(algorithm: "AlgorithmConfig") -> Iterator[str]:
-    """A message for each field that was set and is not read."""
+    """Yield a message for each field that differs from its default but is not read."""
     defaults = type(algorithm)()
     for path, switch, values in READ_WITH:
         value, position = attrgetter(path)(algorithm), attrgetter(switch)(algorithm)

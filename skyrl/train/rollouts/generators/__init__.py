@@ -1,5 +1,5 @@
-"""Generators of one's own: the loop of an agent in the place of environments and turns.
+"""Custom generators: the loop of an agent, in place of environments and turns.
 
-generator    what one is, and how a configuration names it
-conformance  a test of a class of one's own, without a model
+generator    interface of a generator, and its lookup by the name in a configuration
+conformance  test of a custom generator, without a model
 """

@@ -1,10 +1,10 @@
-"""A test of a generator of one's own, without a model: what training on its trajectories takes for granted.
+"""Test of a custom generator, without a model: checks that its trajectories meet the requirements of training.
 
     for finding in check_generator(Agent, rollout_config, environment, chat, prompts):
         print(finding.check, finding.problem)
 
-A pretended policy answers with random tokens and keeps what it was asked. `skyrl train check-generator` calls this with
-the prompts and the tokenizer of a configuration.
+A simulated policy (`RandomPolicy`) answers with random tokens and records its calls. `skyrl train check-generator` runs
+the test with the prompts and the tokenizer of a configuration.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from skyrl.train.rollouts.rows import merge_turns
 from skyrl.train.rollouts.sampler import Sampled
 
 TEXT = "The quick brown fox jumps over 13 lazy dogs, and 240 = 8 * 30; no?\nYes!"
-"""Its tokens are what the pretended policy answers with."""
+"""Text whose tokens the simulated policy draws its answers from."""
 LONGEST = 24
-"""Tokens of an answer of the pretended policy at most."""
+"""Maximum number of tokens of an answer of the simulated policy."""
 GRACE_S = 1.0
-"""Seconds that what a check has begun may take to end, where it is cancelled."""
+"""Seconds to wait for the tasks that a check has left running, after cancelling them."""
 SAMPLES = 2
-"""Samples of each prompt, all of them at a time."""
+"""Number of samples of each prompt."""
 
 
 class Finding(NamedTuple):
@@ -46,19 +46,19 @@ class Finding(NamedTuple):
 
 
 class RandomPolicy:
-    """A sampler that answers at random, by its session and its input alone.
+    """Sampler of random answers. An answer depends only on the session and the input.
 
     Args:
-        chat: Of the tokenizer whose tokens are drawn.
-        failing: Raise at every call.
-        hanging: Never answer.
+        chat: Chat with the tokenizer whose tokens are drawn.
+        failing: True: raise an error at every call.
+        hanging: True: never answer.
     """
 
     def __init__(self, chat: Chat, failing: bool = False, hanging: bool = False):
         self._failing, self._hanging = failing, hanging
         self._tokens, self._end = sorted(set(chat.encode(TEXT))), chat.end_of_turn
         self.calls: dict[str, list[tuple[list[int], SamplingParams, Sampled]]] = {}
-        """By session: input, parameters and output of each call."""
+        """Input, parameters and output of each call, by session."""
         self.called = asyncio.Event()
 
     async def sample(self, prompt_token_ids: Sequence[int], params: SamplingParams, session_id: str) -> Sampled:
@@ -90,15 +90,15 @@ def check_generator(
     prompts: Sequence[Prompt],
     timeout_s: float = 30.0,
 ) -> Iterator[Finding]:
-    """Check a generator on some prompts. Yields what comes of each check as it ends.
+    """Check a generator on some prompts. Yields the result of each check when the check ends.
 
     Args:
-        cls: Its class.
+        cls: Class of the generator.
         config: The `generator` section of a resolved configuration.
-        environment: Its `environment` section.
+        environment: The `environment` section of the same configuration.
         chat: Tokenizer and template.
-        prompts: Some that it can do with.
-        timeout_s: Seconds that each check may take.
+        prompts: Prompts that the generator supports.
+        timeout_s: Time limit of each check, in seconds.
     """
     checks = _Checks(cls, config, environment, chat, prompts, timeout_s)
     loop = asyncio.new_event_loop()  # `asyncio.run` would wait for what cannot be cancelled
@@ -123,7 +123,7 @@ class _Checks:
         self._config, self._chat, self._prompts, self._timeout_s = config, chat, prompts, timeout_s
 
     def all(self) -> list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]]:
-        """Checks and what has to hold."""
+        """Return the requirements, each with its check."""
         return [
             ("it gives trajectories that can be trained on", self._gives_trajectories),
             ("a turn is a call of the policy, token for token", self._turns_are_calls),
@@ -136,7 +136,10 @@ class _Checks:
         ]
 
     async def problem(self, check: Coroutine[Any, Any, None]) -> str | None:
-        """Run a check. Return the reason why it fails, or None. Work that it began and cannot be cancelled is left."""
+        """Run a check. Returns the reason if it fails, else None.
+
+        Tasks that the check leaves running are cancelled. Tasks that ignore the cancellation are abandoned.
+        """
         task = asyncio.create_task(check)
         try:
             await asyncio.wait([task], timeout=self._timeout_s)
@@ -156,7 +159,10 @@ class _Checks:
         return None
 
     async def _made(self, policy: RandomPolicy, at_a_time: bool = True) -> dict[str, Generated]:
-        """Trajectories of all prompts by session."""
+        """Generate `SAMPLES` trajectories of each prompt, concurrently if `at_a_time`. Returns them by session.
+
+        Raises _Broken for an invalid trajectory.
+        """
         generator = self._make(policy)
         params, made = self._config.sampling_params, {}
         asked = [(f"{one.instance_id}_{number}", one) for one in self._prompts for number in range(SAMPLES)]
@@ -252,11 +258,11 @@ class _Checks:
 
 
 class _Broken(Exception):
-    """A check does not hold."""
+    """A requirement is violated."""
 
 
 def _told(generated: Generated) -> Any:
-    """All that training depends on."""
+    """Return the parts of a generator's output that training depends on."""
     turns = [
         (list(turn.prompt_ids), turn.sampled, list(turn.closing_ids), turn.reward, turn.token_rewards)
         for turn in generated.turns

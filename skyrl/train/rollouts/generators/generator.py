@@ -1,4 +1,4 @@
-"""A generator: makes the trajectory of a prompt by any calls of the sampler, and rewards it.
+"""Interface of a generator, which makes the trajectory of a prompt by any calls of the sampler, and rewards it.
 
     class Agent(Generator):
         async def generate(self, prompt, params, session_id):
@@ -7,8 +7,8 @@
             right = "7" in self.chat.text(sampled.token_ids)
             return Generated([Turn(tokens, sampled, reward=float(right))], sampled.stop_reason)
 
-A run uses the class that `generator.generator_class=module:Class` names. Retries, timeouts and what a failure costs are
-those of environments; `rows` makes training sequences of the turns; `conformance` tests a class.
+A run uses the class that `generator.generator_class=module:Class` names. Retries, timeouts and limits on failures are
+the same as for environments. `rows` makes training sequences from the turns. `conformance` tests a class.
 """
 
 import math
@@ -29,12 +29,15 @@ from skyrl.utils.registry import Registry
 
 @dataclass(frozen=True)
 class Generated:
-    """Outcome of a prompt."""
+    """Output of a generator for one prompt."""
 
     turns: Sequence[Turn]
-    """Calls of the sampler whose outputs are trained on, in order, with what the sampler was given and gave, as it is:
-    tokens that were encoded anew, or log-probabilities of other tokens, would be trained on as if they were sampled.
-    A turn that continues another begins with all tokens of it, or is a training sequence of its own."""
+    """Calls of the sampler whose outputs are trained on, in order.
+
+    Inputs and outputs must be unchanged: text that was encoded again, or log-probabilities of other tokens, would be
+    trained on as if sampled. A turn whose input begins with all tokens of the current training sequence continues it;
+    any other turn starts a new sequence.
+    """
 
     stop_reason: TrajectoryStopReason
     """Stop reason as in `Trajectory`; stop, length or max_turns."""
@@ -43,18 +46,18 @@ class Generated:
     """The prompt, for records."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the trajectory, beside means of those of turns. `reward/NAME` is a metric of that name, others are
-    `environment/NAME`."""
+    """Metrics of the trajectory, in addition to the means of its turns' metrics. `reward/NAME` keeps its name; any
+    other NAME becomes `environment/NAME`."""
 
 
 class Generator(ABC):
-    """Makes trajectories. One instance serves a run: its `generate` is called for many prompts at a time.
+    """Makes trajectories. A run has one instance, and calls `generate` concurrently for many prompts.
 
     Args:
         sampler: The policy.
-        chat: Its tokenizer and template.
+        chat: Tokenizer and template of the policy.
         config: The `generator` section of the run's configuration.
-        environment: Its `environment` section, with settings of one's own in `skyrl_gym.others`.
+        environment: The `environment` section. Settings for a custom generator can be in `skyrl_gym.others`.
     """
 
     def __init__(self, sampler: Sampler, chat: Chat, config: GeneratorConfig, environment: EnvironmentConfig):
@@ -65,14 +68,16 @@ class Generator(ABC):
 
     @abstractmethod
     async def generate(self, prompt: Prompt, params: SamplingParams, session_id: str) -> Generated:
-        """A trajectory of a prompt.
+        """Return a trajectory of a prompt.
 
-        What it raises fails the attempt, `skyrl.errors.ConfigError` the run. It is cancelled where it takes too long.
+        An exception fails the attempt, except for `skyrl.errors.ConfigError`, which fails the run. A call that exceeds
+        the time limit is cancelled.
 
         Args:
             prompt: A row of the data.
-            params: How to sample; max_generate_length, stop and whatever the generator knows better may be others.
-            session_id: To be given to each call of the sampler: seeds follow from it.
+            params: Sampling parameters. The generator may change max_generate_length and stop, but must not change the
+                temperature or the filters top_p, top_k and min_p.
+            session_id: Must be passed to each call of the sampler, because seeds depend on it.
         """
 
 
@@ -80,7 +85,7 @@ GENERATORS: Registry[type[Generator]] = Registry("generator")
 
 
 def load_generator(name: str) -> type[Generator]:
-    """The class that a configuration names. Raises ConfigError where there is none."""
+    """Return the class that a configuration names. Raises ConfigError if it does not exist or is not a `Generator`."""
     field = f"generator.generator_class={name}"
     try:
         cls = GENERATORS.get(name)
@@ -96,7 +101,8 @@ def load_generator(name: str) -> type[Generator]:
 def check_generated(generated: Any, name: str = "the generator") -> Generated:
     """Validate and return the output of the generator `name`.
 
-    Raises ConfigError, and EnvError or ValueError for a reward or a log-probability that is not finite.
+    Raises ConfigError for an invalid output, EnvError for a reward that is not finite, and ValueError for a
+    log-probability that is not finite.
     """
     if not isinstance(generated, Generated):
         raise ConfigError(f"{name} gave {type(generated).__name__}; give a Generated")
