@@ -53,7 +53,7 @@ AdvantageEstimatorRegistry: Registry[AdvantageEstimator] = Registry("advantage e
 def estimate_advantages(name: str, x: AdvantageInputs, options: Mapping[str, Any]) -> Advantages:
     """Estimate advantages with the estimator `name` (registered, or "module:function") and its settings in `options`.
 
-    The option `advantage_batch_normalize` whitens them over all tokens of the mask.
+    The option `advantage_batch_normalize` whitens the advantages over all tokens of the mask.
 
     Raises KeyError for an unknown name, and ValueError for a batch that the estimator does not support.
     """
@@ -187,7 +187,7 @@ class _Scores:
         self.size: Rows = self.groups.sum(xp.ones_like(self.scores))
         """Number of rows in each row's group."""
         self.others: Rows = xp.where(self.size > 1, self.size - 1, 1.0)
-        """Number of other rows in each row's group; 1 if there are none, as a divisor of zeros."""
+        """Number of other rows in each row's group. 1 for a group of one row, because it is used as a divisor."""
         # Scores are shifted before averaging, so that differences of equal scores are exactly 0.
         shifted = self.scores - self.groups.minimum(self.scores)
         self.centred: Rows = shifted - self.groups.sum(shifted) / self.size

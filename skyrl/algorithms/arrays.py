@@ -34,7 +34,7 @@ def count(mask: Mask, like: Tokens) -> Float[Any, "batch"]:
 
 
 def place(values: np.ndarray, like: Any, dtype: Any = None) -> Any:
-    """Convert a NumPy array to the library and device of `like`. It keeps its own dtype unless another is given."""
+    """Convert a NumPy array to the library and device of `like`. Its dtype stays the same unless `dtype` is given."""
     return array_namespace(like).asarray(values, dtype=dtype, device=device(like))
 
 
@@ -48,8 +48,8 @@ def to_numpy(values: Any) -> np.ndarray:
 def magnitude(difference: Tokens) -> Tokens:
     """Return the absolute value; 0, with gradient 0, within `ROUNDING`.
 
-    For fresh samples, differences of log-probabilities are rounding noise, and so are their signs, which determine the
-    gradient elsewhere.
+    For fresh samples, differences of log-probabilities are rounding noise. The gradient is the sign of the difference,
+    which would then be random.
     """
     xp = array_namespace(difference)
     return xp.where(xp.abs(difference) <= ROUNDING, xp.zeros_like(difference), xp.abs(difference))

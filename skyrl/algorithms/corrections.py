@@ -1,8 +1,8 @@
 """Off-policy corrections: factors that compensate for differences between sampler and trainer probabilities.
 
 The ratio of a token is its probability under the policy at the start of the step ("old"), divided by that under the
-sampling engine ("rollout"). Tokens and sequences are masked by their ratios. The others may be weighted by the ratios
-(truncated importance sampling). The result is a constant factor per token for the policy loss
+sampling engine ("rollout"). Tokens and sequences with extreme ratios are masked. The remaining tokens may be multiplied
+by their ratios (truncated importance sampling). The result is a constant factor per token for the policy loss
 (`LossInputs.correction`). Token weights do not change, so masking shrinks the gradient.
 """
 

@@ -16,9 +16,9 @@ from skyrl.algorithms.arrays import ROUNDING, Mask, Tokens, place, to_numpy
 from skyrl.algorithms.options import pick_options
 
 TIED = 1e-4
-"""Tolerance in nats of a log-probability, well above rounding.
+"""Tolerance of a log-probability in nats, well above rounding errors.
 
-Covariances within it (times the advantage) are equal.
+Covariances are equal if they differ by at most this tolerance times the largest centred advantage.
 """
 
 
@@ -32,7 +32,7 @@ def select_tokens(
 ) -> Tokens | None:
     """Select tokens for the policy loss in `options` (`trainer.algorithm` as a mapping).
 
-    None if the loss selects no tokens. The other arguments are those of `clip_cov_tokens`.
+    Returns None for a loss that does not select tokens. The other arguments are those of `clip_cov_tokens`.
     """
     name = options["policy_loss_type"]
     if name == "clip_cov":

@@ -30,17 +30,17 @@ class Groups:
         self._member = place(numbers[:, None] == np.arange(len(self.sizes))[None, :], like)
 
     def sum(self, values: Rows) -> Rows:
-        """Return the sum of its group's values at each row."""
+        """Return for each row the sum of the values of its group's rows."""
         xp = array_namespace(values)
         return self._spread(xp.sum(xp.where(self._member, values[:, None], 0.0), axis=0))
 
     def minimum(self, values: Rows) -> Rows:
-        """Return the minimum of its group's values at each row."""
+        """Return for each row the minimum of the values of its group's rows."""
         xp = array_namespace(values)
         return self._spread(xp.min(xp.where(self._member, values[:, None], xp.inf), axis=0))
 
     def number_of(self, chosen: Bool[Any, "batch"]) -> Rows:
-        """Return the total number of groups with a chosen row, at each row."""
+        """Return the number of groups with at least one chosen row, repeated for each row."""
         xp = array_namespace(chosen)
         groups = xp.any(self._member & chosen[:, None], axis=0)
         return xp.sum(xp.astype(groups, self._dtype)) + xp.zeros_like(chosen, dtype=self._dtype)

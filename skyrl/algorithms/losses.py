@@ -159,7 +159,7 @@ def make_loss(
 ) -> Loss:
     """Create a loss whose knobs are the function's keyword-only arguments.
 
-    Raises ValueError for one without a default.
+    Raises ValueError for a keyword-only argument without a default.
     """
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for parameter in parameters:
@@ -204,7 +204,7 @@ def ppo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: K
 
 @loss("cispo", needs=OFF_POLICY, optional=CLIPS, multiple_of=ADVANTAGES)
 def cispo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: Knob = 1.2) -> Tokens:
-    """REINFORCE weighted by the clipped ratio, without gradient through the ratio, so clipped tokens have a gradient.
+    """REINFORCE weighted by the clipped ratio. The ratio has no gradient, so clipped tokens still have one.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
@@ -287,7 +287,9 @@ def pack_knobs(name: str, config: Mapping[str, float]) -> np.ndarray:
 
 
 def mixed_loss(x: LossInputs, index: Int[Any, "batch 1"], knobs: Float[Any, "batch knobs"]) -> Tokens:
-    """Return the loss of each token if every row has its own loss and settings, given as data to a single program.
+    """Return the loss of each token for rows with different losses and settings.
+
+    Losses and settings are data, so a single compiled program computes all of them.
 
     Every loss is evaluated on every row. Rows with another loss are replaced by empty rows *before* the evaluation, so
     the contents of a row, NaN included, never reach the value or gradient of another loss.
@@ -341,11 +343,11 @@ def stop_gradient(x: Any) -> Any:
 
 
 def gradient_of(compute: Callable[[Any], tuple[Any, Any]], at: Any) -> tuple[Any, Any]:
-    """Return the gradient of the first result of `compute` (a scalar), without further gradient, and the second result.
+    """Return the gradient of a scalar function as a constant array, and the function's second result.
 
     Args:
-        compute: Function of an array of JAX or torch.
-        at: The array.
+        compute: Function of an array of JAX or torch. Its first result is the scalar.
+        at: Array at which the gradient is computed.
     """
     xp = array_namespace(at)
     if is_jax_namespace(xp):
@@ -387,9 +389,9 @@ def _clip_ratio(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> Tokens:
 
 
 def _clipped_surrogate(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> Tokens:
-    """Return the negated minimum of the two products.
+    """Return minus the minimum of ratio times advantage and clipped ratio times advantage.
 
-    A ratio within rounding of a bound (a bound may be 1) is not clipped.
+    A ratio within rounding of a bound is not clipped. This matters for a bound of 1, the ratio of fresh samples.
     """
     xp = array_namespace(ratio)
     clipped = _clip_ratio(x, ratio, low, high)

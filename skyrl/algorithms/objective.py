@@ -104,8 +104,8 @@ class PolicyObjective:
     on_policy: bool
     """True for one optimizer step per batch.
 
-    `sampling_logprobs` are then the learner's own, without gradient, and the entropy is also returned, so no forward
-    pass is needed before.
+    `sampling_logprobs` are then the learner's own, without gradient, and the pass also returns the entropy. No earlier
+    forward pass is needed.
     """
     loss: Loss = field(compare=False)
     knobs: Mapping[str, float] = field(compare=False)
@@ -191,8 +191,8 @@ def policy_objective(options: Mapping[str, Any], on_policy: bool = False) -> Pol
 def value_loss(x: LossInputs, *, value_clip: float | None) -> Tokens:
     """Return the loss of a critic per token, times its weight, `[batch, tokens]`.
 
-    The loss is half the squared distance between value and return. With clipping, it is the maximum of this and the
-    loss of the value clipped around the old value.
+    The loss is half the squared distance between value and return. With clipping, the same distance is computed for the
+    value clipped to a range around the old value, and the loss is the larger one.
 
     Args:
         x: Token arrays with `values`, `old_values` and `returns`.
@@ -214,7 +214,7 @@ def value_loss(x: LossInputs, *, value_clip: float | None) -> Tokens:
 def entropy(logits: Float[Any, "*batch vocab"]) -> Float[Any, "*batch"]:
     """Return the entropy in nats over the last axis. Differentiable; logits of minus infinity are impossible tokens.
 
-    The logits are those that tokens are sampled from, already divided by the temperature.
+    The logits must already be divided by the sampling temperature.
     """
     xp = array_namespace(logits)
     shifted = logits - stop_gradient(xp.max(logits, axis=-1, keepdims=True))

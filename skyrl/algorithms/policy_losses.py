@@ -58,7 +58,7 @@ def regular(x: LossInputs, *, eps_clip_low: Knob = 0.2, eps_clip_high: Knob = 0.
 def dual_clip(
     x: LossInputs, *, eps_clip_low: Knob = 0.2, eps_clip_high: Knob = 0.2, clip_ratio_c: Knob = 3.0
 ) -> Tokens:
-    """Clipped surrogate, with the objective of negative advantages bounded by `clip_ratio_c` times the advantage.
+    """Clipped surrogate. For negative advantages, the objective is at least `clip_ratio_c` times the advantage.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.

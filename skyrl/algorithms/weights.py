@@ -29,10 +29,10 @@ def token_weights(
     Rows without tokens in the mask (padding or filtered rows) do not count as sequences.
 
     Args:
-        reduction: `token_mean` (all tokens have equal weight), `sequence_mean` (all sequences have equal weight, then
-            their tokens), `prompt_mean` (all prompts have equal weight, then the tokens of all their sequences) or
-            `seq_mean_token_sum_norm` (the mean over sequences of their sum over tokens, divided by a constant; Dr.
-            GRPO, https://arxiv.org/abs/2503.20783).
+        reduction: `token_mean` (all tokens have equal weight), `sequence_mean` (all sequences have equal weight, and so
+            have the tokens within a sequence), `prompt_mean` (all prompts have equal weight, and so have the tokens of
+            all sequences of a prompt) or `seq_mean_token_sum_norm` (the mean over sequences of the sum over their
+            tokens, divided by a constant; Dr. GRPO, https://arxiv.org/abs/2503.20783).
         mask: Loss mask, non-zero for tokens that count.
         like: Array with the library, dtype and shape of the result, such as the log-probabilities.
         uids: Prompt of each row, for `prompt_mean`.
@@ -65,11 +65,11 @@ def token_weights(
 
 
 def _live(counts: Rows) -> Rows:
-    """Return the number of rows with tokens, at least 1, at each row."""
+    """Return the number of rows that have tokens (at least 1), repeated for each row."""
     xp = array_namespace(counts)
     return _at_least_one(xp.sum(xp.astype(counts > 0, counts.dtype)) + xp.zeros_like(counts))
 
 
 def _at_least_one(counts: Rows) -> Rows:
-    """Return divisors that turn empty sums into 0 instead of undefined values."""
+    """Return the counts with 0 replaced by 1, so that an empty sum divided by its count is 0."""
     return array_namespace(counts).where(counts < 1, 1.0, counts)

@@ -92,7 +92,9 @@ def check_sample(
     vocab_size: int,
     max_context_length: int,
 ) -> int:
-    """Check a sample request. Returns its token limit: `max_tokens`, or the rest of the context if that is None.
+    """Check a sample request. Returns the maximum number of tokens to generate.
+
+    This is `max_tokens`, or the rest of the context if `max_tokens` is None.
 
     Raises `RequestError` for the first violation.
     """
@@ -231,7 +233,7 @@ def _float_inputs(name: str, data: Sequence[Datum], targets: list[np.ndarray]) -
 
 
 def _check_clips(spec: Loss, columns: Mapping[str, list[np.ndarray]], config: Mapping[str, Any]) -> None:
-    """Check that lower bounds are not above upper bounds, if either is given per token."""
+    """Check that lower bounds are not above upper bounds, for requests with lower or upper bounds per token."""
     names = ("clip_low_threshold", "clip_high_threshold")
     if not columns.keys() & set(names):
         return

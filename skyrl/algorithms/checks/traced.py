@@ -14,11 +14,11 @@ from skyrl.types import Datum
 
 TARGETS = "target_tokens"
 NAMED = "named."
-"""Prefix of the inputs of a traced loss in a checked datum, where `weights` are those of the pass."""
+"""Prefix of the inputs of a traced loss in a checked datum. `weights` without the prefix are those of the pass."""
 ADDED = {"weights", "mask"}
 """Inputs that client programs add to every datum, even if the loss does not read them."""
 LARGEST_INTEGER = 2**24
-"""Largest integer up to which all integers are exact in float32."""
+"""All integers up to this magnitude are exact in float32."""
 
 
 def check_traced_data(

@@ -77,8 +77,8 @@ class Graph:
 def specification_of(inputs: Sequence[tuple[str, int]], nodes: Sequence[Mapping[str, Any]]) -> str:
     """Return the normal form of a graph from a client: nodes with `op`, `name`, `target`, `args` and `kwargs`.
 
-    Raises `RequestError`, which names the node and the rule, for an invalid graph. It does not check whether operations
-    are allowed.
+    Raises `RequestError`, which names the node and the rule, for an invalid graph. `traced_objective` checks whether
+    the operations are allowed.
     """
     if not 1 <= len(inputs) <= MAX_INPUTS:
         raise RequestError(f"inputs: {len(inputs)} of them; a loss takes 1 to {MAX_INPUTS}, logprobs included")

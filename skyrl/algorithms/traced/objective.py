@@ -24,12 +24,12 @@ from skyrl.errors import RequestError
 from skyrl.types import ForwardBackwardOutput
 
 MAX_COST = 512
-"""Maximum total cost of a graph's operations, in arrays of a tile."""
+"""Maximum total cost of a graph's operations. The unit is one array with the size of a tile."""
 MAX_METRICS = 32
 CALLS = ("call_function", "call_method")
 
 Metrics = dict[str, Float[Any, "batch segments"]]
-"""One number per datum, by name."""
+"""One number per datum for each metric, by name."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TracedObjective:
     """See `specification_of`."""
     graph: Graph = field(compare=False, repr=False)
     min_tokens: int = field(default=1, compare=False)
-    """Minimum number of tokens per datum for which the loss is defined: it may use the second or the last but one."""
+    """Minimum number of tokens per datum for which the loss is defined: 2 for a loss that reads the second token."""
     min_columns: int = field(default=1, compare=False)
     """Minimum number of targets per token for which the loss is defined."""
     needs: tuple[str, ...] = field(default=(), init=False)
@@ -121,7 +121,7 @@ def refuse_not_finite(output: ForwardBackwardOutput) -> None:
 
 
 def evaluate(graph: Graph, layout: Layout, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Evaluate loss and metrics of each datum, `[batch, slots]`.
+    """Evaluate loss and metrics of each datum, `[batch, slots]` (see `ragged`).
 
     Args:
         graph: The loss.

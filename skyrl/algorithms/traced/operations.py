@@ -3,8 +3,8 @@
 An operation is found by its name in the wire format: `torch.exp`, `operator.add`, or `.exp` for a tensor method. A
 function gets the layout of the data, and positional and keyword arguments with torch's names. It computes the same as
 torch, gradient included, in float32; integers of the data are also float32. To allow another operation, add a function
-with `@allowed`. Its result must not be larger than a tile. Its `cost` is the number of arrays of that size that it
-creates.
+with `@allowed`. The result of the function must not be larger than a tile. `cost` is the number of arrays of this size
+that the function creates.
 """
 
 import inspect
@@ -44,7 +44,7 @@ DTYPES = ("float32", "float", "bool", "int64", "long", "int32", "int")
 
 
 def allowed(*names: str, cost: int = 1) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function under these names of the wire format."""
+    """Register the decorated function under these names of the wire format. See the module docstring for `cost`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         entry = Operation(function, inspect.signature(function), cost)
@@ -55,7 +55,7 @@ def allowed(*names: str, cost: int = 1) -> Callable[[Callable[..., Any]], Callab
 
 
 def _names(*names: str) -> tuple[str, ...]:
-    """Return the names of torch functions and of the methods with the same names."""
+    """Return the names of torch functions and of tensor methods, in the wire format: `torch.exp` and `.exp`."""
     return tuple(text for name in names for text in (f"torch.{name}", f".{name}"))
 
 

@@ -2,12 +2,13 @@
 
 The shape of a value is its shape for one datum, as a tuple of `Dim`: the datum's tokens, its targets per token, or 1.
 One array contains the value of all datums: `[batch, tokens]` or `[batch, tokens, targets]` if the first dimension is
-the datum's tokens, else `[batch, slots]` with one number per datum. No value is thus larger than the tile, for any
-graph. Larger shapes (tokens x tokens, one value per target and datum) are rejected.
+the datum's tokens, else `[batch, slots]` with one number per datum. A slot is the number of a datum in its row. No
+value is thus larger than the tile, for any graph. Larger shapes (tokens x tokens, one value per target and datum) are
+rejected.
 
-Padding is a separate datum in the last slot, so results for padding, NaN included, stay there. Cells that a slice
-removed repeat their datum's first cell, and unused targets repeat the first target. They thus contain only values that
-the datum contains anyway.
+Padding is a separate datum in the last slot, so results for padding, NaN included, stay in that slot. Cells that a
+slice removed repeat their datum's first cell, and unused targets repeat the first target. These cells thus contain only
+values that the datum contains anyway.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from array_api_compat import array_namespace
 from skyrl.errors import RequestError
 
 COLUMNS = "K"
-"""Name of the number of targets per token, repeated at each token. No input can have this name."""
+"""Name of the array with the number of targets per token, repeated at each token. No input can have this name."""
 MAX_RANK = 3
 
 
@@ -29,7 +30,7 @@ class Dim(NamedTuple):
 
     kind: Literal["tokens", "columns", "one"]
     dropped: int = 0
-    """Number of tokens by which it is shorter than the datum."""
+    """Number of tokens by which the dimension is shorter than the datum."""
 
 
 TOKENS, TARGETS, ONE = Dim("tokens"), Dim("columns"), Dim("one")
@@ -55,7 +56,7 @@ Operand = Ragged | float | int | bool
 
 
 class Needs:
-    """Minimum number of tokens per datum, and of targets per token, that a loss needs to be defined."""
+    """Minimum numbers of tokens per datum and of targets per token for which a loss is defined."""
 
     def __init__(self) -> None:
         self.tokens = 1
@@ -107,17 +108,17 @@ class Layout:
         return self.xp.max(self.xp.where(self._member, values[:, :, None], self._zero - self.xp.inf), axis=1)
 
     def live(self, dim: Dim) -> Any:
-        """Return the cells of a dimension, as bool `[batch, tokens]`."""
+        """Return bool `[batch, tokens]`: True at tokens of a datum that the dimension still contains."""
         return self.position < self._length - dim.dropped
 
     @cached_property
     def column_count(self) -> Any:
-        """Number of targets per token, for each datum: `[batch, slots]`. A slot is a datum's number in its row."""
+        """The number of targets per token, K, for each datum: float32 `[batch, slots]`."""
         assert self._columns is not None, "only where a value has several targets per token"
         return self.total(self.xp.where(self.position == 0, self._columns, self.xp.zeros_like(self._columns)))
 
     def used(self, width: int) -> Any:
-        """Return the targets that each token has, as bool `[batch, tokens, width]`."""
+        """Return bool `[batch, tokens, width]`: True at the targets that a token has, False at unused ones."""
         assert self._columns is not None, "only where a value has several targets per token"
         return self._counting(width)[:, None, :] <= self._columns[:, :, None]
 
@@ -137,7 +138,7 @@ class Layout:
         return self.total(self.xp.where(self.position == 0, array, self.xp.zeros_like(array)))
 
     def size(self, dim: Dim) -> "Ragged | int":
-        """Return the length of a dimension."""
+        """Return the length of a dimension: 1, or one number per datum."""
         if dim.kind == "one":
             return 1
         return Ragged(self.count - dim.dropped if dim.kind == "tokens" else self.column_count, ())
@@ -162,7 +163,7 @@ class Layout:
         return xp.stack([xp.take(array[row], numbers[row], axis=0) for row in range(array.shape[0])], axis=0)
 
     def moved(self, value: Ragged, by: int, dropped: int) -> Ragged:
-        """Return the value without its first `by` tokens, cut at the end so that `dropped` tokens are missing."""
+        """Return the value without its first `by` tokens, cut at the end to `dropped` tokens fewer than the datum."""
         dim = Dim("tokens", dropped)
         inside = self.position < self._length - dropped
         cells = self._start + by + self.xp.where(inside, self.position, self.xp.zeros_like(self.position))
@@ -176,7 +177,7 @@ class Layout:
         return Ragged(self.at_cells(value.array, cells), value.dims)
 
     def token(self, value: Ragged, place: int) -> Any:
-        """Return one token's number per datum, `[batch, slots]`; negative places count from the end."""
+        """Return the value at token `place` of each datum, `[batch, slots]`. Negative places count from the end."""
         length = self._length - value.dims[0].dropped
         at = place if place >= 0 else length + place
         self.needs.tokens = max(self.needs.tokens, value.dims[0].dropped + (place + 1 if place >= 0 else -place))
@@ -223,7 +224,10 @@ class Layout:
 
 
 def axis_of(value: Ragged, dim: Any) -> int:
-    """Return a dimension of a value, from 0. Raises `RequestError` if it is out of range."""
+    """Return the index of a dimension, from 0. A negative `dim` counts from the end.
+
+    Raises `RequestError` if `dim` is out of range.
+    """
     rank = max(1, len(value.dims))
     if isinstance(dim, bool) or not isinstance(dim, int) or not -rank <= dim < rank:
         raise RequestError(f"dim={dim!r}: the value has {len(value.dims)} dimensions, {described(value.dims)}")

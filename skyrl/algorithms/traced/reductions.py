@@ -17,11 +17,11 @@ from skyrl.algorithms.traced.ragged import MAX_RANK, ONE, Dim, Layout, Ragged, a
 from skyrl.errors import RequestError
 
 MAX_COLUMNS = 64
-"""Maximum number of targets per token of a traced loss, that of one tile."""
+"""Maximum number of targets per token of a traced loss: as many as a tile has."""
 
 
 def _axes(value: Ragged, dim: Any) -> list[int]:
-    """Return the dimensions to reduce, from 0; all of them for None."""
+    """Return the indices of the dimensions to reduce, from 0. For None, return all of them."""
     if dim is None or dim in ((), []):
         return list(range(len(value.dims)))
     listed = list(dim) if isinstance(dim, tuple | list) else [dim]
@@ -39,7 +39,7 @@ def _kept(value: Ragged, axes: list[int], keepdim: Any) -> tuple[Dim, ...]:
 def _reduce(
     layout: Layout, value: Ragged, dim: Any, keepdim: Any, neutral: float, wide: Callable[..., Any], narrow: Any
 ) -> Ragged:
-    """Reduce over columns with `wide`, then over tokens with `narrow`. Unused cells contain `neutral`."""
+    """Reduce over targets with `wide`, then over tokens with `narrow`. Unused cells are replaced by `neutral`."""
     xp, axes = layout.xp, _axes(value, dim)
     array, reduced = value.array, {value.dims[axis].kind: value.dims[axis] for axis in axes}
     if "tokens" in reduced and value.wide and "columns" not in reduced:
@@ -68,7 +68,7 @@ def _amax(layout: Layout, value: Ragged, dim: Any, keepdim: Any = False) -> Ragg
 
 
 def _size(layout: Layout, value: Ragged, dim: Any) -> Any:
-    """Return the number of cells that are reduced to one."""
+    """Return the number of cells that a reduction over `dim` combines into one."""
     size: Any = 1.0
     for axis in _axes(value, dim):
         size = elementwise(layout, lambda a, b: a * b, size, layout.size(value.dims[axis]))
@@ -97,7 +97,7 @@ def mean(layout: Layout, x: Any, /, dim: Any = None, keepdim: Any = False, *, dt
 def _extreme(name: str, elements: Callable[[Any, Any, Any], Any], whole: Callable[..., Any]) -> None:
     @allowed(f"torch.{name}", f".{name}", cost=2)
     def extreme(layout: Layout, x: Any, other: Any = None, /, **unserved: Any) -> Any:
-        """Reduce all values, or two tensors element by element."""
+        """Return the extreme of all values of a tensor, or, given two tensors, the extreme at each element."""
         if unserved or (other is not None and not isinstance(other, Ragged)):
             raise RequestError(f"torch.{name} over a dimension returns places too; use torch.a{name} with dim")
         if other is None:
@@ -237,7 +237,7 @@ _elementwise_loss("smooth_l1_loss", _smooth_l1, "beta")
 
 @allowed("torch.cumsum", ".cumsum", cost=48)
 def cumsum(layout: Layout, x: Any, /, dim: Any, *, dtype: Any = None) -> Any:
-    """Compute running sums over a datum's tokens in log2(tokens) steps, without terms of other datums that cancel."""
+    """Compute running sums over a datum's tokens in log2(tokens) steps. Tokens of other datums are never added."""
     x = check_dtype(layout, layout.floats(tensor(x)), dtype)
     if not x.per_token or axis_of(x, dim) != 0:
         raise RequestError(
@@ -309,7 +309,7 @@ def squeeze(layout: Layout, x: Any, /, dim: Any = None) -> Any:
 def getitem(layout: Layout, x: Any, key: Any, /) -> Any:
     """Return an element of a shape, or a slice of a tensor.
 
-    Keys are indices and slices of tokens, indices of targets, None.
+    A key is an index or slice of tokens, an index of targets, or None.
     """
     if isinstance(x, tuple | list):
         if isinstance(key, bool) or not isinstance(key, int) or not -len(x) <= key < len(x):
