@@ -47,7 +47,7 @@ class StepResult:
     """True if the episode is over."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of this turn. `reward/NAME` becomes the metric of that name, others become `environment/NAME`."""
+    """Metrics of this turn. A name such as `reward/NAME` is kept; any other NAME becomes `environment/NAME`."""
 
     token_rewards: Sequence[float] | None = None
     """Rewards of the turn's tokens, whose sum is `reward`. None: the last token gets the whole reward."""
@@ -66,7 +66,7 @@ class Env(ABC, Generic[C]):
     """Threads and processes for calls that would block the event loop."""
 
     token_ids: Sequence[int] = ()
-    """Tokens of the turn whose text is passed to `step`."""
+    """Token ids of the text that is passed to `step`, set before each call."""
 
     def __init__(self, config: C, extras: Mapping[str, Any]):
         """Create an episode with settings `config` for a row, whose other columns are `extras`.

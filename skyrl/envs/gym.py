@@ -8,8 +8,8 @@
 
 The class need not inherit from `BaseTextEnv`; any class with these methods works, such as one written for skyrl-gym.
 Calls run in up to `environment.skyrl_gym.max_env_workers` threads, one call at a time per episode. A thread cannot be
-stopped: a step that never returns occupies its thread until the process ends, but it no longer counts towards the limit
-once its caller has given up. Code that may hang belongs in an async `Env`.
+stopped: a step that never returns occupies its thread until the process ends. When the caller gives up, the thread no
+longer counts towards the limit. Code that may hang belongs in an async `Env`.
 """
 
 import asyncio

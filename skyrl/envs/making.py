@@ -43,7 +43,7 @@ def make_env(
 def settings_of(options: SkyRLGymConfig, env_id: str) -> BaseConfig | Mapping[str, Any] | None:
     """Return the settings of an environment in `environment.skyrl_gym`.
 
-    Those of "module:Class" have the key `Class`.
+    Settings of an environment "module:Class" have the key `Class`.
     """
     key = env_id.rpartition(":")[2]
     own = getattr(options, key, None) if key in {field.name for field in fields(options)} else options.others.get(key)

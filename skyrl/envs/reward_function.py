@@ -159,7 +159,10 @@ def summing(terms: tuple[tuple[RewardTerm, type[RewardFunctionEnv]], ...]) -> ty
 
 
 def _score(value: Any) -> float | list[float] | None:
-    """Convert a value to a reward (one number, or one per token for one dimension); None if it is neither."""
+    """Convert a value to a reward: one number, or a list with one number per token for a one-dimensional array.
+
+    Returns None for any other value.
+    """
     if (is_array := getattr(value, "ndim", 0) == 1) or isinstance(value, list | tuple):
         numbers = [number_of(one) for one in value]
         return None if None in numbers else (Vector if is_array else list)(one for one in numbers if one is not None)

@@ -1,8 +1,8 @@
 """Threads and processes of environments, for blocking calls and model-written code.
 
 Both are limited, so a thousand trajectories do not start a thousand threads or processes at once. A call that never
-returns occupies only its thread. If its caller gives up, another call may start in addition, and the process can exit
-without waiting for the thread, unlike with a `ThreadPoolExecutor`.
+returns occupies only its thread. When the caller gives up, the thread no longer counts towards the limit. Unlike with a
+`ThreadPoolExecutor`, the process can exit without waiting for such threads.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ class EnvWorkers:
         self._processes: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Start `call` in a thread when one is free. With a limit of 0, run it now.
+        """Start `call` in a thread as soon as the limit allows. With a limit of 0, run it now in this thread.
 
-        Cancelling a running call does not stop it, but it no longer counts towards the limit.
+        A running call that is cancelled does not stop, but no longer counts towards the limit.
         """
         if self.limit:
             waiting = _Call(partial(call, *args, **kwargs), self._give_back)
@@ -58,7 +58,7 @@ class EnvWorkers:
 
     @asynccontextmanager
     async def process(self) -> AsyncIterator[None]:
-        """Context that waits until another process may run code."""
+        """Context in which the caller may run one process. Waits while the maximum number of processes run."""
         # A semaphore belongs to one event loop; programs and tests may run several loops in sequence.
         loop = asyncio.get_running_loop()
         slots = self._processes.setdefault(loop, asyncio.Semaphore(max(1, min(self.limit, os.cpu_count() or 1))))
@@ -100,9 +100,9 @@ class _Call(Future[T]):
         self._leave()
 
     def cancel(self) -> bool:
-        """Cancel as any future does: returns False if the call is running.
+        """Cancel the call if it has not started. Returns False if it is running, as any future does.
 
-        It stops counting towards the limit in any case.
+        A running call continues, but no longer counts towards the limit.
         """
         cancelled = super().cancel()
         if self.running():

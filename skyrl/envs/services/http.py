@@ -43,8 +43,8 @@ async def post_json(
 ) -> Any:
     """POST the JSON `body` to `url` and return the JSON response. Retries temporary failures.
 
-    Raises EnvError with the URL if the server is unreachable or the response is not JSON, and its subclass StatusError
-    for an error status.
+    Raises EnvError with the URL if the server is unreachable or the response is not JSON. For an error status, it is
+    the subclass StatusError.
     """
     problem, response = "", None
     for attempt in range(ATTEMPTS):

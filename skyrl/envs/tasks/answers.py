@@ -109,7 +109,7 @@ def exact_number(text: str) -> Fraction | None:
 
 
 def same_answer(gold: object, said: str) -> bool:
-    """Return True if two answers are equal as numbers or as texts, after normalization. An empty answer equals none."""
+    """Return True if two answers are equal as numbers or as texts, after normalization. False for empty answers."""
     if len(said) > LONGEST:
         return False
     wanted, got = normalize(str(gold)), normalize(said)

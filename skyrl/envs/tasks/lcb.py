@@ -1,7 +1,8 @@
 """Programming problems (LiveCodeBench): reward 1 if the solution passes all tests, else 0.
 
-The last code block of the answer is run once per test, in a process that receives only the test's input; outputs are
-compared here. A test either calls a function with JSON arguments or gives a program its standard input.
+The last code block of the answer is run once per test, in a process that receives only the test's input. Its output is
+compared outside of that process. A test either calls a function with JSON arguments or gives a program its standard
+input.
 
 Differences from skyrl-gym 0.4.0: a program's process has no network, no access to other processes, and limited memory;
 NumPy and pandas are not pre-imported; tuples count as lists at any depth; results are compared as JSON, so an object
@@ -139,7 +140,7 @@ class LCBEnv(Env[LCBConfig]):
 
 
 def _case(given: Any, functional: bool) -> dict[str, Any]:
-    """Convert the input of a test. Function arguments are given as lines of JSON."""
+    """Convert the input of a test to a case of the sandbox. The arguments of a function are lines of JSON."""
     return {"arguments": [json.loads(line) for line in given.split("\n")]} if functional else {"stdin": str(given)}
 
 

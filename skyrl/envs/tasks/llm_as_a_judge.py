@@ -1,8 +1,8 @@
 """Answers scored by a language model as judge, at any URL with OpenAI's chat API.
 
-If the judge is unreachable or does not give a score, that is an `EnvError`, which a rollout may retry, never a reward
-of 0. The answer is enclosed in random marks that the model cannot know. A judge that rejects a temperature, as
-reasoning models do, is called without one.
+If the judge is unreachable or gives no score, the environment raises `EnvError`, after which a rollout may retry; the
+reward is never 0 for this reason. The answer is enclosed in random marks that the model cannot know. A judge that
+rejects a temperature, as reasoning models do, is called without one.
 """
 
 import asyncio
@@ -44,9 +44,10 @@ def judge_messages(instructions: str, question: str, reference: str, answer: str
 
 @ENVS.register("llm_as_a_judge")
 class LLMJudgeEnv(Env[GSM8kLLMJudgeEnvConfig]):
-    """One turn; the reward is the 0 or 1 from the judge. Needs `reward_spec.ground_truth`.
+    """One turn; the judge gives a reward of 0 or 1. Needs `reward_spec.ground_truth`.
 
-    The key is `OPENAI_API_KEY`. The URL is `OPENAI_BASE_URL` unless the settings have one.
+    The variable `OPENAI_API_KEY` contains the API key. The URL is `base_url` of the settings, or else the variable
+    `OPENAI_BASE_URL`, or else that of OpenAI.
     """
 
     Config = GSM8kLLMJudgeEnvConfig

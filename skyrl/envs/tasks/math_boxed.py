@@ -1,8 +1,8 @@
 """Mathematics with the answer in a box: the last `\\boxed{...}`, compared with the gold answer.
 
 Two answers are equal if they are equal as normalized texts or as numbers (`answers.py`). With `comparison=math-verify`,
-that library compares all other answers, so `2^{10}` equals 1024. Its algebra may take seconds or forever
-(`9^{9^{9^9}}`), so it runs in a process with limits, like model-written code.
+answers that are not equal in this way are compared by the math-verify library, so `2^{10}` equals 1024. Its algebra may
+take seconds or forever (`9^{9^{9^9}}`), so it runs in a process with limits, like model-written code.
 """
 
 from collections.abc import Mapping

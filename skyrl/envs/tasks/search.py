@@ -43,7 +43,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def is_correct(answer: str, targets: str | list[str]) -> bool:
-    """Return True if the answer equals one of the targets after normalization. An empty answer equals none."""
+    """Return True if the answer equals one of the targets after normalization. False for an empty answer."""
     said = normalize(answer)
     return bool(said) and said in [normalize(target) for target in ([targets] if isinstance(targets, str) else targets)]
 
