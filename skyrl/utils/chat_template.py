@@ -19,7 +19,7 @@ SHORT: list[dict[str, Any]] = [{"role": "user", "content": "A"}, {"role": "assis
 """Conversation that ends with the marker."""
 
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
-"""Tags of `transformers` around assistant messages. They render their content."""
+"""Tags of `transformers` around assistant messages. The text between them is rendered unchanged."""
 
 
 def text_after_answer(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

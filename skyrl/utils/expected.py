@@ -32,7 +32,7 @@ NOUNS = {
 
 
 def expected(problems: Iterable[ErrorDetails]) -> str:
-    """Describe a valid value, given the problems of one: "give a whole number", with its position in a list.
+    """Describe a valid value, given the problems of an invalid one: "give a whole number". Names positions in lists.
 
     Problems of a union are alternatives. Problems other than types and ranges keep their own messages.
     """

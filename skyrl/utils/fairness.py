@@ -2,8 +2,8 @@
 
 Service counts as cost divided by the tenant's weight, so tenants that wait all the time are served in proportion to
 their weights. Idle time earns no credit: a tenant that begins to wait starts at the least service of the waiting
-tenants, or at its own service if that is higher. When no tenant waits, all accounts are reset. (New tenants in a stream
-that always has waiting tenants thus go before tenants that have been served. With keys, there is no such stream.)
+tenants, or at its own service if that is higher. When no tenant waits, all accounts are reset. (An endless stream of
+new tenants would thus always go before tenants that have been served. With API keys, there is no such stream.)
 
 Pure: no threads, no clock.
 """
@@ -28,7 +28,7 @@ Rank = tuple[int, int]
 class _Account:
     service: int
     turn: int
-    """Turn at which the tenant was last served, or began to wait. Breaks ties between equal services."""
+    """Sequence number of the tenant's last event: it began to wait, was charged or lined up. Breaks ties."""
 
 
 class Accounts:
@@ -72,8 +72,8 @@ class Accounts:
     def charge(self, tenant: str, cost: int) -> None:
         """Charge a tenant for `cost` tokens of service; a negative cost is a refund.
 
-        The charge of a tenant that does not wait counts when it begins to wait, if other tenants wait all the time
-        until then.
+        The charge of a tenant that is not waiting takes effect when it begins to wait. While no tenant waits, charges
+        are ignored and earlier ones are forgotten.
         """
         if not self._waiting:
             return
@@ -86,7 +86,7 @@ class Accounts:
     def line_up(self, tenant: str) -> None:
         """Put a waiting tenant behind all others with the same service, because its previous work has ended.
 
-        Tenants that began to wait before this call then go first; tenants that begin to wait later do not.
+        Tenants with the same service that already wait then go first, and tenants that begin to wait later do not.
         """
         self._accounts[tenant].turn = self._next_turn()
 
@@ -102,7 +102,8 @@ class Accounts:
     def may_go_early(self, tenant: str, cost: int) -> bool:
         """Return True if a tenant may be served before its turn, because its work fits into the current batch.
 
-        This is allowed if the tenant is ahead of the least served one by at most the price of that work.
+        This is allowed if the tenant's service exceeds the least service of waiting tenants by at most the price of
+        this work.
         """
         return self._accounts[tenant].service <= self._least() + self.price(tenant, cost)
 

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 THRESHOLDS = (20_000, 2, 2)
 """Arguments of `gc.set_threshold`.
 
-A step with a thousand trajectories creates about 100,000 containers that live for a while. With Python's default of
-700, searching for cycles takes longer than creating some of them.
+A step with a thousand trajectories creates about 100,000 containers that live for a while. With Python's default
+threshold of 700, the collector searches for cycles so often that the search can take longer than their creation.
 """
 
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Context with rare garbage collections, which skip the objects that exist at its start.
+    """Context with rare garbage collections, which skip objects that existed at the start of the context.
 
     After its imports, a program has hundreds of thousands of permanent objects, which each full collection would
     traverse. Cycles created in the context are still collected.

@@ -14,7 +14,7 @@ def die_with_parent(link: socket.socket) -> None:
     """Let the kernel kill this process when the thread that started it ends. Does nothing on other systems.
 
     Args:
-        link: Socket connected to the parent, which alone has the other end. Shows whether the parent has already ended.
+        link: Socket whose other end only the parent has. It shows whether the parent has already ended.
 
     Raises:
         OSError: The system call fails.

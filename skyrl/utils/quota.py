@@ -1,7 +1,7 @@
-"""Quotas on concurrent use, shared so that tenants cannot starve another tenant, even together.
+"""Quotas on concurrent use. Other tenants cannot starve a tenant, even together.
 
-A tenant may use as much as it leaves free: half of what the others do not use. A single tenant may thus use half of the
-limit. If n tenants use all they can, each ends up with 1/(n + 1) of it. A tenant without any use is admitted with one
+A tenant may use half of the amount that the other tenants leave free. A single tenant may thus use half of the limit.
+If n tenants use all they can, each ends up with 1/(n + 1) of the limit. A tenant without any use is admitted with one
 request of any size. The total stays below the limit plus one request per tenant.
 """
 

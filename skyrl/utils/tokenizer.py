@@ -40,13 +40,13 @@ class Tokenizer:
         config = _json(folder / "tokenizer_config.json")
         self._named_ids = _named_ids(folder, _id_of(self._tokenizer, config.get("eos_token")))
         self.end_of_turn = self._first_added(text_after_answer(folder, config))
-        """Token that the chat template puts after an answer; None without a template or such a token."""
+        """Special token that the chat template puts after an answer; None if there is no template or no such token."""
         self.eos_ids = frozenset().union(*self._named_ids.values(), self._of_template)
         """Ids that end a sequence: those named by files of the folder, and `end_of_turn`. May be empty."""
 
     @property
     def disagreement(self) -> str | None:
-        """One-line warning if the file with end-of-sequence ids lacks the end-of-turn token of the chat template."""
+        """One-line warning if the file with end-of-sequence ids lacks the template's end-of-turn token, else None."""
         name, ids = next(iter(self._named_ids.items()), ("", self._of_template))
         if self._of_template <= ids:
             return None
@@ -125,7 +125,10 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def _named_ids(folder: Path, token: int | None) -> dict[str, frozenset[int]]:
-    """Return end-of-sequence ids by file: those of the first configuration with any, and the tokenizer's `token`."""
+    """Return end-of-sequence ids by file name.
+
+    They are those of generation_config.json or else of config.json, and `token`, that of tokenizer_config.json.
+    """
     named: dict[str, frozenset[int]] = {}
     for name in ("generation_config.json", "config.json"):
         ids = _json(folder / name).get("eos_token_id")
@@ -136,7 +139,7 @@ def _named_ids(folder: Path, token: int | None) -> dict[str, frozenset[int]]:
 
 
 def _id_of(tokenizer: tokenizers.Tokenizer, token: Any) -> int | None:
-    """Return the id of a token. `token` has the form of tokenizer_config.json: a string or a mapping with `content`."""
+    """Return the id of an entry of tokenizer_config.json: text, or a mapping with `content`. None if there is none."""
     token = token.get("content") if isinstance(token, dict) else token
     return tokenizer.token_to_id(token) if isinstance(token, str) else None
 

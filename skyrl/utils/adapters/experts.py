@@ -16,14 +16,14 @@ from skyrl.errors import RequestError
 from skyrl.utils.adapters.naming import Pair, Pairs, of_module, padded
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
-"""Linear maps of an expert. The fused experts have two parameters: gate above up, and down."""
+"""Linear maps of an expert. The parameters of fused experts are gate_up_proj (rows of gate above up) and down_proj."""
 _PARAMETER = re.compile(r"(.*experts\.)?(gate_up|down)_proj")
-"""Last names, which PEFT writes without a path if target_modules are gate_proj, up_proj and down_proj."""
+"""Names of fused parameters. PEFT writes them without a path if target_modules are gate_proj, up_proj and down_proj."""
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)")
 
 
 def named_weights(config: Mapping[str, Any]) -> list[str]:
-    """Return the target_parameters that are weights of linear maps. They have the same pairs as modules."""
+    """Return the target_parameters that are weights of linear maps. Their pairs have the same form as for modules."""
     return [name for name in config.get("target_parameters") or () if name.endswith("_proj.weight")]
 
 
@@ -38,7 +38,8 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> tup
     Target parameters that are weights of linear maps (`mlp.down_proj.weight`) have ordinary pairs.
 
     Returns:
-        The pairs, and the parameter that rank_pattern and alpha_pattern name, by module of each pair that was fused.
+        The pairs by module; and, for each module from a fused pair, the parameter name that rank_pattern and
+        alpha_pattern use.
 
     Raises RequestError for parameters other than experts.gate_up_proj and experts.down_proj.
     """
@@ -87,11 +88,12 @@ class FusedExperts(NamedTuple):
 def experts_together(pairs: Pairs, where: object) -> FusedExperts:
     """Fuse the pairs of all experts of a layer.
 
-    Gate and up either share A, or together have twice the rank: A of gate above A of up, and a block of B for each.
-    Other pairs are padded with zeros to the same rank. PEFT assumes that names such as up_proj belong to experts, so
-    other linear maps with such a name are also listed in the parameters.
+    If gate and up have the same A, the fused pair has it too. Otherwise, its rank is the sum of their ranks: its A is
+    that of gate above that of up, and its B has one block for each of them. All pairs are padded with zeros to one
+    rank. PEFT assumes that names such as up_proj belong to experts, so other linear maps with such a name are also
+    listed in the parameters.
 
-    Raises RequestError for an adapter that covers only some experts of a layer, or none.
+    Raises RequestError for an adapter that covers no experts, or only some experts of a layer.
     """
     experts: dict[str, dict[str, dict[int, Pair]]] = {}
     made: Pairs = {}
@@ -133,7 +135,7 @@ def _check_whole(experts: Mapping[str, Mapping[str, Mapping[int, Pair]]], where:
 
 
 def _above(gate: Pair, up: Pair) -> Pair:
-    """Return the pair whose rows are gate's above up's."""
+    """Return the fused pair of gate and up. The output rows of gate are above those of up."""
     if np.array_equal(gate.a, up.a):
         return Pair(gate.a, np.concatenate([gate.b, up.b]))
     (rows, rank), (more_rows, more_rank) = gate.b.shape, up.b.shape
@@ -142,7 +144,7 @@ def _above(gate: Pair, up: Pair) -> Pair:
 
 
 def _fused(stack: Sequence[Pair], rank: int) -> Pair:
-    """Return the pair of all experts: experts are outermost in A's rows and innermost in B's columns."""
+    """Fuse the pairs of a layer's experts. Experts are outermost in the rows of A and innermost in the columns of B."""
     pairs = [padded(pair, rank) for pair in stack]
     b = np.stack([pair.b for pair in pairs], axis=-1)
     return Pair(np.concatenate([pair.a for pair in pairs]), b.reshape(len(b), -1))
@@ -153,5 +155,5 @@ def _last(module: str, parts: int) -> str:
 
 
 def is_fused(module: str) -> bool:
-    """Return True for names of pairs on all experts of a layer."""
+    """Return True if `module` is the name of a pair for the fused experts of a layer."""
     return module.removesuffix(".base_layer").endswith(".experts")

@@ -52,7 +52,7 @@ def merge(adapter: StoredAdapter, base: Path, output: Path) -> int:
 
 
 def rows_of_weights(base: Path, stack: ExitStack) -> Rows:
-    """Return a function of a base model's output features by module. It is valid while the stack is open."""
+    """Return a function that maps a module to its number of output features, valid while the stack is open."""
     return _Weights(base, stack).rows
 
 
@@ -67,7 +67,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _by_tensor(where: Path, weights: "_Weights", pairs: dict[str, Pair]) -> dict[str, Pair]:
-    """Return pairs by the names of the tensors to which their products are added."""
+    """Return the pairs, keyed by the name of the tensor to which the product of the pair is added."""
     named: dict[str, Pair] = {}
     for module, pair in pairs.items():
         name = weights.by_text_name.get(text_name(f"{module}.weight"))
@@ -93,7 +93,10 @@ def _by_tensor(where: Path, weights: "_Weights", pairs: dict[str, Pair]) -> dict
 def _changed(
     weights: "_Weights", products: dict[str, Pair], plain: PlainAdapter, config: dict[str, Any]
 ) -> tuple[dict[str, dict[str, Tensor]], bool]:
-    """Return tensors by file, and True if a projection that was tied to the embedding is now a separate tensor."""
+    """Return the merged model's tensors by file.
+
+    The second result is True if a projection that was tied to the embedding is now a separate tensor.
+    """
     files: dict[str, dict[str, Tensor]] = {}
     for name, file in weights.places.items():
         files.setdefault(file, {})[name] = weights.tensor(name)
@@ -144,7 +147,7 @@ class _Weights:
         else:
             self.places = dict.fromkeys(self._file(WEIGHTS).keys(), WEIGHTS)
         self.by_text_name = _unique(self.places)
-        """Names of tensors by their names in a text model."""
+        """Names of tensors in the files, by the names that they have in a text-only model."""
 
     @property
     def embedding(self) -> str:

@@ -49,7 +49,7 @@ class NameCounts(NamedTuple):
     bare: int
     """Number of names without PEFT's prefix."""
     ends: Counter[str]
-    """Number of names by the adapter name in them; "" counts names without .weight at the end."""
+    """Number of tensor names that contain an adapter name, by that name; "" counts names without .weight at the end."""
 
 
 def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, NameCounts]:
@@ -110,7 +110,7 @@ def rate_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def check_rate(stored: int, served: int, where: object) -> None:
-    """Raise RequestError if a backend with `served` residual streams cannot compute connectors of `stored` ones."""
+    """Raise RequestError if a backend with `served` residual streams cannot compute connectors of `stored` streams."""
     if stored not in (1, served):
         raise RequestError(
             f"{where}: it has connectors of {stored} residual streams ({RATE}={stored}), and {served} are served here; "
@@ -134,6 +134,9 @@ def last_names(pairs: Pairs) -> list[str]:
 
 
 def of_module(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
-    """Return a pattern's value for a module: that of the first key (a regular expression) that matches its end."""
+    """Return the value of the first key that matches the end of the module's name; `default` if there is none.
+
+    Keys are regular expressions.
+    """
     found = (value for key, value in (pattern or {}).items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
     return next(found, default)

@@ -28,7 +28,7 @@ QUARANTINED = ".quarantined"
 MAKE_TRIES = 100
 """Attempts to create a folder whose parents are removed concurrently."""
 LONGEST_NAME = 200
-"""Maximum number of characters of a name that are kept when more is added, within the limit of 255 of file systems."""
+"""Maximum number of characters kept of a name before a suffix is added. File systems limit names to 255 bytes."""
 
 
 def local_path(path: str | Path) -> Path:
@@ -78,7 +78,7 @@ def write_folder(path: str | Path, files: Mapping[str, Content], parts: Parts | 
 
 
 def write_files(folder: Path, files: Mapping[str, Content], written: Entries | None = None) -> Written:
-    """Write files to a folder of `replacing_folder`, and a manifest of these and of the already `written` ones."""
+    """Write files and a manifest to a folder from `replacing_folder`. The manifest also lists the `written` files."""
     entries = dict(written or {})
     for name, content in files.items():
         entries[name] = _write_file(folder / name, content)
@@ -123,7 +123,7 @@ def replace_file(path: Path, content: Content) -> None:
 
 
 def copy_folder(source: str | Path, path: str | Path) -> None:
-    """Copy a folder to `path`. The two share their data on disk if possible.
+    """Copy a folder to `path`. Files are hard-linked if the disk supports it.
 
     Raises:
         StorageError: The source is missing or incomplete, or a write fails.
@@ -273,7 +273,10 @@ def _aside(target: Path) -> Path:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Context with (path, handle) of a folder. Reads through the handle see one folder, even if it is renamed."""
+    """Context with (path, file descriptor) of a folder.
+
+    Reads through the descriptor always see this folder, even if it is renamed or replaced.
+    """
     error: OSError | None = None
     for place in (folder, _aside(folder), folder):
         try:

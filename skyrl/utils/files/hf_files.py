@@ -35,7 +35,7 @@ CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations that modify the base weights."""
 
 OFF = (None, False, {}, [], "none")
-"""Values that disable these options."""
+"""Values with which the options in `ALTERING` have no effect."""
 
 
 def text_name(name: str) -> str:

@@ -67,7 +67,7 @@ class Stored(NamedTuple):
     size: int
     e_tag: str | None
     version: str | None
-    """Generation, if the store has them. `e_tag` and this identify a version of the object."""
+    """Generation number, in stores with generations. With `e_tag`, it identifies a version of the object."""
     sha256: str | None = None
     """Hash of the content, if the object was uploaded from a file and the hash was requested."""
     modified: float = 0.0
@@ -117,7 +117,11 @@ class ObjectStore:
             self._store: Any = kinds[scheme](bucket, prefix=prefix or None, client_options=client, retry_config=retry)
 
     def put(self, key: str, data: bytes, mode: "PutMode" = "overwrite") -> Stored:
-        """Write an object. With mode "create" or a version, raises `PreconditionFailed` if there is another object."""
+        """Write an object.
+
+        Mode "create" raises `PreconditionFailed` if the object exists. With a version as mode (`Stored.only_this`), it
+        is raised if the object does not have this version.
+        """
         import obstore
 
         with self._failing("write", key):

@@ -95,8 +95,8 @@ def open_remote(store: ObjectStore, name: str) -> list[tuple[str, int, str, Iter
     """Return (file, size, hash, content) of each file of a folder. The reader must compare the hash.
 
     Raises:
-        StorageError: The folder or one of its files is missing or has the wrong length. Reading raises it if the store
-            fails.
+        StorageError: The folder or one of its files is missing or has the wrong length. Reading the content raises
+            StorageError if the store fails.
     """
     entries = _entries(store, name)
     there = {stored.key: stored.size for stored in store.list(name)}
@@ -129,7 +129,7 @@ def read_remote_file(store: ObjectStore, name: str, file: str) -> bytes | None:
 
 
 def remote_folders(store: ObjectStore, prefix: str = "") -> dict[str, bool]:
-    """Return the folders directly below a prefix: True for complete folders, False for remains of others."""
+    """Return the folders directly below a prefix: True for complete folders, False for incomplete ones."""
     found: dict[str, bool] = {}
     for stored in store.list(prefix):
         name, separator, file = stored.key[len(prefix) + 1 if prefix else 0 :].partition("/")
@@ -183,7 +183,7 @@ def _send_file(
 
 
 def _send_manifest(store: ObjectStore, name: str, manifest: bytes, older: Stored | None) -> None:
-    """Upload a manifest, if the one in the store is still the one that it replaces."""
+    """Upload a manifest. Raises PreconditionFailed if the manifest in the store is no longer the version `older`."""
     key = _key(name, MANIFEST)
     try:
         store.put(key, manifest, "create" if older is None else older.only_this)
@@ -193,7 +193,7 @@ def _send_manifest(store: ObjectStore, name: str, manifest: bytes, older: Stored
 
 
 def _manifest(entries: Entries, own: Path | None) -> bytes:
-    """Return the manifest for a folder in a store: that on disk if its entries are equal."""
+    """Return the text of a manifest with these entries. If the manifest `own` on disk has equal entries, return it."""
     text = json.dumps(entries, indent=1).encode()
     if own is not None:
         given = own.read_bytes()

@@ -51,7 +51,7 @@ def without_suffix(name: str) -> str:
 def pack_folder(folder: Path, archive: Path) -> None:
     """Write a tar of the files of a folder to `archive`. Raises `StorageError` if a write fails.
 
-    Gzip format is written without compression: weights hardly compress, and it would take minutes.
+    Gzip format is written without compression, because compression would take minutes and hardly makes weights smaller.
     """
 
     def write(file: BinaryIO) -> None:
@@ -74,9 +74,9 @@ def unpack_folder(archive: Path, folder: Path, limits: Limits) -> None:
     """Extract the files of a tar into a new folder.
 
     Raises:
-        RequestError: It is not a tar, plain or gzipped, or its contents are unexpected. Nothing outside `folder` was
-            changed.
-        StorageError: It cannot be read, or a write fails.
+        RequestError: The file is not a tar, plain or gzipped, or its contents are unexpected. Nothing outside `folder`
+            was changed.
+        StorageError: The file cannot be read, or a write fails.
     """
     folder.mkdir(parents=True)
     with _opened(archive, limits.max_bytes) as (tar, check_end):
@@ -123,7 +123,7 @@ def _members(archive: Path, tar: tarfile.TarFile, limits: Limits) -> Iterator[ta
 
 @contextmanager
 def _opened(archive: Path, max_bytes: int) -> Iterator[tuple[tarfile.TarFile, Callable[[], None]]]:
-    """Context with a tar for sequential reading, and a function that rejects data after its end.
+    """Context with a tar for sequential reading, and a function that rejects data after the end of the tar.
 
     Converts read errors.
     """

@@ -26,7 +26,7 @@ class FileLock:
         mode: Permissions of a new file.
         flags: Flags for opening the file, in addition to reading and writing.
         of_process: The lock belongs to the process: the process may take it twice, forked children do not share it, and
-            closing any handle of the file in this process releases it.
+            closing any file descriptor of the file in this process releases the lock.
 
     Raises:
         OSError: The file cannot be opened.

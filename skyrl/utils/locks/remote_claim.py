@@ -1,9 +1,9 @@
 """Exclusive use of a folder in a bucket by one process.
 
 The holder rewrites a lock object every `beat_s` seconds (a heartbeat). If a waiting process sees no new version for
-`lease_s` seconds by its own clock, the holder has ended. On the same machine, this is known at once. A process takes
-over the object only if it is still the version that it has seen. If two processes wait, only one thus gets the lock,
-and a holder that was suspended for too long notices the loss at its next heartbeat.
+`lease_s` seconds by its own clock, the holder counts as ended. On the same machine, the holder's process is checked
+instead, without waiting. A process replaces the object only if its version has not changed. If two processes wait, only
+one thus gets the lock, and a holder that was suspended for too long notices the loss at its next heartbeat.
 """
 
 import atexit
@@ -135,7 +135,7 @@ class RemoteClaim:
         return holder if isinstance(holder, dict) else {}
 
     def _put(self, mode: Any) -> Stored:
-        """Write the object. If it was written but the response was lost, it belongs to this process."""
+        """Write the lock object. Succeeds also if it was written but the response was lost."""
         self._beats += 1
         process = ProcessIdentity.of(os.getpid())
         content = {"id": self._id, "beat": self._beats, "host": socket.gethostname()}

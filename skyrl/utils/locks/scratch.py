@@ -1,7 +1,7 @@
 """Temporary folders that are removed after their process ends.
 
-The process holds a lock in its folder. A process that creates the next folder beside it removes folders with free
-locks.
+The process holds a lock on a file in its folder. A process that creates another folder there first removes folders
+whose locks are free.
 """
 
 import contextlib
@@ -44,7 +44,10 @@ class ScratchFolder:
 
 
 def _locked(folder: Path) -> FileLock:
-    """Return the held lock of a folder. It is taken before the file gets its final name, so it never appears free."""
+    """Take and return the lock of a new folder.
+
+    The lock is taken before its file gets the final name, so other processes never find it free.
+    """
     new = folder / f"{LOCK}.new"
     lock = FileLock(new, flags=os.O_CREAT | os.O_EXCL)
     try:

@@ -68,7 +68,7 @@ _CONDITIONAL = {
 """Calls that are allowed with certain arguments; see `_conditions`."""
 _SECCOMP = (317, 277)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of the table, and the kernel's number of the architecture."""
+"""Column in the tables of calls, and the kernel's number of the architecture, by machine."""
 
 _CLONE_THREAD, _CLONE_NEW = 0x00010000, 0x7E020000
 _SOCK_STREAM, _SOCK_NONBLOCK, _SOCK_CLOEXEC, _AF_UNIX = 1, 0o4000, 0o2000000, 1
@@ -175,7 +175,7 @@ def _allow_if(number: int, *conditions: Sequence[bytes], result: int = _ALLOW) -
 
 
 def _load(argument: float) -> bytes:
-    """Return an instruction that loads the lower half of an argument, or the upper half of argument 4 for 4.5."""
+    """Return an instruction that loads the lower half of an argument. 4.5 loads the upper half of argument 4."""
     return _step(_LOAD, 16 + int(8 * argument))
 
 

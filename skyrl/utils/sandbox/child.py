@@ -95,7 +95,7 @@ def _enter_limited() -> bool:
 
 
 def _caution(is_user: bool, has_landlock: bool) -> str:
-    """Describe abilities of the code that other systems would prevent."""
+    """Describe the restrictions that are missing on this system; empty if there are none."""
     reads = "this kernel has no Landlock: code can read all files and environments of processes that its user can read"
     roots = (
         "code keeps the user id 0, without its rights: this container may not change users, or only root can read "

@@ -62,7 +62,7 @@ class Watch:
             (self._questions,) = struct.unpack("i", given[0][2])
 
     def wait(self, pid: int, seconds: float) -> bool:
-        """Return True if the process ended in time."""
+        """Answer the process's requests to start threads until it ends. Returns False if it did not end in time."""
         process = os.pidfd_open(pid)
         files = [process] if self._questions is None else [process, self._questions]
         end = time.monotonic() + seconds
