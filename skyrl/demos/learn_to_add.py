@@ -1,9 +1,9 @@
 """`skyrl demo-rl`: a small model learns addition, first by SFT on flawed examples, then by RL.
 
-A transformer with random weights is first fine-tuned on examples of sums in which the teacher often forgets to carry,
-so the model makes the same mistakes. Then GRPO samples answers to sums, and the environment `arithmetic` scores them;
-the model sees no more examples. It becomes better than its teacher, also on held-out sums. The two parts use the
-trainers of `skyrl train sft` and `skyrl train rl`.
+A transformer with random weights is first fine-tuned on sums whose answers come from a simulated teacher. The teacher
+often forgets to carry, and the model learns to make the same mistakes. Then GRPO samples answers to sums, and the
+environment `arithmetic` scores them; the model sees no more examples. It becomes better than its teacher, also on
+held-out sums. The two parts use the trainers of `skyrl train sft` and `skyrl train rl`.
 """
 
 import asyncio

@@ -23,7 +23,7 @@ class Files:
 
     @property
     def rollouts(self) -> Path:
-        """Folder with a file per step, which has a JSON line per answer."""
+        """Folder with one file per step. Each line of a file is one sampled answer as JSON."""
         return self.folder / "rl" / "dumped_rollouts"
 
     @property

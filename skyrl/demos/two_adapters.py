@@ -41,7 +41,7 @@ QUESTIONS = {
 }
 
 API_KEY = "tml-demo"
-"""Any key that starts with `tml-` works, because the local server has no keys."""
+"""Any key that starts with `tml-` works, because no keys are configured on the local server."""
 RANK = 16
 LEARNING_RATE = 3e-3
 STEPS_PER_ROUND = 10
