@@ -112,7 +112,7 @@ class CheckpointStore:
         """Id of this run. A run that resumes from its own folder keeps its id."""
 
     def resume(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
-        """Lock the folder for this process and return the checkpoint to resume from; None: start anew.
+        """Lock the folder for this process and return the checkpoint to resume from; None for a new run.
 
         Creates the folder if necessary, and removes incomplete files of a killed run. Logs checkpoints that are newer
         or of another run; they stay.

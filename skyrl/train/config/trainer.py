@@ -278,7 +278,7 @@ class TrainerConfig(BaseConfig):
     def model_parallel_size(self, model: str) -> int:
         """Return the number of ranks of policy, critic or ref that work on the same sequences."""
         owner = getattr(self, model)
-        if self.strategy == "megatron" and model != "critic":  # which Megatron has none of
+        if self.strategy == "megatron" and model != "critic":  # Megatron supports no critic
             return owner.megatron_config.model_parallel_size
         return owner.sequence_parallel_size
 
@@ -289,11 +289,11 @@ class TrainerConfig(BaseConfig):
             self.fill_in("logger", *usable_trackers(self.logger))
         if self.fully_async.enabled and not self.is_given(
             "train_batch_size"
-        ):  # of which each step takes one mini-batch
+        ):  # a step of fully asynchronous training is one mini-batch
             self.fill_in("train_batch_size", self.policy_mini_batch_size)
         if self.ref.model.path is None:
             self.ref.model.path = self.policy.model.path
-        if self.ckpt_path == TrainerConfig().ckpt_path:  # or one run would go on from another's checkpoints
+        if self.ckpt_path == TrainerConfig().ckpt_path:  # otherwise a run could resume from another run's checkpoints
             self.ckpt_path = os.path.join(self.ckpt_path, self.project_name, self.run_name)
         if self.export_path == TrainerConfig().export_path:
             self.export_path = os.path.join(self.export_path, self.project_name, self.run_name)

@@ -67,7 +67,7 @@ class EpochOrder:
         return dataset, int(self._pass(dataset, number)[draw])
 
     def _mix(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the data set at each position of an epoch, and the number of earlier positions of that data set."""
+        """Return, for each position of an epoch, its data set and its index among the positions of this data set."""
         mixed = np.repeat(np.arange(len(self.counts)), self.counts)
         if len(self.counts) > 1:
             mixed = mixed[shuffled(len(mixed), self.seed, epoch, "mix")]

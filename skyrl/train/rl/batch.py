@@ -34,9 +34,9 @@ class Batch:
     def of(
         cls, rows: Sequence[Row], trajectories: Sequence[Trajectory], uids: Sequence[str], temperature: float
     ) -> "Batch":
-        """Create a batch from rows of some of these trajectories, whose prompts are `uids`.
+        """Create a batch from `rows` of these trajectories. `uids` are the prompts of the trajectories.
 
-        Other trajectories are dropped.
+        Trajectories without a row are dropped.
         """
         kept = sorted({row.trajectory for row in rows})
         numbers = {index: number for number, index in enumerate(kept)}

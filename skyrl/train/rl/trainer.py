@@ -96,7 +96,7 @@ class RLTrainer:
         self._before = self.state()
         try:
             trajectories, uids, metrics = await self._sample()
-        except RolloutError:  # what is saved now is to be gone on from once the cause is mended
+        except RolloutError:  # a run can resume from this state when the cause is fixed
             self._before = self._before.without_failures()
             raise
         self._before = None

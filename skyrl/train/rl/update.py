@@ -99,7 +99,7 @@ class Update:
             self._algorithm.use_kl_in_reward
             or self._algorithm.off_policy_correction.corrects
             or self._algorithm.policy_loss_type in COVARIANCE_LOSSES
-            or config.trainer.policy.model.lora.dropout  # which the training pass alone has
+            or config.trainer.policy.model.lora.dropout  # only the training pass has dropout
         )
         """True if the training pass returns the same scores as a separate forward pass before it."""
         self._samples_are_old = config.trainer.fully_async.enabled or config.trainer.one_step_off

@@ -52,7 +52,7 @@ class Attempt(Protocol):
 
     @property
     def messages(self) -> Sequence[Message]:
-        """Prompt of the trajectory, as it was sampled from."""
+        """Prompt of the trajectory, as passed to the model."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class Attempt(Protocol):
         ...
 
     async def play(self) -> tuple[TrajectoryStopReason, Metrics]:
-        """Run the attempt. Returns its stop reason, and its metrics apart from those of turns."""
+        """Run the attempt. Returns its stop reason, and its metrics without the metrics of single turns."""
         ...
 
     async def close(self) -> None:

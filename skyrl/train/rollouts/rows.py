@@ -35,7 +35,7 @@ class Segment:
     """True if these tokens are trained on. Tokens that were not sampled never are."""
 
     logprobs: Sequence[float] | None = None
-    """Log-probabilities of sampled tokens, in nats. None: not sampled, or not kept."""
+    """Log-probabilities of sampled tokens, in nats. None: tokens that were not sampled, or no recorded values."""
 
     policy_version: int | None = None
     """Version of the sampling weights. None: not sampled."""
@@ -87,7 +87,7 @@ class Row:
 
     @cached_property
     def logprobs(self) -> list[float] | None:
-        """Log-probability of each sampled token, 0 for others. None: some were not kept."""
+        """Log-probability of each sampled token, 0 for other tokens. None if some were not recorded."""
         if any(segment.policy_version is not None and segment.logprobs is None for segment in self.segments):
             return None
         parts = (segment.logprobs or [0.0] * len(segment.token_ids) for segment in self.segments)

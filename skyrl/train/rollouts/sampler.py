@@ -21,7 +21,7 @@ class Sampled:
     """`[tokens]`, including the end-of-sequence token or stop string that ended it."""
 
     logprobs: Sequence[float] | None
-    """`[tokens]`, in nats, of the same distribution that the trainer computes. None: not kept."""
+    """`[tokens]`, in nats, under the same distribution that the trainer computes. None: not recorded."""
 
     stop_reason: StopReason
     """"stop": at an end-of-sequence token or a stop string. "length": at max_generate_length."""

@@ -26,7 +26,7 @@ PARAM_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, Any]:
-    """Return options derived from a configuration, resolved or not, overridden by those of the backend's own section.
+    """Return options derived from a configuration, resolved or not. The backend's own section overrides them.
 
     Args:
         config: The configuration.

@@ -101,7 +101,7 @@ def check_generator(
         timeout_s: Time limit of each check, in seconds.
     """
     checks = _Checks(cls, config, environment, chat, prompts, timeout_s)
-    loop = asyncio.new_event_loop()  # `asyncio.run` would wait for what cannot be cancelled
+    loop = asyncio.new_event_loop()  # `asyncio.run` would wait for tasks that ignore cancellation
     try:
         for name, check in checks.all():
             yield Finding(name, loop.run_until_complete(checks.problem(check())))
