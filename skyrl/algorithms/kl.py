@@ -1,7 +1,7 @@
 """KL divergence of the policy from a reference: per-token estimators, the reward penalty, and its controllers.
 
 An estimator is a function of two log-probabilities of the same sampled token, without a reduction. It is differentiable
-in the first. As a loss, its terms are weighted like those of the policy loss.
+in the policy's log-probability. As a loss, its terms are weighted like those of the policy loss.
 """
 
 import math

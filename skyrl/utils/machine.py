@@ -17,7 +17,10 @@ def host_memory() -> int:
 
 
 def available_memory() -> int:
-    """Return the available memory in bytes, including caches that can be evicted."""
+    """Return the available memory in bytes: that of the machine or the rest of the control group's limit, if lower.
+
+    On Linux, evictable caches count as available on the machine, but as used in a control group.
+    """
     pairs = [(_number(limit), _number(usage)) for limit, usage in CGROUPS]
     left = [limit - usage for limit, usage in pairs if limit is not None and usage is not None]
     return max(0, min([_available(), *left]))
@@ -45,7 +48,7 @@ def _available() -> int:
 
 
 def _number(file: str) -> int | None:
-    """Return the number in a file; None if there is none ("max")."""
+    """Return the number in a file; None if the file contains no number (such as "max")."""
     path = Path(file)
     text = path.read_text().strip() if path.exists() else ""
     return int(text) if text.isdigit() else None

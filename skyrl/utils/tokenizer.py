@@ -139,7 +139,7 @@ def _named_ids(folder: Path, token: int | None) -> dict[str, frozenset[int]]:
 
 
 def _id_of(tokenizer: tokenizers.Tokenizer, token: Any) -> int | None:
-    """Return the id of an entry of tokenizer_config.json: text, or a mapping with `content`. None if there is none."""
+    """Return the id of a token from tokenizer_config.json: text, or a mapping with `content`. None if unknown."""
     token = token.get("content") if isinstance(token, dict) else token
     return tokenizer.token_to_id(token) if isinstance(token, str) else None
 

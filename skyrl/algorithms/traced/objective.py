@@ -1,7 +1,7 @@
 """Traced losses as objectives of backends. The text of the graph identifies the objective.
 
 The graph maps the log-probabilities of one datum to one number. The gradient with respect to them is computed here, in
-the training step, and used as the constant factor of each log-probability. The result is that of the SDK's
+the training step, and used as the constant factor of each log-probability. The result equals that of the SDK's
 `forward_backward_custom`, in one pass instead of two passes with the client in between.
 """
 

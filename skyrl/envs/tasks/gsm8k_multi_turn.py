@@ -7,7 +7,7 @@ from skyrl.envs.env import ENVS, Env, NoSettings, StepResult
 from skyrl.envs.tasks.gsm8k import extract_answer, is_correct
 
 FORMAT_REWARD = 0.2
-"""Maximum reward of an episode for the format alone, in equal parts over its turns."""
+"""Maximum reward of an episode for the format alone. It is split equally over the allowed turns."""
 
 ONCE_MORE = "Reason step by step, and end with a tentative numeric answer in the exact form '#### ANSWER'."
 LAST_TURN = "Give nothing but your final numeric answer now, in the exact form '#### ANSWER'."

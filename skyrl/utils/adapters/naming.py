@@ -1,4 +1,4 @@
-"""Names of an adapter's tensors: as saved by PEFT, as in a model in memory, or without PEFT's prefix.
+"""Names of an adapter's tensors: in PEFT files, in a model in memory, or without PEFT's prefix.
 
 PEFT saves `base_model.model.{module}.lora_A.weight`. A model in memory also has the adapter's name after `lora_A`.
 Other trainers omit the prefix or the suffix.

@@ -10,7 +10,7 @@ _DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 
 def readable() -> list[str]:
-    """Return folders and files, none of them within another.
+    """Return the readable folders and files. No path is inside another one.
 
     Packages that are installed in place (`pip install -e`) are excluded, because they are the user's project.
     """
