@@ -125,6 +125,16 @@ def test_gate_and_up_that_share_a_keep_their_rank():
         np.testing.assert_array_equal(single.b, down.b)
 
 
+def test_gate_and_up_of_some_experts_may_share_a():
+    pairs = some_pairs()
+    pairs[f"{EXPERTS}.0.up_proj"] = Pair(pairs[f"{EXPERTS}.0.gate_proj"].a, pairs[f"{EXPERTS}.0.up_proj"].b)
+    again = apart(experts_together(pairs, "adapter"))
+    for number in range(3):
+        gate, up = (pairs[f"{EXPERTS}.{number}.{name}_proj"] for name in ("gate", "up"))
+        both = again[f"{EXPERTS}.{number}.gate_up_proj"]
+        np.testing.assert_allclose(both.b @ both.a, np.concatenate([gate.b @ gate.a, up.b @ up.a]), rtol=1e-6)
+
+
 @pytest.mark.parametrize("names", [["down_proj"], ["gate_proj", "up_proj"]], ids=["down", "gate and up"])
 def test_experts_that_are_adapted_in_part_have_one_fused_pair(names, tmp_path):
     case = Case("Qwen3MoeForCausalLM", tmp_path / "model", num_hidden_layers=2)

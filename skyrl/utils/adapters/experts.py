@@ -88,10 +88,10 @@ class FusedExperts(NamedTuple):
 def experts_together(pairs: Pairs, where: object) -> FusedExperts:
     """Fuse the pairs of all experts of a layer.
 
-    If gate and up have the same A, the fused pair has it too. Otherwise, its rank is the sum of their ranks: its A is
-    that of gate above that of up, and its B has one block for each of them. All pairs are padded with zeros to one
-    rank. PEFT assumes that names such as up_proj belong to experts, so other linear maps with such a name are also
-    listed in the parameters.
+    If gate and up of each expert have the same A, the fused pair has it too. Otherwise, its rank is the sum of their
+    ranks: its A is that of gate above that of up, and its B has one block for each of them. All pairs are padded with
+    zeros to one rank. PEFT assumes that names such as up_proj belong to experts, so other linear maps with such a name
+    are also listed in the parameters.
 
     Raises RequestError for an adapter that covers no experts, or only some experts of a layer.
     """
@@ -108,8 +108,10 @@ def experts_together(pairs: Pairs, where: object) -> FusedExperts:
     for module, parts in experts.items():
         fused = {name: [own[number] for number in sorted(own)] for name, own in parts.items()}
         if "up_proj" in fused:
-            both = zip(fused.pop("gate_proj"), fused.pop("up_proj"), strict=True)
-            fused = {"gate_up_proj": [_above(gate, up) for gate, up in both]} | fused
+            gates, ups = fused.pop("gate_proj"), fused.pop("up_proj")
+            shared = all(np.array_equal(gate.a, up.a) for gate, up in zip(gates, ups, strict=True))
+            above = [_above(gate, up, shared) for gate, up in zip(gates, ups, strict=True)]
+            fused = {"gate_up_proj": above} | fused
         stacks |= dict(zip([f"{module}.base_layer", module][-len(fused) :], fused.values(), strict=True))
         parameters += [f"{_last(module, 2)}.{name}" for name in fused]
     rank = max(len(pair.a) for pair in [*made.values(), *(stack[0] for stack in stacks.values())])
@@ -134,9 +136,9 @@ def _check_whole(experts: Mapping[str, Mapping[str, Mapping[int, Pair]]], where:
                 raise RequestError(f"{where}: {name} of {module} {reason}; leave the layout separate")
 
 
-def _above(gate: Pair, up: Pair) -> Pair:
+def _above(gate: Pair, up: Pair, shared: bool) -> Pair:
     """Return the fused pair of gate and up. The output rows of gate are above those of up."""
-    if np.array_equal(gate.a, up.a):
+    if shared:
         return Pair(gate.a, np.concatenate([gate.b, up.b]))
     (rows, rank), (more_rows, more_rank) = gate.b.shape, up.b.shape
     blocks = np.pad(gate.b, ((0, more_rows), (0, more_rank))) + np.pad(up.b, ((rows, 0), (rank, 0)))
