@@ -6,8 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from skyrl.tinker.database.fair_reads import Listings
 from skyrl.tinker.database.queries import listings
 from tests.tinker.harness import LiveServer, wait_until_ready
+from tests.waiting import BOUND_S
 
 NOWHERE = "/training_runs/11111111-2222-4333-8444-555555555555:train:0/checkpoints/weights/none"
 
@@ -23,15 +25,22 @@ def test_rows_are_looked_up_while_a_flood_of_lists_is_read(server, monkeypatch):
     session = server.session()
     server.app.state.server.service.directory.forget(session)
     go_on, listed = threading.Event(), listings.checkpoints
+    begun, answer = threading.Semaphore(0), Listings.answer
+
+    async def counted(*args):
+        begun.release()
+        return await answer(*args)
 
     def slow(*args, **options):
         go_on.wait()
         return listed(*args, **options)
 
     monkeypatch.setattr(listings, "checkpoints", slow)
+    monkeypatch.setattr(Listings, "answer", counted)
     with ThreadPoolExecutor(8) as pool:
         flood = [pool.submit(server.http.get, "/checkpoints") for _ in range(8)]
         try:
+            assert all(begun.acquire(timeout=BOUND_S) for _ in flood)
             assert server.post("/session_heartbeat", {"session_id": session}, timeout=10).status_code == 200
         finally:
             go_on.set()
