@@ -158,7 +158,13 @@ RECIPES = (
         data=("prompt_distillation.create_data", {"output_file": "{log}.jsonl"}),
     ),
     Recipe("sdft", "sdft.train", SDFT, "sdft/mean_teacher_entropy", 0),
-    Recipe("sdft reverse", "sdft.train", {**SDFT, "reverse": "True"}, "sdft/reverse_kl_mean", -0.03),
+    Recipe(
+        "sdft reverse",
+        "sdft.train",
+        {**SDFT, "reverse": "True", "learning_rate": "4e-3", "max_steps": "16"},
+        "sdft/reverse_kl_mean",
+        -0.015,
+    ),
     Recipe(
         "text_arena",
         "multiplayer_rl.text_arena.train",

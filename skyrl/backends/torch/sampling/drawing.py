@@ -19,8 +19,7 @@ def draw(
         uniforms: float32 `[rows]` in [0, 1).
         temperature: float32 `[rows]`. 0 takes the most likely token (the first in a tie).
         top_k: int64 `[rows]`. Keep the k most likely tokens; 0 keeps all.
-        top_p: float32 `[rows]`. Of these, keep the fewest tokens whose share of the tempered distribution reaches
-            `top_p`.
+        top_p: float32 `[rows]`. Of these, keep the fewest with at least this share of the tempered distribution.
         min_p: float32 `[rows]`. Of these, keep the tokens at least this fraction as likely as the most likely one.
     """
     warm = temperature > COLDEST
@@ -50,8 +49,7 @@ class Occurrences(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tensor, prompt: Tensor, vocab: int) -> "Occurrences":
-        """Count tokens int64 `[rows, n]`: each row has prompt tokens (their number is in `prompt`, `[rows]`), generated
-        tokens, and then -1."""
+        """Count tokens int64 `[rows, n]`: `prompt` (`[rows]`) tokens of the prompt, then generated tokens, then -1."""
         inside = torch.arange(tokens.shape[1], device=tokens.device) < prompt[:, None]
         known, places = tokens >= 0, tokens.clamp_min(0)
         zeros = torch.zeros(len(tokens), vocab, device=tokens.device)
