@@ -47,7 +47,7 @@ def held(submit, threads: int = 1) -> Iterator[threading.Event]:
 
     def stand() -> None:
         standing.release()
-        gate.wait(BOUND_S)
+        gate.wait()
 
     for number in range(threads):
         submit(number, stand)
