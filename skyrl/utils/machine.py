@@ -19,10 +19,10 @@ def host_memory() -> int:
 def available_memory() -> int:
     """Return the available memory in bytes: that of the machine or the rest of the control group's limit, if lower.
 
-    On Linux, evictable caches count as available on the machine, but as used in a control group.
+    On Linux, evictable caches of files count as available.
     """
-    pairs = [(_number(limit), _number(usage)) for limit, usage in CGROUPS]
-    left = [limit - usage for limit, usage in pairs if limit is not None and usage is not None]
+    groups = [(_number(limit), _number(usage), _evictable(usage)) for limit, usage in CGROUPS]
+    left = [limit - usage + evictable for limit, usage, evictable in groups if limit is not None and usage is not None]
     return max(0, min([_available(), *left]))
 
 
@@ -45,6 +45,13 @@ def _available() -> int:
     lines = info.read_text().splitlines() if info.exists() else []
     found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     return next(found, _machine())
+
+
+def _evictable(usage: str) -> int:
+    """Return the bytes of a control group's usage that are caches of files not used lately, as kubelet counts them."""
+    stat = Path(usage).with_name("memory.stat")
+    fields = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
 
 
 def _number(file: str) -> int | None:
