@@ -100,7 +100,7 @@ class Cadence(NamedTuple):
 
 
 class _Loop:
-    """A run with its listeners."""
+    """The loop over the steps of a run: takes steps, writes checkpoints, evaluates and calls the callbacks."""
 
     def __init__(self, run: SteppedRun, callbacks: Sequence[Callback], interruption: Interruption):
         self.run = run

@@ -118,25 +118,31 @@ class Fleet:
         self._loop.call_soon_threadsafe(self._cancel, list(ticket_ids))
 
     def close(self) -> None:
-        """Stop the thread; engines keep running. From another thread."""
+        """Stop the thread; engines keep running. Call this from another thread."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
     def pause(self) -> "Future[None]":
-        """Stop sampling until `resume`. Running samples return to the queue with their tokens. From another thread."""
+        """Stop sampling until `resume`. Running samples return to the queue with their tokens.
+
+        Call this from another thread.
+        """
         return asyncio.run_coroutine_threadsafe(self._pause_all(), self._loop)
 
     def sleep(self) -> "Future[None]":
-        """Put engines to sleep, to free their device memory. Call `pause` first. From another thread."""
+        """Put engines to sleep, to free their device memory. Call `pause` first.
+
+        Call this from another thread.
+        """
         return asyncio.run_coroutine_threadsafe(self._sleep.fall_asleep(self._in_use), self._loop)
 
     def wake(self) -> "Future[None]":
-        """Wake engines, which take their device memory back. From another thread."""
+        """Wake engines, which take their device memory back. Call this from another thread."""
         return asyncio.run_coroutine_threadsafe(self._sleep.wake(self._in_use), self._loop)
 
     def resume(self) -> None:
-        """Resume sampling. From another thread."""
+        """Resume sampling. Call this from another thread."""
         self._loop.call_soon_threadsafe(self._resume_all)
 
     def weigh(self, weights: Mapping[str, float]) -> None:

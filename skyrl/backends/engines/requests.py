@@ -76,7 +76,10 @@ class EngineRequest:
         return dataclasses.replace(answer, sequences=sequences, prompt_cache_hit_tokens=self.hits or 0)
 
     def scoring(self, request_id: str) -> Sample:
-        """Return the request with which the backend's own sampler scores the prompt, using the claimed version."""
+        """Return a request that makes the backend's own sampler compute the log-probabilities of the prompt.
+
+        The request has the id `request_id` and uses the reserved version (`claim`).
+        """
         request = self.job.request
         return dataclasses.replace(
             request,

@@ -13,8 +13,9 @@ CACHE_BYTES = 8 * 2**30
 def keep_compiled_programs() -> None:
     """Enable JAX's persistent compilation cache in the user's cache folder, unless it is configured.
 
-    JAX adds no entries while an existing entry lacks its access time, such as entries from before the size limit and
-    those of a process killed during a write. These get the access time 0.
+    JAX adds nothing to the cache while any entry lacks a file with its access time. An entry lacks this file if it was
+    written without a limit on the cache size, or if its process was killed during the write. Such entries get the
+    access time 0.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         folder = cache_folder() / "xla"

@@ -83,7 +83,11 @@ def refuse_by_operator(service: Service, loss_fn: str) -> None:
 
 
 async def _specification(admission: Admission, config: Mapping[str, object]) -> str:
-    """Return the normalized graph of a pass's traced loss, which belongs to the session of the pass's model."""
+    """Return the normalized graph of the traced loss that a pass names.
+
+    Raises RequestError if `config` contains anything but `loss_id`, or if the loss belongs to another session than the
+    model.
+    """
     loss_id, field = config.get("loss_id"), "loss_fn_config['loss_id']"
     if not isinstance(loss_id, str) or len(config) > 1:
         raise RequestError(f"loss_fn_config={sorted(config)}: loss_fn='custom' takes loss_id, a text, and nothing else")

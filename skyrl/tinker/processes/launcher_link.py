@@ -32,7 +32,10 @@ class LauncherLink:
         self.again = again
 
     def greet(self, made: socket.socket | None) -> None:
-        """Tell the launcher that orders are accepted. `made` is a new listening socket for the launcher to keep."""
+        """Tell the launcher that this process accepts its orders to stop.
+
+        `made` is a new listening socket for the launcher to keep.
+        """
         with suppress(OSError):
             socket.send_fds(self._socket, [HELLO], [] if made is None else [made.fileno()])
 

@@ -121,7 +121,7 @@ Offset = Annotated[int, Query(ge=0, lt=2**31)]
 
 
 class JsonBody:
-    """Dependency that parses the body as `schema`, with the same rules as for queued requests.
+    """FastAPI dependency that parses the body as `schema` in the decode pool.
 
     Args:
         schema: Schema of the request.
