@@ -26,4 +26,4 @@ def test_the_page_has_every_member_that_the_engine_and_the_trainers_use():
 
 def test_the_page_has_every_hook_of_the_executor():
     declared = members(Executor) | set(Executor.__annotations__)
-    assert table("hook") | table("call") == declared - members(AbstractBackend) - {"notify", "begin", "on_answer"}
+    assert table("hook") | table("call") == declared - members(AbstractBackend) - {"begin", "on_answer"}
