@@ -43,9 +43,9 @@ not cover the effects of a token that is routed differently on later layers and 
 
 **Layers that predict tokens further ahead**, in DeepSeek-V3 and Qwen3.5, are skipped on loading.
 
-**PEFT with experts.** PEFT fuses gate and up of experts, so their rank doubles there. It would skip shared experts
-and dense layers; the exported `adapter_config.json` therefore lists them in `target_parameters`. `skyrl adapter
-convert` also writes [PEFT's fused form](adapters.md#experts).
+**PEFT with experts.** PEFT fuses the gate and up projections of experts into one weight, so an adapter of rank r
+has rank 2r on it. It would skip shared experts and dense layers; the exported `adapter_config.json` therefore lists
+them in `target_parameters`. `skyrl adapter convert` also writes [PEFT's fused form](adapters.md#experts).
 
 **Gated DeltaNet layers** (Qwen3.5) keep a fixed-size recurrent state per sequence. A prompt needs one state, and each
 of its samples needs another. The number of states is at most twice the number of sequences decoded at once. States
@@ -58,14 +58,14 @@ prefixes, and `prompt_cache_hit_tokens` is 0.
 Each family is tested with a small random model of nine layers that transformers wrote
 (`tests/backends/test_families.py`):
 
-- logits at positions from 0 and from 20,000 on, and log-probabilities from 20,000 on, against
-  transformers, in float32, to 1e-4;
+- logits of sequences whose positions start at 0 and at 20,000, and log-probabilities of those that start at 20,000,
+  against transformers, in float32, to 1e-4;
 - prompts in chunks, decoding with the paged cache, and packed sequences, against one full forward pass;
 - gradients of an adapter against PEFT and torch, with and without gradient checkpointing;
 - logits of our adapters in PEFT (`PeftModel.from_pretrained`), and of PEFT's adapters on all linear
   layers here;
 - exports: equal to the checkpoint bit for bit without an adapter; with a merged adapter, equal results;
-- the distribution of new adapters, against PEFT;
+- the distribution of the initial weights of adapters, against PEFT;
 - greedy samples against `generate`, with shared prefixes (except for gated DeltaNet) and several adapters together;
 - new adapters with four residual streams against one stream, packed and with the cache
   (`tests/tx/models/test_streams.py`);
