@@ -644,18 +644,6 @@ DEFECTS = [
         ["tests/tinker/test_api_training.py::test_a_number_that_float32_cannot_hold_is_refused"],
     ),
     Defect(
-        "orphans-by-absolute-name",
-        "folders of a base that moved, or that is reached through a link, are taken for nameless ones",
-        [
-            Edit(
-                "skyrl/tinker/checkpoints/retention.py",
-                "        if name not in named and path.parent",
-                "        if str(path) not in named and path.parent",
-            )
-        ],
-        ["tests/tinker/test_moved_state.py::test_a_folder_that_is_reached_through_a_link_is_the_same_folder"],
-    ),
-    Defect(
         "gc-makes-a-database",
         "skyrl gc without the server's database makes an empty one, which names no folder",
         [Edit("skyrl/tinker/checkpoints/offline.py", "create=False", "create=True")],
