@@ -2,11 +2,15 @@
 
 import os
 import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
 import pytest
 from torch_models import VOCAB, make_model
+from waiting import BOUND_S
 
 from driver import create, finish_all, publish, sampling, train
 from skyrl.backends.common.sampling.rank_samplers import RankSamplers
@@ -129,5 +133,27 @@ def test_a_rank_that_stops_while_another_goes_on_sampling_is_noticed(folder, tmp
         os.kill(backend.group.pids[1], signal.SIGSTOP)
         with pytest.raises(BackendLost, match="has not ended within 4 s"):
             finish_all(backend, [sampling(None, prompt=[number] * 5, max_tokens=50) for number in range(8)])
+    finally:
+        backend.close()
+
+
+def test_answers_of_one_rank_do_not_extend_the_deadline_of_another(folder, tmp_path):
+    backend = opened(folder, tmp_path / "v", workers="processes", num_workers=2, fsdp_size=1, dispatch_timeout_s=2)
+    group, noticed, end = backend.group, threading.Event(), time.monotonic() + BOUND_S
+
+    def ask_rank_0() -> bool:
+        """Keep rank 0 answering. Returns True if rank 1 was noticed meanwhile."""
+        while not noticed.is_set() and time.monotonic() < end:
+            wait([group.on(0, "sees", Path("/"))], BOUND_S)
+        return noticed.is_set()
+
+    try:
+        os.kill(group.pids[1], signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            was_noticed = pool.submit(ask_rank_0)
+            with pytest.raises(BackendLost, match="has not ended within 2 s"):
+                group.wait(group.on(1, "sees", Path("/")), "sees", 1)
+            noticed.set()
+            assert was_noticed.result()
     finally:
         backend.close()

@@ -433,7 +433,7 @@ TORCH_DEFECTS = [
                 "heard = max(self._heard.values(), default=since)",
             )
         ],
-        [RANK_SAMPLERS + "test_a_rank_that_stops_while_another_goes_on_sampling_is_noticed"],
+        [RANK_SAMPLERS + "test_answers_of_one_rank_do_not_extend_the_deadline_of_another"],
     ),
     Defect(
         "M21",
