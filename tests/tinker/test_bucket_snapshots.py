@@ -164,6 +164,24 @@ def test_models_wait_for_a_bucket_that_does_not_answer_and_lose_nothing(tmp_path
         assert server.logprobs(model, seq_id + 2) == wanted
 
 
+def test_a_bucket_that_fails_while_a_snapshot_is_read_does_not_lose_the_model(
+    tmp_path, bucket, s3_proxy: Proxy, monkeypatch
+):
+    monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.1")
+    with server_of(tmp_path, bucket) as server:
+        model, _, seq_id = trained(server)
+        wanted = server.logprobs(model, seq_id)
+    with server_of(tmp_path, bucket) as server:
+        wait_until_ready(server)
+        s3_proxy.trouble = lambda method, path: (
+            "refuse" if "/snapshots/" in path and method == "GET" and "manifest" not in path else None
+        )
+        error = server.failure(server.submit_pass(model, seq_id + 1, forward_only=True))["error"]
+        assert "could not be repeated" in error
+        s3_proxy.trouble = lambda method, path: None
+        assert server.logprobs(model, seq_id + 2) == wanted
+
+
 def test_training_goes_on_while_no_snapshot_can_be_sent(tmp_path, bucket, store, s3_proxy: Proxy, monkeypatch):
     monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.1")
     with server_of(tmp_path, bucket, snapshot_every_steps=1) as server:

@@ -26,6 +26,7 @@ from skyrl.backends.operations import (
     Publish,
     Rejected,
 )
+from skyrl.errors import StorageError
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.log.request_log import LOST_ADVICE
 from skyrl.tinker.database.retrying_writer import RetryingWriter
@@ -39,8 +40,8 @@ from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.types import ErrorResponse, ModelOutput, Result
 from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.failpoints import crash_point
-from skyrl.utils.files.atomic_folders import inspect_folder
 from skyrl.utils.files.object_store import is_url
+from skyrl.utils.files.stored_folders import inspect_stored
 
 log = logging.getLogger(__name__)
 
@@ -142,8 +143,11 @@ class EngineModels:
             self._versions.published(operation.version)
         if isinstance(result, ErrorResponse) and not isinstance(operation, Rejected):
             why = f"its request {request_id} could not be repeated: {result.error}"
-            self._give_up(operation.model_id, Unrevivable(why, lost=_has_lost_files(operation)))
+            in_bucket = isinstance(operation, LoadSnapshot | LoadCheckpoint) and is_url(operation.path)
+            self._give_up(operation.model_id, Unrevivable(why, lost=not in_bucket and _has_lost_files(operation)))
             self._free(operation.model_id, operation.tenant)
+            if in_bucket:
+                self._tasks.start(self._lose_if_missing(operation))
 
     def gone(self, model_id: str) -> None:
         """Forget a model that was unloaded or could not be created."""
@@ -317,6 +321,16 @@ class EngineModels:
                 gradients = "incomplete" if is_pass(owed) else "kept"
                 self._end(owed.request_id, ErrorResponse(why, error.category, gradients=gradients))
 
+    async def _lose_if_missing(self, operation: ModelOperation) -> None:
+        """Record that a model is lost if the bucket answers that the files of its operation are missing."""
+        try:
+            lost = await asyncio.to_thread(_has_lost_files, operation)
+        except StorageError as error:  # the next request of the model reads the files again
+            log.warning("%s", error)
+            return
+        if lost:
+            self._outcomes.lose_model(operation.model_id)
+
     def _end(self, request_id: str, result: Result) -> None:
         if (owed := self._pending.pop(request_id)) is not None:
             self._outcomes.finish(owed, result)
@@ -353,13 +367,11 @@ def is_pass(owed: PendingRequest) -> bool:
 def _has_lost_files(operation: ModelOperation) -> bool:
     """Return True if the files that an operation reads are missing or have another digest.
 
-    Files in a bucket are not inspected and count as missing.
+    May take minutes if they are in a bucket. Raises `StorageError` if the bucket fails.
     """
     if not isinstance(operation, LoadSnapshot | LoadCheckpoint):
         return False
-    if is_url(operation.path):  # the file may exist, but a bucket may take minutes to answer
-        return True
-    found = inspect_folder(operation.path)
+    found = inspect_stored(operation.path)
     return found is None or operation.digest not in (None, found.digest)
 
 
