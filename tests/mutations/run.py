@@ -18,6 +18,7 @@ import time
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from algorithm_defects import ALGORITHM_DEFECTS
@@ -158,6 +159,7 @@ def _run_pytest(project: Path, options: list[str], variables: dict[str, str], ou
     os.environ |= variables
     os.chdir(project)
     sys.path[0] = str(project)  # instead of the folder of this script
+    sys.modules["__main__"] = ModuleType("__main__")  # spawned children of tests would import this script
     sys.exit(pytest.main(options))
 
 

@@ -46,7 +46,7 @@ TORCH_DEFECTS = [
                 "zip(*(x.split([sum(lengths)], 2) for x in",
             )
         ],
-        [WORKER + "test_packed_sequences_are_computed_as_alone"],
+        [WORKER + "test_models_of_other_attention_are_trained_one_sequence_at_a_time_and_not_sampled"],
     ),
     Defect(
         "T4",
@@ -62,9 +62,9 @@ TORCH_DEFECTS = [
     ),
     Defect(
         "T5",
-        "adapters are sampled without their scaling",
+        "several adapters are sampled without their scaling",
         [Edit(TORCH + "base_model/lora.py", "scaling if finite else", "1.0 if finite else")],
-        [SAMPLING + "test_an_adapter_that_one_backend_has_published_is_sampled_by_the_other"],
+        [SAMPLING + "test_rows_of_several_adapters_and_the_base_model_are_sampled_as_alone"],
     ),
     Defect(
         "T6",
