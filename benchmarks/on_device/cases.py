@@ -125,14 +125,14 @@ def _more(shape: str, decoded: Decoded = ((32, 16), (400, 16))) -> Iterator[Case
 
 
 def _torch(shape: str, several: int = 4) -> Iterator[Case]:
-    """The torch backend: training, decoding, and weights shared by several devices. Not yet run on a GPU."""
+    """The torch backend: training, packing, decoding, weights shared by several devices. Not yet run on a GPU."""
     group, size, start_s = f"torch {shape}", _billions(shape), _start_s(shape)
     for adapters in (1, several):
         job = partial(run, function="torch_speed:train", shape=shape, adapters=adapters)
         yield Case(f"{group} training, {_adapters(adapters)}", group, job, 20 + 5 * size, 180, start_s)
     job = partial(run, function="torch_speed:offload", shape=shape, adapters=several)
     yield Case(f"{group} offload", group, job, 10 + 2 * size, 120, start_s)
-    for what in ("decode", "shared"):
+    for what in ("packing", "decode", "shared"):
         job = partial(run, function=f"torch_speed:{what}", shape=shape)
         yield Case(f"{group} {what}", group, job, 30 + 5 * size, 300, start_s)
 

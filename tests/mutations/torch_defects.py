@@ -183,7 +183,12 @@ TORCH_DEFECTS = [
         [
             Edit(
                 TORCH + "base_model/model.py", "            return wanted, False\n", "            return wanted, True\n"
-            )
+            ),
+            Edit(
+                TORCH + "base_model/model.py",
+                "self.packs and (not self.targets or self._gradients_agree())",
+                "self.packs",
+            ),
         ],
         [WORKER + "test_losses_and_gradients_of_packed_sequences_are_those_of_peft[gpt_oss]"],
     ),
@@ -213,6 +218,12 @@ TORCH_DEFECTS = [
         "a model is sampled without the state that it keeps beside keys and values",
         [Edit(TORCH + "base_model/model.py", "if self._by_itself or not self.packs:", "if self._by_itself:")],
         ["tests/backends/test_torch_unsampled.py::test_samples_are_refused_with_the_models_name[falcon_h1]"],
+    ),
+    Defect(
+        "T38",
+        "packed sequences of a sliding window see one token too many in the kernel of a GPU",
+        [Edit(TORCH + "base_model/varlen.py", "else window - 1, 0)", "else window, 0)")],
+        ["tests/backends/test_torch_varlen.py::test_the_kernel_is_asked_for_what_each_sequence_alone_is[7]"],
     ),
     Defect(
         "M1",

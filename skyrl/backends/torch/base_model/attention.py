@@ -6,7 +6,7 @@ decides which keys each query sees, for all architectures. An architecture that 
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skyrl.backends.torch.base_model.sequence_ranks import ALONE, SequenceRanks
+from skyrl.backends.torch.base_model.varlen import Attend, VarlenAttention, one_by_one
 
 HELD_BYTES = 2**30
 """Maximum bytes of a burst's contiguous copy of keys and values. Above that, they are read from the cache each step."""
@@ -177,6 +178,7 @@ class Attention:
 
     def __init__(self) -> None:
         self.view: Packed | Paged | PagedParts | None = None
+        self.kernel = VarlenAttention()
         self.name = f"skyrl_{next(NAMES)}"
         """Name in the registry of transformers."""
         self.recorded: dict[int, tuple[int, int, int]] | None = None
@@ -210,16 +212,13 @@ class Attention:
             self.recorded[module.layer_idx] = key.shape[1], key.shape[3], value.shape[3]  # pyright: ignore
         call = _attend(scaling, softcap)
         if isinstance(self.view, Packed):
-            return _packed(call, query, key, value, self.view, sliding_window), None
+            kernel = self.kernel if softcap is None else None  # varlen_attn has no soft cap
+            return _packed(call, query, key, value, self.view, sliding_window, scaling, kernel), None
         layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
         if isinstance(self.view, Paged):
             return _paged(call, query, key, value, self.view, layer, sliding_window), None
         parts = zip(self.view.parts, *(x.split(self.view.lengths, 2) for x in (query, key, value)), strict=True)
         return torch.cat([_paged(call, q, k, v, part, layer, sliding_window) for part, q, k, v in parts], 1), None
-
-
-Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
-"""(query, key, value, mask) -> output. Mask None means causal."""
 
 
 def _attend(scaling: float | None, softcap: float | None) -> Attend:
@@ -245,21 +244,25 @@ def _attend(scaling: float | None, softcap: float | None) -> Attend:
     return capped
 
 
-def _packed(call: Attend, query: Tensor, key: Tensor, value: Tensor, view: Packed, window: int | None) -> Tensor:
+def _packed(
+    call: Attend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    view: Packed,
+    window: int | None,
+    scaling: float | None,
+    kernel: VarlenAttention | None,
+) -> Tensor:
+    """Attend within each sequence, in one call of `kernel` where it can compute that, else one by one."""
     query, key, value = view.ranks.to_heads(query, key, value)
     padding = query.shape[2] - sum(view.lengths)
     lengths = [*view.lengths, padding] if padding else list(view.lengths)
-    outputs = []
-    for parts in zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True):
-        length = parts[0].shape[2]
-        mask = None
-        if window is not None and length > window:
-            places = torch.arange(length, device=query.device)
-            distance = places[:, None] - places
-            mask = (distance >= 0) & (distance < window)
-        query_part, key_part, value_part = parts
-        outputs.append(call(query_part, key_part, value_part, mask))
-    return view.ranks.to_tokens(torch.cat(outputs, 2).transpose(1, 2)).contiguous()
+    if kernel is not None and len(lengths) > 1 and kernel.serves(call, query, key, value, scaling, window):
+        output = kernel(query, key, value, lengths, scaling, window)
+    else:
+        output = one_by_one(call, query, key, value, lengths, window)
+    return view.ranks.to_tokens(output.transpose(1, 2)).contiguous()
 
 
 def _paged(
