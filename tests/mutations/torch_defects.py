@@ -41,8 +41,8 @@ TORCH_DEFECTS = [
         "packed sequences see each other",
         [
             Edit(
-                TORCH + "base_model/attention.py",
-                "zip(*(x.split(lengths, 2) for x in",
+                TORCH + "base_model/varlen.py",
+                "zip(*(x.split([*lengths], 2) for x in",
                 "zip(*(x.split([sum(lengths)], 2) for x in",
             )
         ],
