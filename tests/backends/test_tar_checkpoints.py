@@ -155,6 +155,14 @@ def test_a_tar_of_another_servers_with_no_manifest_is_sampled(backend, model, tm
     assert tokens(backend, "theirs/one") == tokens(backend, f"{model}/mine")
 
 
+def test_a_tar_of_another_servers_that_holds_the_folder_is_sampled(backend, model, tmp_path):
+    backend.save_sampler_checkpoint(str(tmp_path / "mine"), model)
+    with tarfile.open(tmp_path / "theirs.tar.gz", "w:gz") as tar:
+        tar.add(tmp_path / "mine", arcname="")
+    backend.load_sampler_checkpoint("theirs", "one", str(tmp_path / "theirs.tar.gz"))
+    assert tokens(backend, "theirs/one") == tokens(backend, f"{model}/mine")
+
+
 def test_a_version_that_left_memory_is_read_from_its_tar_again(backend, model, tmp_path):
     backend.save_sampler_checkpoint(str(tmp_path / "0001.tar"), model)
     before = tokens(backend, f"{model}/0001")

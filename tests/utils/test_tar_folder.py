@@ -214,6 +214,34 @@ def test_what_does_not_belong_there_is_refused_in_a_gzipped_one_too(tmp_path, ki
         unpack_folder(tmp_path / "hostile.tgz", tmp_path / "again", Limits(FILES, MOST))
 
 
+def packed_as_a_folder(folder: Path, archive: Path, how: str) -> Path:
+    """An archive whose first member is the folder itself."""
+    if how == "tar":
+        subprocess.run(["tar", "-czf", archive, "-C", folder, "."], check=True)
+    else:
+        with tarfile.open(archive, "w:gz") as tar:
+            tar.add(folder, arcname="." if how == "dot" else "")
+    return archive
+
+
+@pytest.mark.parametrize("how", ["empty", "dot", "tar"])
+def test_an_archive_of_the_folder_itself_is_read(folder, tmp_path, how):
+    archive = packed_as_a_folder(folder, tmp_path / "packed.tar.gz", how)
+    unpack_folder(archive, tmp_path / "again", Limits(FILES, MOST))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == FILES
+
+
+def test_one_file_of_an_archive_of_the_folder_itself_is_read(folder, tmp_path):
+    archive = packed_as_a_folder(folder, tmp_path / "packed.tar.gz", "tar")
+    assert read_member(archive, "a.json", 2, Limits(FILES, MOST)) == FILES["a.json"]
+
+
+def test_a_name_with_and_without_a_leading_dot_is_the_same_name(tmp_path):
+    twice = (member("a.json"), b"{}"), (member("./a.json"), b"[]")
+    with pytest.raises(RequestError, match=r"holds 'a.json', where \['b.safetensors'\] are left"):
+        unpack_folder(archive_of(tmp_path / "twice.tar", *twice), tmp_path / "again", Limits(FILES, MOST))
+
+
 # -- names that may be there, and one file alone --------------------------------------------------------------------
 
 

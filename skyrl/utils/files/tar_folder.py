@@ -101,10 +101,15 @@ def read_member(archive: Path, name: str, max_bytes: int, limits: Limits) -> byt
 
 
 def _members(archive: Path, tar: tarfile.TarFile, limits: Limits) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar in order. Each is checked before it is yielded."""
+    """Yield the members of a tar in order. Each is checked before it is yielded.
+
+    The folder itself, which `tar -C folder .` packs as the first member, is skipped. Names then start with `./`.
+    """
     left, missing, seen = limits.max_bytes, set(limits.names), set[str]()
     for member in tar:
-        name = member.name
+        if member.isdir() and member.name in ("", "."):
+            continue
+        name = member.name = member.name.removeprefix("./")
         expected = name in limits.names or any(fnmatchcase(name, pattern) for pattern in limits.patterns)
         if name in seen or not expected or "/" in name:
             left_to_come = sorted(missing) or [one for one in limits.patterns if one not in seen]
