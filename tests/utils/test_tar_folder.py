@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,62 @@ def test_a_bomb_is_not_unpacked(tmp_path, size):
     assert "bytes that are the most here" in refusal or "lacks ['b.safetensors']" in refusal
     assert int(grown_kib) < 32 * 1024
     assert sum(path.stat().st_size for path in (tmp_path / "again").iterdir()) <= 2
+
+
+def headers_bomb(path: Path, kind: str) -> Path:
+    """A small archive with about 64 MiB of headers."""
+    size = 2**26
+    first, repeated = {
+        "a long name": (member("x", type=tarfile.GNUTYPE_LONGNAME, size=size), bytes(2**10)),
+        "a long link": (member("x", type=tarfile.GNUTYPE_LONGLINK, size=size), bytes(2**10)),
+        "attributes": (member("x", type=tarfile.XHDTYPE, size=size), b"16 key=12345678\n" * 64),
+        "attributes of all": (member("x", type=tarfile.XGLTYPE, size=size), b"16 key=12345678\n" * 64),
+        "many folders": (member("."), member(".", type=tarfile.DIRTYPE).tobuf() * 2),
+        "many long names": (member("x"), member("x", type=tarfile.GNUTYPE_LONGNAME).tobuf() * 2),
+    }[kind]
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(first.tobuf(tarfile.GNU_FORMAT) if first.size else b"")
+        for _ in range(size // 2**20):
+            file.write(repeated * 2**10)
+        file.write(member("a.json", size=0).tobuf() + bytes(2**10))
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["a long name", "a long link", "attributes", "attributes of all", "many folders", "many long names"],
+)
+def test_headers_that_are_too_large_are_refused_and_not_kept_in_memory(tmp_path, kind):
+    archive = headers_bomb(tmp_path / "bomb.tar.gz", kind)
+    tracemalloc.start()
+    with pytest.raises(RequestError, match=r"its headers have more than the \d+ bytes"):
+        unpack_folder(archive, tmp_path / "again", Limits({"a.json"}, 2**27))
+    highest = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert highest < 2**21
+
+
+def test_attributes_that_take_long_to_search_are_refused(tmp_path):
+    """Digits: tarfile's search in them takes the square of their number."""
+    info = member("a.json", pax_headers={"comment": "1" * 2**15})
+    with tarfile.open(tmp_path / "slow.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(info)
+    with pytest.raises(RequestError, match="its headers have more than"):
+        unpack_folder(tmp_path / "slow.tar", tmp_path / "again", Limits({"a.json"}, MOST))
+
+
+def test_a_member_of_a_negative_size_is_refused(tmp_path):
+    (tmp_path / "negative.tar").write_bytes(member("a.json", size=-4096).tobuf(tarfile.GNU_FORMAT) + bytes(2**10))
+    with pytest.raises(RequestError, match=r"a\.json in it is no plain file"):
+        unpack_folder(tmp_path / "negative.tar", tmp_path / "again", Limits({"a.json"}, MOST))
+
+
+def test_attributes_that_are_no_numbers_are_refused(tmp_path):
+    info = member("a.json", pax_headers={"GNU.sparse.map": "many"})
+    with tarfile.open(tmp_path / "wrong.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(info)
+    with pytest.raises(RequestError, match="no whole tar"):
+        unpack_folder(tmp_path / "wrong.tar", tmp_path / "again", Limits({"a.json"}, MOST))
 
 
 MEASURED = """

@@ -2,14 +2,14 @@
 
 A tar is written piece by piece, and atomically. The contents of a tar that is read are untrusted: it may contain only
 plain files with expected names, up to an expected total size, and nothing after its end. Decompression stops at that
-size.
+size. Headers, which are parsed in memory, have a limit of their own.
 """
 
 import gzip
 import io
 import tarfile
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,6 +24,8 @@ TAR_SUFFIXES = (".tar", *GZIP_SUFFIXES)
 """Suffixes of paths at which a checkpoint is a tar instead of a folder."""
 BLOCKS = 64 * 1024
 """Maximum size of the headers and padding of a few files, in bytes."""
+LONGEST_HEADER = 16 * 1024
+"""Maximum size of one header with its long names or attributes, in bytes. The time to search it grows quadratically."""
 GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -79,10 +81,13 @@ def unpack_folder(archive: Path, folder: Path, limits: Limits) -> None:
         StorageError: The file cannot be read, or a write fails.
     """
     folder.mkdir(parents=True)
-    with _opened(archive, limits.max_bytes) as (tar, check_end):
-        for member in _members(archive, tar, limits):
+    with _opened(archive, limits.max_bytes) as (tar, reader):
+        for member in _members(archive, tar, reader, limits):
             tar.extract(member, folder, set_attrs=False, filter="data")
-        check_end()
+        while reader.read(BLOCKS):
+            pass
+        if reader.filled > tar.offset:
+            raise _refused(archive, "something follows the end of the tar in it")
 
 
 def read_member(archive: Path, name: str, max_bytes: int, limits: Limits) -> bytes:
@@ -90,8 +95,8 @@ def read_member(archive: Path, name: str, max_bytes: int, limits: Limits) -> byt
 
     Raises the errors of `unpack_folder`.
     """
-    with _opened(archive, limits.max_bytes) as (tar, _):
-        for member in _members(archive, tar, limits):
+    with _opened(archive, limits.max_bytes) as (tar, reader):
+        for member in _members(archive, tar, reader, limits):
             if member.name == name:
                 if member.size > max_bytes:
                     raise _refused(archive, f"{name} in it has {member.size} bytes, and {max_bytes} are the most")
@@ -100,13 +105,13 @@ def read_member(archive: Path, name: str, max_bytes: int, limits: Limits) -> byt
     raise _refused(archive, f"it lacks {[name]}")
 
 
-def _members(archive: Path, tar: tarfile.TarFile, limits: Limits) -> Iterator[tarfile.TarInfo]:
+def _members(archive: Path, tar: tarfile.TarFile, reader: "_Bounded", limits: Limits) -> Iterator[tarfile.TarInfo]:
     """Yield the members of a tar in order. Each is checked before it is yielded.
 
     The folder itself, which `tar -C folder .` packs as the first member, is skipped. Names then start with `./`.
     """
     left, missing, seen = limits.max_bytes, set(limits.names), set[str]()
-    for member in tar:
+    while (member := tar.next()) is not None:
         if member.isdir() and member.name in ("", "."):
             continue
         name = member.name = member.name.removeprefix("./")
@@ -114,24 +119,25 @@ def _members(archive: Path, tar: tarfile.TarFile, limits: Limits) -> Iterator[ta
         if name in seen or not expected or "/" in name:
             left_to_come = sorted(missing) or [one for one in limits.patterns if one not in seen]
             raise _refused(archive, f"it holds {name!r}, where {left_to_come} are left to come")
-        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.sparse is not None:
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.sparse is not None or member.size < 0:
             raise _refused(archive, f"{name} in it is no plain file")
         seen.add(name)
         missing.discard(name)
         left -= member.size
         if left < 0:
             raise _refused(archive, f"its files have more than the {limits.max_bytes} bytes that are the most here")
+        reader.is_at_header = False
         yield member
+        reader.seek(member.offset_data + member.size)
+        reader.is_at_header = True
+    reader.is_at_header = False
     if missing:
         raise _refused(archive, f"it lacks {sorted(missing)}")
 
 
 @contextmanager
-def _opened(archive: Path, max_bytes: int) -> Iterator[tuple[tarfile.TarFile, Callable[[], None]]]:
-    """Context with a tar for sequential reading, and a function that rejects data after the end of the tar.
-
-    Converts read errors.
-    """
+def _opened(archive: Path, max_bytes: int) -> Iterator[tuple[tarfile.TarFile, "_Bounded"]]:
+    """Context with a tar for sequential reading, and the file that it reads. Converts read errors."""
     try:
         with archive.open("rb") as file:
             packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
@@ -141,18 +147,13 @@ def _opened(archive: Path, max_bytes: int) -> Iterator[tuple[tarfile.TarFile, Ca
                 raise _refused(archive, f"it has {size} bytes, and {max_bytes} are the most here")
             stream = gzip.GzipFile(fileobj=file, mode="rb") if packed else file
             reader = _Bounded(cast(BinaryIO, stream), most)
-            with tarfile.open(fileobj=cast(BinaryIO, reader), mode="r|") as tar:
-
-                def check_end() -> None:
-                    while reader.read(BLOCKS):
-                        pass
-                    if reader.filled > tar.offset:
-                        raise _refused(archive, "something follows the end of the tar in it")
-
-                yield tar, check_end
+            with tarfile.open(fileobj=cast(BinaryIO, reader), mode="r:") as tar:
+                yield tar, reader
     except _TooLarge as error:
         raise _refused(archive, f"it unpacks to more than the {max_bytes} bytes that are the most here") from error
-    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except _HeadersTooLarge as error:
+        raise _refused(archive, f"its headers have more than the {BLOCKS} bytes that are the most here") from error
+    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:  # ValueError of a header
         raise _refused(archive, f"it is no whole tar, plain or gzipped ({error})") from error
     except OSError as error:
         raise StorageError(f"{archive} cannot be read: {error.strerror or error}; use another checkpoint") from error
@@ -162,19 +163,44 @@ class _TooLarge(Exception):
     """The limit of bytes was exceeded."""
 
 
+class _HeadersTooLarge(Exception):
+    """A limit of bytes in headers was exceeded."""
+
+
 class _Bounded(io.RawIOBase):
-    """Reads a stream up to a number of bytes, and records the position of the last nonzero byte."""
+    """Reads a stream forward up to a number of bytes, and records the position of the last nonzero byte."""
 
     def __init__(self, stream: BinaryIO, most: int):
-        self._stream, self._left, self._position = stream, most, 0
+        self._stream, self._left, self._headers_left, self._position = stream, most, BLOCKS, 0
         self.filled = 0
         """Offset after the last nonzero byte."""
+        self.is_at_header = True
+        """True while headers are read, which may have `BLOCKS` bytes in all."""
 
     def readable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Skip bytes up to `offset`, or to the end of the stream."""
+        if offset < self._position:
+            raise tarfile.ReadError("a header in it points back")
+        while self._position < offset and self.read(min(BLOCKS, offset - self._position)):
+            pass
+        return self._position
+
     def read(self, size: int = -1) -> Any:
-        data = self._stream.read(BLOCKS if size < 0 else size)
+        size = BLOCKS if size < 0 else size
+        if self.is_at_header:
+            self._headers_left -= size
+            if size > LONGEST_HEADER or self._headers_left < 0:
+                raise _HeadersTooLarge
+        data = self._stream.read(size)
         self._left -= len(data)
         if self._left < 0:
             raise _TooLarge
