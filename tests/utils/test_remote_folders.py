@@ -342,30 +342,3 @@ def test_anybody_may_fetch_a_signed_url(store, folder):
     send_folder(folder, store, "x")
     url = store.sign("x/b")
     assert url is not None and urllib.request.urlopen(url).read() == FILES["b"]
-
-
-# -- large ------------------------------------------------------------------------------------------------------------
-
-MEASURED = """
-import sys
-from pathlib import Path
-from skyrl.utils.files.object_store import ObjectStore
-from skyrl.utils.files.remote_folders import fetch_folder, send_folder
-store = ObjectStore(sys.argv[2])
-send_folder(Path(sys.argv[1]), store, "x")
-fetch_folder(store, "x", Path(sys.argv[1] + "-again"))
-print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
-"""
-
-
-def test_a_large_folder_is_sent_and_fetched_in_little_memory(tmp_path, bucket):
-    size = 256 * 2**20
-    with (tmp_path / "random").open("wb") as file:
-        for _ in range(size // 2**24):
-            file.write(os.urandom(2**24))
-    (tmp_path / "large").mkdir()
-    (tmp_path / "random").rename(tmp_path / "large" / "model")
-    command = [sys.executable, "-c", MEASURED, str(tmp_path / "large"), bucket]
-    measured = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(measured.stdout) < 100 * 1024
-    assert (tmp_path / "large-again" / "model").stat().st_size == size

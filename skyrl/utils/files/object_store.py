@@ -29,8 +29,14 @@ TIMEOUT_S = 180
 RETRY_S = 180.0
 """Default time for retries of a failing request, in seconds; `SKYRL_BUCKET_RETRY_S` overrides it."""
 PART_BYTES = 8 * 2**20
-"""Size of the parts of file transfers, in bytes."""
+"""Size of the parts of file transfers, in bytes. Parts of uploads of more than `PARTS` parts are larger."""
+PARTS = 9_000
+"""Maximum number of parts of an upload. S3 allows 10,000."""
 PARTS_AT_ONCE = 4
+UPLOAD_BYTES = 2**27
+"""Maximum size of the parts that are uploaded at once, in bytes, unless one part is larger."""
+COPIED_BYTES = 4 * 2**30
+"""Maximum size of an object that S3 copies in one request, in bytes. S3 refuses more than 5 GiB."""
 SHA256 = "sha256"
 """Metadata key of an object's hash."""
 SIGNED_FOR_S = 3600.0
@@ -58,6 +64,16 @@ def check_path(path: str | Path) -> None:
     """Check a path with `check_url` if it is a URL."""
     if is_url(path):
         check_url(str(path))
+
+
+def parts_of(size: int) -> tuple[int, int]:
+    """Return (size of a part in bytes, number of parts at once) for the upload of an object.
+
+    An upload holds these parts and the next one in memory: at most 40 MiB for objects up to 70 GiB, and at most
+    `UPLOAD_BYTES`, or one part if that is more, and another part for larger ones.
+    """
+    part = max(PART_BYTES, -(-size // PARTS))
+    return part, max(1, min(PARTS_AT_ONCE, UPLOAD_BYTES // part))
 
 
 class Stored(NamedTuple):
@@ -129,17 +145,18 @@ class ObjectStore:
             return Stored(key, len(data), result["e_tag"], result["version"])
 
     def put_file(self, key: str, path: Path, sha256: str) -> None:
-        """Upload a file in parts, with its hash."""
+        """Upload a file in parts, with its hash. `parts_of` says how much memory this takes."""
         import obstore
 
         with self._failing("write", key):
+            part_bytes, at_once = parts_of(path.stat().st_size)
             obstore.put(
                 self._store,
                 key,
                 path,
                 attributes={SHA256: sha256},
-                chunk_size=PART_BYTES,
-                max_concurrency=PARTS_AT_ONCE,
+                chunk_size=part_bytes,
+                max_concurrency=at_once,
             )
 
     def get(self, key: str) -> bytes | None:
@@ -192,11 +209,24 @@ class ObjectStore:
             return [_listed(one) for batch in batches for one in batch]
 
     def copy(self, key: str, to: str) -> None:
-        """Copy an object within the store."""
+        """Copy an object within the store, with its hash.
+
+        On S3, objects of more than `COPIED_BYTES` are downloaded and uploaded in parts, with memory as in `put_file`.
+        """
         import obstore
 
+        found = self.find(key) if self.url.startswith("s3://") else None
         with self._failing("write", to):
-            obstore.copy(self._store, key, to)
+            if found is None or found.size <= COPIED_BYTES:
+                obstore.copy(self._store, key, to)
+                return
+            part_bytes, at_once = parts_of(found.size)
+            attributes = None if found.sha256 is None else {SHA256: found.sha256}
+            with obstore.open_writer(
+                self._store, to, attributes=attributes, buffer_size=part_bytes, max_concurrency=at_once
+            ) as writer:
+                for part in self.chunks(key, found.size):
+                    writer.write(part)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects in this order. Missing ones are ignored."""
