@@ -24,6 +24,7 @@ from skyrl.utils.files.remote_folders import (
 )
 from skyrl.utils.locks.claim import claim_folder
 from skyrl.utils.locks.remote_claim import claim_remote
+from skyrl.utils.locks.scratch import ScratchFolder
 
 Where = Path | str
 """A path on disk, or a URL."""
@@ -118,7 +119,7 @@ class Bucket(StorageLocation):
     def __init__(self, url: str):
         self.store = ObjectStore(url)
         super().__init__(bucket_folder(self.store.url))
-        self._fetched: Path | None = None
+        self._fetched: ScratchFolder | None = None
 
     def __str__(self) -> str:
         return self.store.url
@@ -154,9 +155,9 @@ class Bucket(StorageLocation):
 
     def fetch(self, name: str) -> Path:
         if self._fetched is None:
-            self._fetched = Path(tempfile.mkdtemp(prefix="skyrl-fetched-"))
-            weakref.finalize(self, shutil.rmtree, self._fetched, ignore_errors=True)
-        folder = self._fetched / name
+            self._fetched = ScratchFolder(Path(tempfile.gettempdir()), "skyrl-fetched-")
+            weakref.finalize(self, self._fetched.remove)
+        folder = self._fetched.path / name
         shutil.rmtree(folder, ignore_errors=True)
         if self.has(name):
             fetch_folder(self.store, name, folder)

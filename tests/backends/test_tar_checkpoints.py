@@ -2,7 +2,9 @@
 
 import io
 import shutil
+import signal
 import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from safetensors.numpy import load_file
 
 from driver import finish, load, new_id, random_datum, sample, save, stepping
 from skyrl.backends.backend import AbstractBackend
+from skyrl.backends.common.models.archives import Archives
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import ForwardBackward
 from skyrl.backends.skyrl_train_backend import SkyRLTrainBackend, SkyRLTrainBackendOverrides
@@ -189,6 +192,29 @@ def test_a_whole_model_is_one_tar(backend, tiny_model, tmp_path):
     assert all((theirs[name] == ours[name]).all() for name in theirs)
     backend.load_sampler_checkpoint("whole", "one", str(tmp_path / "0001.tar.gz"))
     assert tokens(backend, "whole/one") == tokens(backend, None)
+
+
+READER = """
+import os, signal, sys
+from pathlib import Path
+from skyrl.backends.common.models.archives import Archives
+with Archives(Path(sys.argv[1]), 2**20).as_folder(sys.argv[2], is_sampled=True) as folder:
+    assert os.listdir(folder)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_reader_has_unpacked_is_removed_by_the_next(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    for name in PARTS:
+        (tmp_path / "theirs" / name).touch()
+    archive, scratch = str(tmp_path / "theirs.tar"), tmp_path / "scratch"
+    subprocess.run(["tar", "-cf", archive, "-C", tmp_path / "theirs", *PARTS], check=True)
+    killed = subprocess.run([sys.executable, "-c", READER, str(scratch), archive], check=False)
+    assert killed.returncode == -signal.SIGKILL and len(list(scratch.iterdir())) == 1
+    with Archives(scratch, 2**20).as_folder(archive, is_sampled=True):
+        assert len(list(scratch.iterdir())) == 1
+    assert list(scratch.iterdir()) == []
 
 
 # -- hostile archives -----------------------------------------------------------------------------------------------

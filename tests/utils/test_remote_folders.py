@@ -285,6 +285,15 @@ def test_an_object_of_the_same_length_and_no_hash_is_sent_again(store, folder, t
     assert fetched(store, "x", tmp_path) == FILES
 
 
+def test_a_download_that_fails_leaves_nothing_on_the_disk(store, folder, tmp_path, s3_proxy: Proxy, monkeypatch):
+    send_folder(folder, store, "x")
+    monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.1")
+    s3_proxy.trouble = lambda method, path: "refuse" if method == "GET" and path.endswith("b") else None
+    with pytest.raises(StorageError, match="cannot read"):
+        fetch_folder(ObjectStore(store.url), "x", tmp_path / "scratch" / "again")
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/../../b", "./a", ".."])
 @pytest.mark.parametrize("where", ["file", "object"])
 def test_a_manifest_that_leads_out_of_its_folder_is_refused(store, tmp_path, name, where):

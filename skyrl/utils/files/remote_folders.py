@@ -10,6 +10,7 @@ manifest lists all files.
 import hashlib
 import json
 import posixpath
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,27 +57,33 @@ def send_folder(folder: Path, store: ObjectStore, name: str) -> Written:
 
 
 def fetch_folder(store: ObjectStore, name: str, folder: Path) -> None:
-    """Download a folder that `send_folder` has uploaded. `folder` must not exist.
+    """Download a folder that `send_folder` has uploaded. `folder` must not exist. A failure leaves nothing on the disk.
 
     Raises:
         StorageError: The folder or one of its files is missing or damaged, or the store or the disk fails.
     """
     temporary = folder.with_name(f".{uuid4().hex}{TEMPORARY}")
-    with _disk(folder):
-        temporary.mkdir(parents=True)
-        entries = _entries(store, name)
-        for file, entry in entries.items():
-            path = temporary / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                found = store.get_file(_key(name, _object(file, entry)), path, entry["bytes"])
-            except FileNotFoundError as error:
-                raise _damaged(store, name, f"{file} is missing") from error
-            if found != entry["sha256"]:
-                raise _damaged(store, name, f"the hash of {file} differs from the manifest")
-        direct = {file: _local(entry) for file, entry in entries.items() if "/" not in file}
-        (temporary / MANIFEST).write_text(json.dumps(direct, indent=1))
-        temporary.rename(folder)
+    try:
+        with _disk(folder):
+            temporary.mkdir(parents=True)
+            entries = _entries(store, name)
+            for file, entry in entries.items():
+                _fetch_file(store, name, file, entry, temporary / file)
+            direct = {file: _local(entry) for file, entry in entries.items() if "/" not in file}
+            (temporary / MANIFEST).write_text(json.dumps(direct, indent=1))
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _fetch_file(store: ObjectStore, name: str, file: str, entry: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        found = store.get_file(_key(name, _object(file, entry)), path, entry["bytes"])
+    except FileNotFoundError as error:
+        raise _damaged(store, name, f"{file} is missing") from error
+    if found != entry["sha256"]:
+        raise _damaged(store, name, f"the hash of {file} differs from the manifest")
 
 
 def inspect_remote(store: ObjectStore, name: str) -> Written | None:

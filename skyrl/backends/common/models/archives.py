@@ -1,7 +1,8 @@
 """Checkpoints as folders on disk, as folders in buckets, and as tar files.
 
 A checkpoint is written as a tar file if its path has the suffix of one, and read as a tar file if its path is a file. A
-URL names a folder in a bucket. Tar files and bucket folders are copied to a temporary folder to be read.
+URL names a folder in a bucket. Tar files and bucket folders are copied to a temporary folder to be read. If the process
+is killed, the next one that reads such a copy there removes the folder.
 
 A tar file has the files of the corresponding folder, manifest included. Sampler checkpoints of other servers, with only
 adapter_model.safetensors and adapter_config.json, can be read, too.
@@ -40,6 +41,7 @@ from skyrl.utils.files.hf_files import BESIDE, CONFIG, WEIGHTS
 from skyrl.utils.files.object_store import is_url
 from skyrl.utils.files.stored_folders import on_disk, read_stored, write_stored
 from skyrl.utils.files.tar_folder import Limits, is_tar, pack_folder, read_member, unpack_folder
+from skyrl.utils.locks.scratch import ScratchFolder
 
 TRAINING = (MANIFEST, TRAINING_STATE, TRAINING_TENSORS)
 """Files of a training checkpoint."""
@@ -110,14 +112,15 @@ class Archives:
             StorageError: The tar file cannot be read.
         """
         if is_url(path):
-            with on_disk(path, self.scratch) as copy, _told_of(copy, path):
+            with _scratch_folder(self.scratch) as scratch, on_disk(path, scratch) as copy, _told_of(copy, path):
                 yield copy
             return
         archive = local_path(path)
         if not archive.is_file():
             yield path
             return
-        with _beside(self.scratch) as folder:
+        with _scratch_folder(self.scratch) as scratch:
+            folder = scratch / "checkpoint"
             limits = self._limits((), SAMPLED) if is_sampled else self._limits(TRAINING)
             unpack_folder(archive, folder, limits)
             if not (folder / MANIFEST).exists():
@@ -138,6 +141,19 @@ def _told_of(copy: str, path: str) -> Iterator[None]:
         if copy not in str(error):
             raise
         raise type(error)(f"{path}: {error}".replace(copy, "the checkpoint in it")) from error
+
+
+@contextmanager
+def _scratch_folder(parent: Path) -> Iterator[Path]:
+    """Context with a temporary folder in `parent`. Leftovers of killed processes are removed first."""
+    try:
+        scratch = ScratchFolder(parent, "skyrl-checkpoint-")
+    except OSError as error:
+        raise StorageError(f"cannot write {parent}: {error.strerror or error}; check permissions") from error
+    try:
+        yield scratch.path
+    finally:
+        scratch.remove()
 
 
 @contextmanager
