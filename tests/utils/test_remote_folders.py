@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from skyrl.utils.files.remote_folders import (
     remove_remote,
     send_folder,
 )
+from skyrl.utils.files.stored_folders import sign_stored, write_stored
 from tests.buckets import Proxy, contents
 
 FILES = {"a": b"first", "b": bytes(range(256)) * 100}
@@ -141,6 +143,13 @@ def test_of_two_that_send_at_once_one_is_refused_and_the_other_is_whole(store, f
     with pytest.raises(StorageError, match=r"x/manifest\.json was written by another process meanwhile"):
         send_folder(folder, ObjectStore(store.url), "x")
     assert inspect_remote(store, "x") is not None
+
+
+def test_the_links_of_a_folder_that_has_replaced_another_lead_to_its_files(store, tmp_path):
+    for files in (FILES, OTHER):
+        write_stored(f"{store.url}/x", files)
+    links = {file: url or "" for file, url in sign_stored(f"{store.url}/x", 60).items()}
+    assert {file: urllib.request.urlopen(url).read() for file, url in links.items()} == OTHER
 
 
 # -- interrupted ------------------------------------------------------------------------------------------------------
@@ -346,8 +355,6 @@ def test_a_bucket_that_there_is_not_is_told(bucket, folder):
 
 
 def test_anybody_may_fetch_a_signed_url(store, folder):
-    import urllib.request
-
     send_folder(folder, store, "x")
     url = store.sign("x/b")
     assert url is not None and urllib.request.urlopen(url).read() == FILES["b"]

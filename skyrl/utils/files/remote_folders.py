@@ -105,15 +105,15 @@ def open_remote(store: ObjectStore, name: str) -> list[tuple[str, int, str, Iter
         StorageError: The folder or one of its files is missing or has the wrong length. Reading the content raises
             StorageError if the store fails.
     """
-    entries = _entries(store, name)
-    there = {stored.key: stored.size for stored in store.list(name)}
-    for file, entry in entries.items():
-        if there.get(_key(name, _object(file, entry))) != entry["bytes"]:
-            raise _damaged(store, name, f"{file} is missing or has another length than the manifest says")
     return [
         (file, entry["bytes"], entry["sha256"], _chunks(store, _key(name, _object(file, entry)), entry["bytes"]))
-        for file, entry in entries.items()
+        for file, entry in _checked_entries(store, name).items()
     ]
+
+
+def remote_keys(store: ObjectStore, name: str) -> dict[str, str]:
+    """Return the key of the object of each file of a folder. Raises `StorageError` as `open_remote`."""
+    return {file: _key(name, _object(file, entry)) for file, entry in _checked_entries(store, name).items()}
 
 
 def _chunks(store: ObjectStore, key: str, size: int) -> Iterator[bytes]:
@@ -217,6 +217,16 @@ def _entries(store: ObjectStore, name: str) -> Entries:
     if manifest is None:
         raise StorageError(f"{store.url}/{name} is missing; use another checkpoint")
     return _parsed(store, name, manifest)
+
+
+def _checked_entries(store: ObjectStore, name: str) -> Entries:
+    """Return the entries of a folder. Raises `StorageError` if an object is missing or has the wrong length."""
+    entries = _entries(store, name)
+    there = {stored.key: stored.size for stored in store.list(name)}
+    for file, entry in entries.items():
+        if there.get(_key(name, _object(file, entry))) != entry["bytes"]:
+            raise _damaged(store, name, f"{file} is missing or has another length than the manifest says")
+    return entries
 
 
 def _parsed(store: ObjectStore, name: str, manifest: bytes) -> Entries:

@@ -35,6 +35,7 @@ from skyrl.utils.files.remote_folders import (
     open_remote,
     read_remote_file,
     remote_bytes,
+    remote_keys,
     remove_remote,
     send_folder,
 )
@@ -103,12 +104,16 @@ def open_stored(path: str) -> Iterator[list[StoredFile]]:
     ]
 
 
-def sign_stored(path: str, file: str, seconds: float) -> str | None:
-    """Return a public URL of a file, valid for `seconds`; None on disk, and for stores without signed URLs."""
+def sign_stored(path: str, seconds: float) -> dict[str, str | None]:
+    """Return a public URL of each file of a folder, valid for `seconds`; None on disk, and if the store cannot sign.
+
+    Raises `StorageError` as `open_stored`.
+    """
     if not is_url(path):
-        return None
+        with open_folder(path) as files:
+            return {file.name: None for file in files}
     store, name = _place(path)
-    return store.sign(f"{name}/{file}", seconds)
+    return {file: store.sign(key, seconds) for file, key in remote_keys(store, name).items()}
 
 
 def copy_stored(source: str, path: str) -> None:

@@ -25,7 +25,7 @@ from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import TinkerPath
 from skyrl.tinker.identity.tokens import BadToken
 from skyrl.tinker.wire import management_schemas as rest
-from skyrl.utils.files.stored_folders import open_stored, sign_stored
+from skyrl.utils.files.stored_folders import sign_stored
 
 log = logging.getLogger(__name__)
 
@@ -125,5 +125,4 @@ def _response(stream: Stream, name: str) -> Response:
 
 def _signed_files(folder: str, expires: int) -> dict[str, str | None]:
     """Signed URLs of the object store for each file, if it supports them."""
-    with open_stored(folder) as files:
-        return {file.name: sign_stored(folder, file.name, expires - time.time()) for file in files}
+    return sign_stored(folder, expires - time.time())
