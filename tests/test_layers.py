@@ -66,7 +66,7 @@ LAYERS = [
     {"tinker.database.ledger"},
     {"tinker.database.log", "tinker.database.queries"},
     {"tinker.checkpoints.transfer"},
-    {"tinker.checkpoints", "train.checkpoints", "train.results", "train.run_loop"},
+    {"tinker.checkpoints", "train.checkpoints", "train.exports", "train.results", "train.run_loop"},
     {"tinker.context"},
     {"tinker.operations"},
     {"tinker.requests", "train.rl", "train.sft"},

@@ -60,6 +60,11 @@ class SteppedRun(Protocol):
         """Evaluate the model on evaluation data."""
         ...
 
+    @property
+    def has_export(self) -> bool:
+        """True if the export of the current step is complete."""
+        ...
+
     async def export(self) -> None:
         """Write the models in Hugging Face format."""
         ...
@@ -118,6 +123,9 @@ class _Loop:
             report(measured, 0)
             if measured:
                 run.improves(measured)  # report a missing metric now, not after the first steps
+        step = run.global_step
+        if step and _is_due(cadence.export, step, step == run.total_steps) and not run.has_export:
+            await run.export()  # the process was killed after the checkpoint of this step
         while run.global_step < run.total_steps and not is_last and self._interruption.signal is None:
             metrics = await self._step()
             if metrics is None:
@@ -140,12 +148,10 @@ class _Loop:
                     raise
             report(metrics, step)
             exports, asked = _is_due(cadence.export, step, is_last), self._interruption.signal is not None
-            if exports and not asked:
-                await run.export()
             due = _is_due(cadence.checkpoint, step, is_last) or (epoch_ends and cadence.checkpoint_epochs)
             if asked or is_best or due:
-                await self._save(wait=asked or not cadence.beside)
-            if exports and asked:  # after the checkpoint, because the process may be killed
+                await self._save(wait=asked or exports or not cadence.beside)
+            if exports:  # after the checkpoint, because an export may fail or run out of memory
                 await run.export()
         if self._interruption.signal is None or run.global_step == run.total_steps:  # otherwise `saved` follows
             await self.written()
@@ -241,9 +247,9 @@ async def run_steps(
 ) -> None:
     """Run all remaining steps, and report the metrics of each together with those of its evaluation.
 
-    A checkpoint is written last, so a run that resumes from it repeats none of the work before it. If a signal ends the
-    run, work that changes no model is cancelled, a step that changes models is completed, and the state is saved. The
-    state is also saved if sampling cannot continue.
+    The checkpoint of a step is written before its export. If the process is killed in between, the run that resumes
+    from the checkpoint writes the export. If a signal ends the run, work that changes no model is cancelled, a step
+    that changes models is completed, and the state is saved. The state is also saved if sampling cannot continue.
 
     Raises:
         Interrupted: A signal has ended the run.

@@ -9,7 +9,7 @@ CHECKPOINTS = "skyrl/train/checkpoints.py"
 RUN = "skyrl/train/rl/run.py"
 LOOP = "skyrl/train/run_loop.py"
 TRAINER = "skyrl/train/rl/trainer.py"
-SAVE = "                await self._save(wait=asked or not cadence.beside)\n"
+SAVE = "                await self._save(wait=asked or exports or not cadence.beside)\n"
 RENEWAL = """\
             if epoch_ends:
                 await run.end_epoch()

@@ -37,8 +37,10 @@ class Counted:
     async def evaluate(self):
         return {"eval/loss": 0.0}
 
+    has_export = True
+
     async def export(self):
-        return
+        self.happened.append(f"export {self.global_step}")
 
     async def leave_model(self):
         self.happened.append("left")
@@ -208,3 +210,32 @@ def test_a_run_of_which_all_steps_were_taken_before_leaves_its_model():
     run.global_step = STEPS
     asyncio.run(run_steps(run, NO_CHECKPOINTS, lambda metrics, step: None))
     assert run.happened == ["left"]
+
+
+EXPORTING = BESIDE._replace(export=2)
+
+
+def test_a_checkpoint_is_written_before_an_export_that_fails():
+    class Unmergeable(Counted):
+        async def export(self):
+            raise RuntimeError("no memory")
+
+    run = Unmergeable()
+    for event in run.disk.values():
+        event.set()
+    with pytest.raises(RuntimeError, match="no memory"):
+        asyncio.run(run_steps(run, EXPORTING, lambda metrics, step: None))
+    assert run.happened == ["step 1", "written 1", "step 2", "written 2"]
+
+
+@pytest.mark.parametrize(("step", "exports"), [(2, 1), (4, 1), (1, 0), (0, 0)])
+def test_a_run_that_was_killed_during_an_export_exports_again(step, exports):
+    class Killed(Counted):
+        has_export = False
+
+    run = Killed()
+    run.global_step = step
+    for event in run.disk.values():
+        event.set()
+    asyncio.run(run_steps(run, EXPORTING, lambda metrics, step: None))
+    assert run.happened.count(f"export {step}") == exports

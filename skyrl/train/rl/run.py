@@ -20,6 +20,7 @@ from skyrl.errors import StorageError
 from skyrl.train.callbacks import Callback, load_callbacks
 from skyrl.train.checkpoints import Checkpoint, CheckpointStore, begin_writing
 from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
+from skyrl.train.exports import Export
 from skyrl.train.interruption import Interruption
 from skyrl.train.lr_schedules import learning_rate_factor
 from skyrl.train.places import Where, place_of
@@ -57,8 +58,8 @@ MEMORY = "memory"
 
 INIT_FROM = "trainer.init_from"
 
-POLICY, CRITIC, REFERENCE, ADAPTER = "policy", "critic", "reference", "policy_adapter"
-"""Folder names of models in checkpoints and exports, and of the adapter in exports."""
+POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
+"""Folder names of models in checkpoints and exports."""
 
 
 class Run:
@@ -190,15 +191,22 @@ class Run:
             self._remove_old_dumps()
         return metrics
 
+    @property
+    def has_export(self) -> bool:
+        """True if the export of the current step is complete."""
+        return self._export.is_complete
+
     async def export(self) -> None:
-        """Write the models in Hugging Face format, and the policy's adapter, if any, in PEFT format."""
-        place = place_of(self.config.trainer.export_path)
-        folder = place.folder / f"global_step_{self.trainer.global_step}"
-        for name, model in self._trained().items():
-            await model.export(str(folder / name))
-        if self.config.trainer.policy.model.lora.rank:
-            await self.trainer.policy.export_adapter(str(folder / ADAPTER))
-        await asyncio.to_thread(place.send, folder)
+        """Write the policy's adapter, if any, in PEFT format, and the models that can be merged in Hugging Face
+        format."""
+        await self._export.write()
+
+    @property
+    def _export(self) -> Export:
+        settings = self.config.trainer
+        adapted = [POLICY, REFERENCE] if settings.policy.model.lora.rank else []
+        adapted += [CRITIC] if settings.critic.model.lora.rank else []
+        return Export(settings.export_path, self.global_step, self._trained(), adapted, POLICY)
 
     async def leave_model(self) -> None:
         """Write the policy of the finished run, unless `trainer.save_model` is false."""
@@ -288,7 +296,7 @@ class Run:
             "newest checkpoint": store.place.shown(store.folder_of(self.global_step)),
             **({} if best is None else {"best checkpoint": store.place.shown(store.folder_of(best.step))}),
             "metrics": store.folder / METRICS_FILE,
-            "newest export": exports.shown(exports.folder / f"global_step_{self.global_step}"),
+            "newest export": self._export.where,
             "evaluations": exports.shown(exports.folder / "dumped_evals"),
             "rollouts": exports.shown(exports.folder / "dumped_rollouts"),
             "training batches": exports.shown(exports.folder / "dumped_data"),

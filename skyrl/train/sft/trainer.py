@@ -15,9 +15,10 @@ from skyrl.train.callbacks import Callback, load_callbacks
 from skyrl.train.checkpoints import CheckpointStore, begin_writing
 from skyrl.train.config.machinery.base import get_config_as_dict
 from skyrl.train.config.sft import SFTConfig
+from skyrl.train.exports import Export
 from skyrl.train.interruption import Interruption
 from skyrl.train.lr_schedules import adam_params, learning_rate_factor
-from skyrl.train.places import Where, place_of
+from skyrl.train.places import Where
 from skyrl.train.policies import Learner
 from skyrl.train.ranking import Ranking
 from skyrl.train.results import Result, result_in
@@ -33,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 RESUME_MODES = {"": "none", "none": "none", "latest": "latest"}
 FIELDS = Fields(ckpt_path="ckpt_path", own_folder="ckpt_path", resume_path="resume_from", anew="resume_from=none")
-ADAPTER = "policy_adapter"
-"""Folder of the adapter in an export."""
 SUMMED_UP = ("/loss", "rewards/accuracies")
 """Suffixes of the metrics in the summary."""
 
@@ -184,14 +183,19 @@ class SFTTrainer:
     async def end_epoch(self) -> None:
         """Do nothing: the reference model does not change between epochs."""
 
+    @property
+    def has_export(self) -> bool:
+        """True if the export of the current step is complete."""
+        return self._export.is_complete
+
     async def export(self) -> None:
-        """Write the model in Hugging Face format, and its adapter, if any, in PEFT format."""
-        place = place_of(self._config.export_path)
-        folder = place.folder / f"global_step_{self.global_step}"
-        await self._learner.export(str(folder / MODEL))
-        if self._config.model.lora.rank:
-            await self._learner.export_adapter(str(folder / ADAPTER))
-        await asyncio.to_thread(place.send, folder)
+        """Write the adapter, if any, in PEFT format, and the model in Hugging Face format, if it can be merged."""
+        await self._export.write()
+
+    @property
+    def _export(self) -> Export:
+        adapted = [MODEL] if self._config.model.lora.rank else []
+        return Export(self._config.export_path, self.global_step, {MODEL: self._learner}, adapted, MODEL)
 
     async def leave_model(self) -> None:
         """Write the final model, unless `save_model` is false."""
@@ -223,8 +227,7 @@ class SFTTrainer:
             if (best := store.best) is not None:
                 places["best checkpoint"] = store.place.shown(store.folder_of(best.step))
         if config.export_path:
-            exports = place_of(config.export_path)
-            places["newest export"] = exports.shown(exports.folder / f"global_step_{self.global_step}")
+            places["newest export"] = self._export.where
         return places
 
     async def resume(self) -> int | None:

@@ -95,8 +95,8 @@ def _merge(tensors: dict[str, Tensor], adapter: Adapter, model_config: "ModelCon
         if np.any(connectors["phi"]) or np.any(connectors["bias"]):
             raise RequestError(
                 f"mhc_expansion_rate={model_config.mhc_expansion_rate}: this adapter has trained connectors of several "
-                "residual streams, and no model in Hugging Face format has such; save the adapter by itself "
-                "(save_weights_for_sampler), or train without connectors (exclude_modules='.*_connector')"
+                "residual streams, and no model in Hugging Face format has such; export the adapter by itself, in PEFT "
+                "format, or train without connectors (exclude_modules='.*_connector')"
             )
     for target in lora_targets(model_config):
         pair = pair_at(adapter, target.path)

@@ -1,0 +1,72 @@
+"""Runs that train adapters with connectors of several residual streams, and their exports."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+from short_runs import command, train
+
+from skyrl.cli import main
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
+from skyrl.train.commands import main as train_command
+
+RATE = "jax.mhc_expansion_rate=4"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text(json.dumps({"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1]}))
+    return path
+
+
+def fine_tune(rows: Path, model: Path, run: Path, *more: str) -> int:
+    given = ["strategy=jax", f"model.path={model}", f"train_datasets=[{rows}]", "num_steps=2", "batch_size=1"]
+    given += ["optimizer_config.lr=1e-2", f"ckpt_path={run}", f"export_path={run}", "ckpt_interval=2", "logger=[]"]
+    return train_command(["sft", *given, *more])
+
+
+@pytest.fixture(scope="module")
+def run(rows, tiny_model, tmp_path_factory) -> Path:
+    """Folder of a fine-tuning run with its model and an export."""
+    folder = tmp_path_factory.mktemp("streams") / "run"
+    assert fine_tune(rows, tiny_model, folder, "model.lora.rank=4", "hf_save_interval=2", RATE) == 0
+    return folder
+
+
+def connectors(folder: Path) -> dict[str, bytes]:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    return {name: tensor.tobytes() for name, tensor in tensors.items() if "_connector" in name}
+
+
+def test_the_export_has_the_adapter_with_its_connectors_and_no_merged_model(run):
+    export = run / "global_step_2"
+    assert connectors(export / "policy_adapter") == connectors(run / "model") != {}
+    assert json.loads((export / "policy_adapter" / "adapter_config.json").read_text())["mhc_expansion_rate"] == 4
+    assert not (export / "policy" / "model.safetensors").exists()
+
+
+def test_an_export_of_rl_leaves_out_what_cannot_be_merged_and_says_why(tiny_model, tmp_path, caplog):
+    write_rows(tmp_path / "prompts.jsonl", ({"prompt": row["prompt"]} for row in arithmetic_rows(4, seed=0, largest=9)))
+    options = ["environment.env_class=rewarding:Hashed", "trainer.max_steps=1", "trainer.hf_save_interval=1"]
+    options += [f"trainer.{RATE}", "trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.lora.rank=4"]
+    options += [f"trainer.critic.model.path={tiny_model}"]
+    train(command(tmp_path / "prompts.jsonl", tiny_model, tmp_path / "run", *options, strategy="jax"))
+    export = tmp_path / "run-exports" / "global_step_1"
+    assert connectors(export / "policy_adapter") == connectors(tmp_path / "run-exports" / "model") != {}
+    left_out = [line for line in caplog.messages if "is left out of the export" in line]
+    assert [line.partition(" ")[0] for line in left_out] == ["policy", "critic"]
+    assert all("trained connectors" in line and "save_weights_for_sampler" not in line for line in left_out)
+
+
+def test_an_adapter_with_connectors_is_exported_from_a_checkpoint(run, tmp_path):
+    assert main(["export", str(run), "--output", str(tmp_path / "model")]) == 0
+    assert connectors(tmp_path / "model") == connectors(run / "model")
+
+
+def test_a_merged_export_of_connectors_is_refused_with_a_way_out(run, tmp_path, capfd):
+    assert main(["export", str(run), "--merged", "--output", str(tmp_path / "merged")]) == 1
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert "mhc_expansion_rate=4: this adapter has trained connectors" in said
+    assert said.endswith("without --merged, skyrl export writes the adapter")
