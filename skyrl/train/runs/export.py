@@ -28,7 +28,7 @@ from skyrl.utils.files.object_store import is_url
 
 POLICY = "policy"
 """Folder of the trained model in a checkpoint, for both RL and SFT."""
-KEPT = ("config_overrides", "dtype")
+KEPT = ("config_overrides", "dtype", "mhc_expansion_rate")
 """Options of a run's backend that affect the exported files."""
 SMALL = {"kv_cache_gib": 2**-10, "max_context_length": 32, "device": "cpu"}
 """Minimal options for a backend that only loads and writes. Options that a backend lacks are left out.
@@ -111,7 +111,11 @@ async def _write(checkpoint: Checkpoint, settings: SFTConfig, result: Result, fi
     with strategy.sft_loader(settings)() as models:
         learner = models.learner(POLICY)
         await learner.load(checkpoint.model_path(POLICY), optimizer=False)
-        await result.write(learner, keep_earlier=False)
+        try:
+            await result.write(learner, keep_earlier=False)
+        except RequestError as error:
+            way_out = "" if result.is_adapter else "; without --merged, skyrl export writes the adapter"
+            raise RequestError(f"{error}{way_out}") from error
 
 
 def _dtype_of(base: str) -> str:
