@@ -115,7 +115,7 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
         help="list every field with type, value (by these overrides) and meaning",
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values are YAML")
-    given = parser.parse_args(argv)
+    given = parser.parse_intermixed_args(argv)
     made = cls.from_cli_overrides if given.config is None else lambda args: cls.from_file(given.config, args)
     sys.path.append(os.getcwd())  # for custom environments, losses and estimators (`module:name`)
     if given.fields:

@@ -12,7 +12,13 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse the arguments. Exits the program for unknown ones."""
-        given, unknown = self.parse_known_args(args, namespace)
+        return self._known(*self.parse_known_args(args, namespace))
+
+    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Parse the arguments like `parse_args`. Positional arguments may be in several groups, between options."""
+        return self._known(*self.parse_known_intermixed_args(args, namespace))
+
+    def _known(self, given: Any, unknown: Sequence[str]) -> Any:
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self.suggestion(unknown)}")
         return given

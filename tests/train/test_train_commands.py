@@ -176,6 +176,12 @@ def test_fields_of_overrides_that_are_wrong_are_refused(capfd):
     assert "trainer.epochs=x: give a whole number" in capfd.readouterr().err
 
 
+def test_overrides_may_stand_on_both_sides_of_an_option(tmp_path, capfd):
+    (tmp_path / "run.yaml").write_text("batch_size: 3")
+    fields = listed(capfd, "sft", "seed=7", "--config", f"{tmp_path}/run.yaml", "num_epochs=2")
+    assert [fields[name].partition(" ")[0] for name in ("seed", "batch_size", "num_epochs")] == ["7", "3", "2"]
+
+
 def test_help_names_all_kinds_and_how_to_list_fields():
     def said(*arguments: str) -> str:
         command = [sys.executable, "-m", "skyrl.cli", "train", *arguments, "--help"]
