@@ -16,6 +16,8 @@ from skyrl.errors import ConfigError
 Row = dict[str, Any]
 WITH_SPLIT = re.compile(r"(?P<name>.+?):(?P<split>[^:\[\]]+(\[[^\[\]]*\])?)")
 """Pattern of a source with a split, which may be a slice of a split, such as train[:10%]."""
+OF_A_FILE = re.compile(r"train(\[[^\[\]]*\])?")
+"""Pattern of a split of a file, which has only the split train: all of its rows, or a slice of them."""
 SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json")
 """Files of folders that `save_to_disk` writes; each folder has one of them."""
 
@@ -32,20 +34,42 @@ def read_rows(source: str) -> Iterator[Row]:
 
     Args:
         source: A .parquet, .json (a list of objects, one object, or an object per line) or .jsonl file; or a data set
-            of the Hugging Face hub or a folder that `datasets` reads, either with an optional suffix ":split" (default:
-            train).
+            of the Hugging Face hub or a folder that `datasets` reads. Each with an optional suffix ":split" (default:
+            train). A file has only the split train and its slices, such as train[:100].
 
     Raises:
         ConfigError: The source does not exist, it cannot be read, or the library that reads it is not installed.
     """
-    path = Path(source).expanduser()
-    reader = FILE_READERS.get(path.suffix)
-    if reader is None:
+    named = WITH_SPLIT.fullmatch(source)
+    name, split = (source, "train") if named is None or not is_file(named["name"]) else (named["name"], named["split"])
+    if not is_file(name):
         yield from _library_rows(source)
         return
+    if not OF_A_FILE.fullmatch(split):
+        raise ConfigError(f"{source}: a file has no split {split}; name train, or a slice of it such as train[:100]")
+    path = Path(name).expanduser()
     if not path.is_file():
         raise ConfigError(f"{source}: there is no such file; name a file that exists, or a data set of the hub")
-    yield from reader(path)
+    rows = FILE_READERS[path.suffix](path)
+    yield from rows if split == "train" else _sliced(list(rows), split, source)
+
+
+def is_file(name: str) -> bool:
+    """Return True for the name of a file, by its suffix."""
+    return Path(name).suffix in FILE_READERS
+
+
+def _sliced(rows: list[Row], split: str, source: str) -> Iterator[Row]:
+    """Yield a slice of the rows of a file, as `datasets` cuts splits."""
+    try:
+        from datasets import ReadInstruction
+    except ImportError:
+        raise _not_installed("datasets", f"{source} names a slice of a file") from None
+    try:
+        (part,) = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"{source}: cannot be cut ({error}); write a slice as train[:100] or train[:10%]") from error
+    yield from rows[part.from_ : part.to]
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
