@@ -12,26 +12,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl.errors import ConfigError
+from skyrl.train.data.files import OF_A_FILE, is_file
+from skyrl.train.tracking.clients import TRACKERS
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.files.object_store import is_url
+from skyrl.utils.spelling import did_you_mean
 from skyrl.utils.subcommands import Command, print_version, run_program
 
 EXPORTS = "export"
 """Name of the folder of exports in --output-dir."""
+BETAS = {"b1": 0.9, "b2": 0.999}
+"""Arguments of `optax.adamw` for `optimizer_config.adam_betas`, with their defaults."""
+FIXED = {"eps": 1e-8, "eps_root": 0.0, "mu_dtype": None, "mask": None, "nesterov": False}
+"""Other arguments of `optax.adamw`, with their only supported values."""
+TRACKER_ARGS = {"project": "project_name", "name": "run_name"}
+"""Fields by the arguments of `wandb.init`."""
 
 
 def train(argv: Sequence[str]) -> int:
     """fine-tune a model, fully or with a LoRA adapter (tx train --help)"""
-    parser = _parser()
-    given = parser.parse_args(argv)
-    if given.tp_size != 1:
-        parser.error(
-            f"--tp-size {given.tp_size}: tensor parallelism is not served, a model is trained on one device; leave "
-            "--tp-size out, and make the model fit with --lora-rank, or shard it over several GPUs with "
-            "skyrl train sft strategy=fsdp2"
-        )
-    if given.resume and given.load_checkpoint_path:
-        parser.error("--resume and --load-checkpoint-path both say where the run begins; leave out one")
+    loader, overrides = parsed(argv)
 
     from skyrl.train.commands import run
     from skyrl.train.config import SFTConfig
@@ -39,9 +40,22 @@ def train(argv: Sequence[str]) -> int:
     from skyrl.train.sft.run import train_sft
 
     def trained(config: SFTConfig) -> None:
-        asyncio.run(train_sft(config, find_loader(given.loader)))
+        asyncio.run(train_sft(config, find_loader(loader)))
 
-    return run("tx train", train.__doc__, SFTConfig, trained, list(_overrides(given)))
+    return run("tx train", train.__doc__, SFTConfig, trained, overrides)
+
+
+def parsed(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the name of the loader, and the fields of the trainer's configuration as `key.path=value`.
+
+    Exits the program for options that are unknown, contradict each other or are not supported.
+    """
+    parser = _parser()
+    given = parser.parse_intermixed_args(argv)
+    try:
+        return given.loader, list(_overrides(given))
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,10 +92,27 @@ def _parser() -> argparse.ArgumentParser:
         "--lora-rank", type=int, metavar="N", help="train an adapter of this rank (default: all weights)"
     )
     parser.add_argument("--lora-alpha", type=int, metavar="N", help="its alpha (default: 16)")
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="only adamw, the default, is served")
+    parser.add_argument(
+        "--optimizer-args",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="its learning_rate, weight_decay, b1 and b2, as in optax (default: those of skyrl train sft)",
+    )
     parser.add_argument("--learning-rate", type=float, metavar="X", help="default: 1e-4 with an adapter, else 1e-5")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the order of rows, and of an adapter")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output-dir")
     parser.add_argument("--load-checkpoint-path", metavar="FOLDER", help="go on from this checkpoint (a global_step_N)")
+    parser.add_argument(
+        "--tracker",
+        choices=tuple(TRACKERS),
+        metavar="NAME",
+        help=f"tracker of the metrics, beside the console and metrics.jsonl: {', '.join(TRACKERS)}",
+    )
+    parser.add_argument(
+        "--tracker-args", type=_json_object, default={}, metavar="JSON", help="its project and the name of the run"
+    )
     parser.add_argument("--tp-size", type=int, default=1, metavar="N", help="tensor parallelism: only 1 is served")
     parser.add_argument(
         "overrides",
@@ -92,16 +123,39 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text} is not a JSON object; write one such as {{"name": "value"}}')
+    return value
+
+
 def _overrides(given: argparse.Namespace) -> Iterator[str]:
-    """Yield the fields of the trainer's configuration as `key.path=value`."""
-    source = given.dataset if given.split is None else f"{given.dataset}:{given.split}"
+    """Yield the fields of the trainer's configuration as `key.path=value`. Raises ConfigError."""
+    if given.tp_size != 1:
+        raise ConfigError(
+            f"--tp-size {given.tp_size}: tensor parallelism is not served, a model is trained on one device; leave "
+            "--tp-size out, and make the model fit with --lora-rank, or shard it over several GPUs with "
+            "skyrl train sft strategy=fsdp2"
+        )
+    if given.resume and given.load_checkpoint_path:
+        raise ConfigError("--resume and --load-checkpoint-path both say where the run begins; leave out one")
+    sets_rank = any(override.startswith("model.lora.rank=") for override in given.overrides)
+    if given.lora_alpha is not None and not given.lora_rank and not sets_rank:
+        raise ConfigError(
+            f"--lora-alpha {given.lora_alpha}: all weights are trained, so there is no adapter to scale; set "
+            "--lora-rank, or leave --lora-alpha out"
+        )
     output = given.output_dir
     exports = f"{output.rstrip('/')}/{EXPORTS}" if is_url(output) else Path(output) / EXPORTS
     # Only the export after the last step is needed, so periodic exports are disabled.
     fields: dict[str, Any] = {
         "strategy": "jax",
         "model.path": given.model,
-        "train_datasets": [source],
+        "train_datasets": [_source(given.dataset, given.split)],
         "ckpt_path": given.output_dir,
         "export_path": str(exports),
         "hf_save_interval": sys.maxsize,
@@ -112,13 +166,71 @@ def _overrides(given: argparse.Namespace) -> Iterator[str]:
         "num_steps": given.max_steps,
         "model.lora.rank": given.lora_rank,
         "model.lora.alpha": given.lora_alpha,
-        "optimizer_config.lr": given.learning_rate,
         "seed": given.seed,
         "resume_from": "latest" if given.resume else given.load_checkpoint_path or "none",
         "run_name": Path(given.output_dir).name,
+        **_optimizer_fields(given.optimizer, given.optimizer_args, given.learning_rate),
+        **_tracker_fields(given.tracker, given.tracker_args),
     }
     yield from (f"{name}={json.dumps(value)}" for name, value in fields.items() if value is not None)
     yield from given.overrides
+
+
+def _source(dataset: str, split: str | None) -> str:
+    """Return the data set with its split, as the trainer names it."""
+    if split is None:
+        return dataset
+    if is_file(dataset) and not OF_A_FILE.fullmatch(split):
+        raise ConfigError(
+            f"--split {split}: {dataset} is a file, which has only the split train; use train, a slice such as "
+            "train[:100], or leave --split out"
+        )
+    return f"{dataset}:{split}"
+
+
+def _optimizer_fields(name: str, given: dict[str, Any], learning_rate: float | None) -> dict[str, Any]:
+    """Return the fields for arguments of `optax.adamw`. Those that are left out keep the trainer's defaults."""
+    if name != "adamw":
+        raise ConfigError(f"--optimizer {name}: only adamw is served; leave --optimizer out")
+    left = dict(given)
+    if learning_rate is not None and "learning_rate" in left:
+        raise ConfigError(
+            f"--learning-rate {learning_rate} and --optimizer-args learning_rate={left['learning_rate']} both set the "
+            "learning rate; leave out one"
+        )
+    fields = {
+        "optimizer_config.lr": left.pop("learning_rate", learning_rate),
+        "optimizer_config.weight_decay": left.pop("weight_decay", None),
+    }
+    if not left.keys().isdisjoint(BETAS):
+        fields["optimizer_config.adam_betas"] = [left.pop(beta, default) for beta, default in BETAS.items()]
+    for option, value in left.items():
+        if option not in FIXED:
+            known = ", ".join(("learning_rate", "weight_decay", *BETAS))
+            raise ConfigError(
+                f"--optimizer-args {option}={json.dumps(value)}: adamw has no such argument here; known: {known}"
+                f"{did_you_mean(option, ('learning_rate', 'weight_decay', *BETAS))}"
+            )
+        if value != FIXED[option]:
+            raise ConfigError(
+                f"--optimizer-args {option}={json.dumps(value)}: only {json.dumps(FIXED[option])} is served; leave it "
+                "out"
+            )
+    return fields
+
+
+def _tracker_fields(name: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields for a tracker beside the console."""
+    if given and name is None:
+        raise ConfigError(f"--tracker-args {json.dumps(given)}: there is no --tracker; name one, or leave it out")
+    for option, value in given.items():
+        if option not in TRACKER_ARGS:
+            raise ConfigError(
+                f"--tracker-args {option}={json.dumps(value)}: only {' and '.join(TRACKER_ARGS)} are served; trackers "
+                "read other settings from the environment, such as WANDB_ENTITY and WANDB_TAGS"
+            )
+    logger = {} if name is None else {"logger": list(dict.fromkeys(["console", name]))}
+    return logger | {TRACKER_ARGS[option]: value for option, value in given.items()}
 
 
 def show_version(argv: Sequence[str]) -> int:

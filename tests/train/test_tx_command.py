@@ -1,14 +1,18 @@
 """`tx train`: the loss falls, a killed run goes on exactly, and what is written loads elsewhere."""
 
+import inspect
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import numpy as np
+import optax
 import peft
 import pytest
 import torch
@@ -16,9 +20,10 @@ import transformers
 from safetensors.numpy import load_file
 
 from skyrl.errors import ConfigError
+from skyrl.train.config import SFTConfig
 from skyrl.train.data.files import read_rows
 from skyrl.train.data.loaders import find_loader
-from skyrl.tx_command import main
+from skyrl.tx_command import BETAS, FIXED, main, parsed
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("red", "blue", "green", "white")
@@ -143,6 +148,20 @@ def test_a_checkpoint_is_gone_on_from_by_its_path(adapted, command, tmp_path):
     [
         (["--tp-size", "2"], "--tp-size 2: tensor parallelism is not served"),
         (["--resume", "--load-checkpoint-path", "x"], "--resume and --load-checkpoint-path both say"),
+        (["--optimizer", "sgd"], "--optimizer sgd: only adamw is served"),
+        (["--optimizer-args", "lr=1"], "argument --optimizer-args: lr=1 is not JSON"),
+        (["--optimizer-args", "[1]"], "argument --optimizer-args: [1] is not a JSON object"),
+        (["--optimizer-args", '{"beta1": 0.8}'], "--optimizer-args beta1=0.8: adamw has no such argument here"),
+        (["--optimizer-args", '{"eps": 1e-6}'], "--optimizer-args eps=1e-06: only 1e-08 is served"),
+        (["--optimizer-args", '{"learning_rate": 1}', "--learning-rate", "2"], "both set the learning rate"),
+        (["--tracker", "wand"], "argument --tracker: invalid choice: 'wand'"),
+        (
+            ["--tracker", "wandb", "--tracker-args", '{"entity": "x"}'],
+            '--tracker-args entity="x": only project and name',
+        ),
+        (["--tracker-args", '{"project": "x"}'], "there is no --tracker"),
+        (["--split", "test"], "--split test: "),
+        (["--lora-alpha", "8"], "--lora-alpha 8: all weights are trained, so there is no adapter to scale"),
     ],
 )
 def test_options_that_are_not_served_are_refused_by_name(more, words, command, tmp_path, capsys):
@@ -195,6 +214,49 @@ def test_a_part_of_a_split_is_read(tmp_path, texts):
     folder.mkdir()
     (folder / "train.jsonl").write_text(texts.read_text())
     assert [row["text"] for row in read_rows(f"{folder}:train[1:3]")] == ["The sky is blue.", "The sky is green."]
+
+
+@pytest.mark.parametrize("split", ["train", "train[1:3]", "train[-1:]", "train[:50%]", "train[:34%]"])
+def test_a_split_of_a_file_has_the_rows_that_the_datasets_library_takes(split, texts, tmp_path):
+    expected = datasets.load_dataset("json", data_files=str(texts), split=split, cache_dir=str(tmp_path))
+    assert [row["text"] for row in read_rows(f"{texts}:{split}")] == expected["text"]
+
+
+@pytest.mark.parametrize(
+    ("split", "words"), [("test", "a file has no split test; name train"), ("train[:x]", "cannot be cut")]
+)
+def test_another_split_of_a_file_is_refused(split, words, texts):
+    with pytest.raises(ConfigError, match=re.escape(f"{texts}:{split}: {words}")):
+        list(read_rows(f"{texts}:{split}"))
+
+
+def fields_of(*more: str) -> SFTConfig:
+    """The configuration of a command line."""
+    _, overrides = parsed(["--model", "m", "--dataset", "d.jsonl", "--output-dir", "o", *more])
+    return SFTConfig.from_cli_overrides(overrides).resolve()
+
+
+def test_arguments_of_the_optimizer_are_those_of_optax():
+    adamw = {name: one.default for name, one in inspect.signature(optax.adamw).parameters.items()}
+    assert BETAS.items() <= adamw.items() and FIXED.items() <= adamw.items()
+    given = {"learning_rate": 1e-3, "weight_decay": 0.2, "b1": 0.8, "eps": 1e-8}
+    optimizer = fields_of("--optimizer", "adamw", "--optimizer-args", json.dumps(given)).optimizer_config
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.adam_betas) == (1e-3, 0.2, [0.8, adamw["b2"]])
+
+
+def test_a_tracker_gets_its_arguments():
+    config = fields_of("--tracker", "wandb", "--tracker-args", '{"project": "p", "name": "n"}')
+    assert (config.logger, config.project_name, config.run_name) == (["console", "wandb"], "p", "n")
+
+
+def test_fields_may_stand_on_both_sides_of_an_option():
+    config = fields_of("batch_size=3", "--epochs", "2", "seed=7")
+    assert (config.batch_size, config.num_epochs, config.seed) == (3, 2, 7)
+
+
+def test_an_alpha_belongs_to_a_rank_that_is_set_as_a_field():
+    lora = fields_of("--lora-alpha", "8", "model.lora.rank=4").model.lora
+    assert (lora.rank, lora.alpha) == (4, 8)
 
 
 def test_the_command_tells_its_version(capsys):
