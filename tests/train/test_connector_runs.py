@@ -9,7 +9,10 @@ from short_runs import command, train
 
 from skyrl.cli import main
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
+from skyrl.errors import ConfigError
 from skyrl.train.commands import main as train_command
+from skyrl.train.config import SFTConfig, SkyRLTrainConfig
+from skyrl.train.strategy.validate import validate, validate_sft
 
 RATE = "jax.mhc_expansion_rate=4"
 
@@ -70,3 +73,39 @@ def test_a_merged_export_of_connectors_is_refused_with_a_way_out(run, tmp_path, 
     said = capfd.readouterr().err.splitlines()[-1]
     assert "mhc_expansion_rate=4: this adapter has trained connectors" in said
     assert said.endswith("without --merged, skyrl export writes the adapter")
+
+
+def refusal(capfd, rows: Path, model: Path, folder: Path, *more: str) -> str:
+    """The message of a run that is refused before a model is loaded."""
+    assert fine_tune(rows, model, folder, *more) == 1
+    return capfd.readouterr().err.splitlines()[-1]
+
+
+def test_streams_without_an_adapter_are_refused(rows, tiny_model, tmp_path, capfd):
+    said = refusal(capfd, rows, tiny_model, tmp_path, RATE)
+    assert "jax.mhc_expansion_rate=4 and model.lora.rank=0: the connectors between residual streams" in said
+
+
+def test_streams_of_rl_without_an_adapter_are_refused(tiny_model, tmp_path):
+    given = command(tmp_path / "rows.jsonl", tiny_model, tmp_path / "run", f"trainer.{RATE}", strategy="jax")
+    config = SkyRLTrainConfig.from_cli_overrides([*given, "trainer.policy.model.lora.rank=0"]).resolve()
+    with pytest.raises(
+        ConfigError, match=r"trainer\.jax\.mhc_expansion_rate=4 and trainer\.policy\.model\.lora\.rank=0: "
+    ):
+        validate(config)
+
+
+def test_a_merged_model_with_connectors_is_refused(rows, tiny_model, tmp_path, capfd):
+    said = refusal(capfd, rows, tiny_model, tmp_path, RATE, "model.lora.rank=4", "save_merged=true")
+    assert "save_merged=True and jax.mhc_expansion_rate=4: an adapter with connectors cannot be merged" in said
+
+
+def test_a_merged_model_without_connectors_may_be_asked_for(rows, tiny_model, tmp_path):
+    given = ["strategy=jax", f"model.path={tiny_model}", f"train_datasets=[{rows}]", "model.lora.rank=4", RATE]
+    without = "model.lora.exclude_modules=.*_connector"
+    validate_sft(SFTConfig.from_cli_overrides([*given, "save_merged=true", without]).resolve())
+
+
+def test_a_number_of_streams_that_no_memory_holds_is_refused(rows, tiny_model, tmp_path, capfd):
+    said = refusal(capfd, rows, tiny_model, tmp_path, "model.lora.rank=4", "jax.mhc_expansion_rate=100000")
+    assert "jax.mhc_expansion_rate=100000: give" in said and "16" in said

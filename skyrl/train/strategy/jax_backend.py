@@ -5,7 +5,7 @@ available; one log line lists the effective values. Importing this module loads 
 configuration, which loads jax, is imported on demand.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from skyrl.backends.registry import find_backend
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.strategy.jax_fields import JAX_SUPPORT
 from skyrl.train.strategy.shared_options import base_dtype, config_overrides, sampler_options
-from skyrl.train.strategy.strategy import Strategy, shared_problems
+from skyrl.train.strategy.strategy import Strategy, critic_adapter, policy_adapter, sft_adapter, shared_problems
+from skyrl.types import LoraConfig
 
 CHECKPOINTING, MICRO_TRAIN = "gradient_checkpointing", "micro_train_batch_size_per_gpu"
+RATE = "mhc_expansion_rate"
 
 
 class JaxStrategy(Strategy):
@@ -82,6 +84,14 @@ class JaxStrategy(Strategy):
                 f"trainer.critic.model.path={critic} is not trainer.policy.model.path={policy}: with strategy=jax both "
                 "share one base model; set it to the policy's"
             )
+        adapters = {"policy": policy_adapter(config)}
+        if config.trainer.has_critic:
+            adapters["critic"] = critic_adapter(config)
+        ranks = {f"trainer.{name}.model.lora.rank": adapter for name, adapter in adapters.items()}
+        yield from _stream_problems("trainer.", config.trainer.jax, ranks, config.trainer.save_merged)
+
+    def sft_problems(self, config: SFTConfig) -> Iterator[str]:
+        yield from _stream_problems("", config.jax, {"model.lora.rank": sft_adapter(config)}, config.save_merged)
 
     def record_memory(self, path: Path) -> None:
         backend: Any = find_backend(self.backend)
@@ -105,3 +115,34 @@ class JaxStrategy(Strategy):
             said.append("generator.inference_engine.max_num_seqs: as many sequences at once as the backend chooses")
         chosen = "" if trainer.is_given("strategy") else " (it was left out)"
         return f"trainer.strategy=jax{chosen}: " + "; ".join(said)
+
+
+def _stream_problems(
+    section: str, options: Mapping[str, Any], adapters: Mapping[str, LoraConfig], save_merged: bool
+) -> Iterator[str]:
+    """Yield messages about connectors of several residual streams, which only adapters have.
+
+    Args:
+        section: Prefix of fields.
+        options: Options of the backend.
+        adapters: Adapters of the trained models, that of the policy first, by the fields of their ranks.
+        save_merged: True if the final model is saved with the adapter merged.
+    """
+    from skyrl.tx.design.connectors import CONNECTORS
+
+    rate = options.get(RATE, 1)
+    if not isinstance(rate, int) or rate <= 1:
+        return
+    field = f"{section}jax.{RATE}={rate}"
+    if not any(adapter.rank for adapter in adapters.values()):
+        yield (
+            f"{field} and {', '.join(f'{rank}=0' for rank in adapters)}: the connectors between residual streams are "
+            "part of an adapter, and all weights are trained here; set a rank, or leave the option out"
+        )
+    policy = next(iter(adapters.values()))
+    connected = any(policy.selects(f"model.layers.0.{name}", group) for name, group in CONNECTORS.items())
+    if save_merged and policy.rank and connected:
+        yield (
+            f"{section}save_merged=True and {field}: an adapter with connectors cannot be merged; leave save_merged "
+            "out, or train without connectors (exclude_modules='.*_connector')"
+        )

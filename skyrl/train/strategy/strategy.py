@@ -63,6 +63,10 @@ class Strategy(ABC):
     def problems(self, config: SkyRLTrainConfig) -> Iterator[str]:
         """Yield messages about combinations of models in a resolved configuration that are not supported."""
 
+    def sft_problems(self, config: SFTConfig) -> Iterator[str]:
+        """Yield messages about settings of supervised fine-tuning that are not supported together."""
+        yield from ()
+
     @abstractmethod
     def where_available(self, config: SkyRLTrainConfig) -> str:
         """Return one line with the effective values of defaults that depend on optional capabilities."""

@@ -64,7 +64,8 @@ def validate_sft(config: SFTConfig) -> None:
     """Check a configuration of supervised fine-tuning. Warns and raises as `validate`."""
     problems = [*_scheduler_problems("", config.optimizer_config), *_folder_problems("", config)]
     try:
-        problems += unsupported_in_sft(config, find_strategy(config).support)
+        strategy = find_strategy(config)
+        problems += [*unsupported_in_sft(config, strategy.support), *strategy.sft_problems(config)]
     except ConfigError as error:
         problems.append(str(error))
     if problems:
