@@ -135,9 +135,10 @@ class JaxBackendConfig(BaseModel):
     shard_attention_heads: bool = True
     """Split attention heads over the tensor-parallel devices (no effect on one device)."""
 
-    mhc_expansion_rate: int = Field(default=1, ge=1)
-    """Number of residual streams (mHC, arXiv:2512.24880). If above 1, adapters include connectors between the streams,
-    which are trained, saved and sampled with them. Activation memory grows by this factor."""
+    mhc_expansion_rate: int = Field(default=1, ge=1, le=16)
+    """Number of residual streams (mHC, arXiv:2512.24880), at most 16. If above 1, adapters include connectors between
+    the streams, which are trained, saved and sampled with them. Activation memory grows by this factor, and the size of
+    the connectors by its third power."""
 
     coordinator_address: str | None = None
     """host:port of process 0. Several processes are not supported yet."""
