@@ -19,6 +19,11 @@ class StorageError(Exception):
     """A stored file is missing, damaged or cannot be written. The message has the path and the problem."""
 
 
+class DamagedFiles(StorageError):
+    """Stored files are missing or damaged, so reading them again does not help. Other storage errors may be
+    temporary."""
+
+
 class BackendLost(Exception):
     """The backend cannot continue because a worker died or timed out, or a device failed. It does not mean that a
     request was invalid.

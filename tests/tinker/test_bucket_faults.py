@@ -4,6 +4,7 @@ import signal
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from skyrl.utils.files.object_store import ObjectStore
@@ -11,7 +12,9 @@ from tests.buckets import Proxy, contents
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.processes import running
 from tests.tinker.test_api_checkpoints import load, load_as_new
-from tests.tinker.test_rest_checkpoints import listed
+from tests.tinker.test_rest_checkpoints import listed, url
+from tests.tinker.test_rest_copies import copy
+from tests.tinker.test_rest_downloads import archive_url, export
 
 
 @pytest.fixture
@@ -133,3 +136,37 @@ def test_a_minute_of_503_and_slow_answers_loses_nothing(tmp_path, bucket, store,
         assert len(manifests(store)) == 3
         for path in paths:
             server.result(load_as_new(server, path))
+
+
+def test_downloads_and_copies_while_the_store_is_down_are_503_with_the_reason(
+    tmp_path, bucket, s3_proxy: Proxy, monkeypatch
+):
+    monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.2")
+    with server_of(tmp_path, bucket) as server:
+        wait_until_ready(server)
+        model = server.model()
+        exported = server.result(export(server, model, 1))["path"]
+        saved = server.result(submit_save(server, model, 2, "a"))["path"]
+        link = archive_url(server, saved)
+        s3_proxy.trouble = lambda method, path: "refuse"
+        answers = [
+            server.http.get(url(exported, "/external_weights_urls")),
+            httpx.get(link),
+            copy(server, saved),
+        ]
+        for answer in answers:
+            assert answer.status_code == 503 and "Retry-After" in answer.headers, answer.text
+            assert "Please reduce your request rate" in answer.json()["detail"] and bucket not in answer.text
+        s3_proxy.trouble = lambda method, path: None
+        assert httpx.get(link).status_code == copy(server, saved).status_code == 200
+
+
+@pytest.mark.parametrize("file", ["state.json", "manifest.json"])
+def test_a_file_that_is_missing_in_the_bucket_is_no_fault_of_the_store(tmp_path, bucket, store, file):
+    with server_of(tmp_path, bucket) as server:
+        wait_until_ready(server)
+        path = server.result(submit_save(server, server.model(), 1, "a"))["path"]
+        store.delete([key for key in contents(store) if key.endswith(f"weights/a@1/{file}")])
+        answers = [httpx.get(archive_url(server, path)), copy(server, path)]
+        assert [answer.status_code for answer in answers] == [410, 400]
+        assert all("its files are missing or damaged" in answer.text for answer in answers)

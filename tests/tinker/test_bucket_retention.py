@@ -64,6 +64,22 @@ def test_what_a_person_deletes_goes_at_once(tmp_path, bucket, store):
         assert names(store) == names(store, trash=True) == []
 
 
+def test_what_a_person_deletes_while_the_bucket_is_down_is_collected_later(
+    tmp_path, bucket, store, s3_proxy: Proxy, monkeypatch
+):
+    monkeypatch.setattr(retention, "ORPHAN_AGE_S", -60)  # by the clock of the bucket
+    monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.2")
+    with serving(tmp_path, bucket) as server:
+        path = server.save(server.model(), 1, "a")
+        s3_proxy.trouble = lambda method, path: "refuse"
+        assert server.http.delete(url(path)).status_code == 204
+        s3_proxy.trouble = lambda method, path: None
+        assert names(store) == ["weights/a@1"] and listed(server, path) is None
+        server.everything_later()
+        server.collect()
+        assert names(store) == []
+
+
 def test_the_trash_of_the_bucket_is_emptied_in_time(tmp_path, bucket, store):
     put_in_trash(store, "old", 8 * 24 * 3600)
     put_in_trash(store, "new", 60)

@@ -177,9 +177,8 @@ def _full(request: Request, error: Exception) -> JSONResponse:
 
 def _storage(request: Request, error: Exception) -> JSONResponse:
     _log_refusal(request, error)
-    detail = (
-        "the server cannot read or write its files now (its log says why), as where its disk is full. Send this again"
-    )
+    reason = request.app.state.server.service.redact(str(error))
+    detail = f"the server cannot read or write its files now: {reason}. Send this again"
     return error_response(503, detail, {"Retry-After": "5"})
 
 

@@ -6,7 +6,7 @@ import logging
 
 from sqlmodel import Session
 
-from skyrl.errors import RequestError, StorageError
+from skyrl.errors import DamagedFiles, RequestError
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.ledger.audit import note_checkpoint
 from skyrl.tinker.database.queries.checkpoint_rows import expiry
@@ -30,7 +30,7 @@ async def copy_checkpoint(
 ) -> TinkerPath:
     """Copy a checkpoint. Returns the path of the copy, or of an earlier copy by the same request.
 
-    Raises `RequestError`.
+    Raises `RequestError`, also for missing or damaged files, and `StorageError` if the disk or the bucket fails.
     """
     path = TinkerPath.parse("source_path", request.source_path)
     source = await readable_checkpoint(service, "source_path", path, caller, request.weights_access_token)
@@ -44,9 +44,9 @@ async def copy_checkpoint(
         copy = _copy_of(source, place, request.ttl_seconds)
         try:
             await asyncio.to_thread(copy_stored, service.path_of(source.folder), service.path_of(copy.folder))
-        except StorageError as error:
+        except DamagedFiles as error:
             log.error("%s cannot be copied: %s", path, error)
-            raise RequestError(f"source_path={path}: its files are missing or damaged, or the disk is full") from error
+            raise RequestError(f"source_path={path}: its files are missing or damaged; use another one") from error
         try:
             await service.database.write(lambda session: _record(session, place, source, copy, caller.name))
         except DatabaseFull:  # after another error, the row may be stored; if not, the collector removes the folder

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 from uuid import uuid4
 
-from skyrl.errors import RequestError, StorageError
+from skyrl.errors import DamagedFiles, RequestError, StorageError
 from skyrl.utils.failpoints import crash_point
 
 MANIFEST = "manifest.json"
@@ -126,7 +126,8 @@ def copy_folder(source: str | Path, path: str | Path) -> None:
     """Copy a folder to `path`. Files are hard-linked if the disk supports it.
 
     Raises:
-        StorageError: The source is missing or incomplete, or a write fails.
+        DamagedFiles: The source is missing or incomplete.
+        StorageError: A read or a write fails.
     """
     with _opened(local_path(source)) as (_, handle), replacing_folder(path) as temporary:
         try:
@@ -134,7 +135,7 @@ def copy_folder(source: str | Path, path: str | Path) -> None:
             for name in _entries(manifest):
                 _share_file(handle, name, temporary / name)
         except _Damaged as damage:
-            raise StorageError(f"{source} is damaged: {damage}; use another checkpoint") from damage
+            raise DamagedFiles(f"{source} is damaged: {damage}; use another checkpoint") from damage
         _write_file(temporary / MANIFEST, manifest)
 
 
@@ -174,7 +175,8 @@ def open_folder(path: str | Path) -> Iterator[list[StoredFile]]:
     """Context with the open files of a folder. They stay readable even if the folder is replaced or removed.
 
     Raises:
-        StorageError: The folder or one of its files is missing or has the wrong length.
+        DamagedFiles: The folder or one of its files is missing or has the wrong length.
+        StorageError: The disk fails.
     """
     with ExitStack() as stack:
         files = []
@@ -186,7 +188,7 @@ def open_folder(path: str | Path) -> Iterator[list[StoredFile]]:
                         raise _Damaged(f"{name} has another length than the manifest says")
                     files.append(StoredFile(name, entry["bytes"], entry["sha256"], reader))
             except _Damaged as damage:
-                raise StorageError(f"{path} is damaged: {damage}; use another checkpoint") from damage
+                raise DamagedFiles(f"{path} is damaged: {damage}; use another checkpoint") from damage
         yield files
 
 
@@ -198,8 +200,9 @@ def read_folder(path: str | Path, digest: str | None = None) -> dict[str, bytes]
         digest: Expected sha256 (hex) of the manifest, if known.
 
     Raises:
-        StorageError: The folder or one of its files is missing or damaged. A damaged folder is renamed with the suffix
+        DamagedFiles: The folder or one of its files is missing or damaged. A damaged folder is renamed with the suffix
             `.quarantined`, so that it is never used again.
+        StorageError: The disk fails.
     """
     folder = local_path(path)
     while True:
@@ -207,12 +210,12 @@ def read_folder(path: str | Path, digest: str | None = None) -> dict[str, bytes]
             try:
                 manifest = _read_file(handle, MANIFEST)
                 if digest is not None and hashlib.sha256(manifest).hexdigest() != digest:
-                    raise StorageError(f"{folder} is not what was saved there: its manifest differs; use another one")
+                    raise DamagedFiles(f"{folder} is not what was saved there: its manifest differs; use another one")
                 return {name: _checked(handle, name, entry["sha256"]) for name, entry in _entries(manifest).items()}
             except _Damaged as damage:
                 if os.path.exists(place) and os.path.samestat(os.stat(place), os.fstat(handle)):
                     moved = _quarantine(place)
-                    raise StorageError(
+                    raise DamagedFiles(
                         f"{folder} is damaged: {damage}; quarantined at {moved}; use another checkpoint"
                     ) from damage
                 # It was replaced or removed while it was being read.
@@ -290,7 +293,8 @@ def _opened(folder: Path) -> Iterator[tuple[Path, int]]:
             os.close(handle)
         return
     why = error.strerror if error else None
-    raise StorageError(f"{folder} is missing or cannot be opened ({why}); use another checkpoint") from error
+    kind = DamagedFiles if isinstance(error, FileNotFoundError | NotADirectoryError) else StorageError
+    raise kind(f"{folder} is missing or cannot be opened ({why}); use another checkpoint") from error
 
 
 def _read_file(handle: int, name: str) -> bytes:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from skyrl.errors import StorageError
+from skyrl.errors import DamagedFiles, StorageError
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.files.atomic_folders import MANIFEST, TEMPORARY, Written
 from skyrl.utils.files.object_store import ObjectStore, PreconditionFailed, Stored
@@ -60,7 +60,8 @@ def fetch_folder(store: ObjectStore, name: str, folder: Path) -> None:
     """Download a folder that `send_folder` has uploaded. `folder` must not exist. A failure leaves nothing on the disk.
 
     Raises:
-        StorageError: The folder or one of its files is missing or damaged, or the store or the disk fails.
+        DamagedFiles: The folder or one of its files is missing or damaged.
+        StorageError: The store or the disk fails.
     """
     temporary = folder.with_name(f".{uuid4().hex}{TEMPORARY}")
     try:
@@ -102,8 +103,8 @@ def open_remote(store: ObjectStore, name: str) -> list[tuple[str, int, str, Iter
     """Return (file, size, hash, content) of each file of a folder. The reader must compare the hash.
 
     Raises:
-        StorageError: The folder or one of its files is missing or has the wrong length. Reading the content raises
-            StorageError if the store fails.
+        DamagedFiles: The folder or one of its files is missing or has the wrong length.
+        StorageError: The store fails, also while the content is read.
     """
     return [
         (file, entry["bytes"], entry["sha256"], _chunks(store, _key(name, _object(file, entry)), entry["bytes"]))
@@ -120,7 +121,7 @@ def _chunks(store: ObjectStore, key: str, size: int) -> Iterator[bytes]:
     try:
         yield from store.chunks(key, size)
     except FileNotFoundError as error:
-        raise StorageError(f"{store.url}/{key} was removed while it was read; use another checkpoint") from error
+        raise DamagedFiles(f"{store.url}/{key} was removed while it was read; use another checkpoint") from error
 
 
 def read_remote_file(store: ObjectStore, name: str, file: str) -> bytes | None:
@@ -146,8 +147,8 @@ def remote_folders(store: ObjectStore, prefix: str = "") -> dict[str, bool]:
 
 
 def copy_remote(store: ObjectStore, name: str, to: str) -> None:
-    """Copy a folder to another name where nothing exists."""
-    entries = _entries(store, name)
+    """Copy a folder to another name where nothing exists. Raises as `open_remote`."""
+    entries = _checked_entries(store, name)
     for file, entry in entries.items():
         store.copy(_key(name, _object(file, entry)), _key(to, file))
     _send_manifest(store, to, _manifest({file: _local(entry) for file, entry in entries.items()}, None), None)
@@ -215,12 +216,12 @@ def _manifest(entries: Entries, own: Path | None) -> bytes:
 def _entries(store: ObjectStore, name: str) -> Entries:
     manifest = store.get(_key(name, MANIFEST))
     if manifest is None:
-        raise StorageError(f"{store.url}/{name} is missing; use another checkpoint")
+        raise DamagedFiles(f"{store.url}/{name} is missing; use another checkpoint")
     return _parsed(store, name, manifest)
 
 
 def _checked_entries(store: ObjectStore, name: str) -> Entries:
-    """Return the entries of a folder. Raises `StorageError` if an object is missing or has the wrong length."""
+    """Return the entries of a manifest whose files all exist with full length. Raises `DamagedFiles` for others."""
     entries = _entries(store, name)
     there = {stored.key: stored.size for stored in store.list(name)}
     for file, entry in entries.items():
@@ -230,7 +231,7 @@ def _checked_entries(store: ObjectStore, name: str) -> Entries:
 
 
 def _parsed(store: ObjectStore, name: str, manifest: bytes) -> Entries:
-    """Return the entries of a manifest by file. Raises `StorageError` for paths that leave the folder."""
+    """Return the entries of a manifest by file. Raises `DamagedFiles` for paths that leave the folder."""
     try:
         entries = json.loads(manifest)
         for file, entry in entries.items():
@@ -256,8 +257,8 @@ def _key(name: str, file: str) -> str:
     return f"{name}/{file}"
 
 
-def _damaged(store: ObjectStore, name: str, why: str) -> StorageError:
-    return StorageError(f"{store.url}/{name} is damaged: {why}; use another checkpoint")
+def _damaged(store: ObjectStore, name: str, why: str) -> DamagedFiles:
+    return DamagedFiles(f"{store.url}/{name} is damaged: {why}; use another checkpoint")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from skyrl.errors import StorageError, UnknownName
+from skyrl.errors import DamagedFiles, UnknownName
 from skyrl.utils.files.atomic_folders import StoredFile
 from skyrl.utils.files.stored_folders import open_stored
 
@@ -73,7 +73,7 @@ def _padding(size_bytes: int) -> int:
 
 
 def _checked(file: StoredFile) -> Iterator[bytes]:
-    """Yield the bytes of a file. Raises `StorageError` instead of yielding the last piece if the hash is wrong."""
+    """Yield the bytes of a file. Raises `DamagedFiles` instead of yielding the last piece if the hash is wrong."""
     hashed, held = hashlib.sha256(), b""
     while piece := file.reader.read(PIECE_BYTES):
         hashed.update(piece)
@@ -81,6 +81,6 @@ def _checked(file: StoredFile) -> Iterator[bytes]:
             yield held
         held = piece
     if hashed.hexdigest() != file.sha256:
-        raise StorageError(f"{file.name} is damaged: its hash differs from the manifest; use another checkpoint")
+        raise DamagedFiles(f"{file.name} is damaged: its hash differs from the manifest; use another checkpoint")
     if held:
         yield held

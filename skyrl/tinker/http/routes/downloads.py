@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from skyrl.errors import RequestError, StorageError, UnknownName
+from skyrl.errors import DamagedFiles, RequestError, UnknownName
 from skyrl.tinker.checkpoints.transfer.tar_stream import Stream, stream_archive, stream_file
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.ledger.audit import note_checkpoint
@@ -110,10 +110,10 @@ def _link(
 
 
 async def _read(path: TinkerPath, function: Callable[[], T]) -> T:
-    """Call `function`, which reads files of a checkpoint, in a thread."""
+    """Call `function`, which reads files of a checkpoint, in a thread. Missing and damaged files are status 410."""
     try:
         return await asyncio.to_thread(function)
-    except StorageError as error:
+    except DamagedFiles as error:
         log.error("files of %s cannot be read: %s", path, error)
         raise HTTPException(410, f"path={path}: its files are missing or damaged; use another checkpoint") from error
 
