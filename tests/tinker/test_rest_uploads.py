@@ -312,8 +312,15 @@ def test_file_that_is_too_large_is_refused_and_leaves_nothing(own_server, announ
     upload = begun(own_server)
     content = b" " * (2**20 + 1)
     response = send(upload["urls"][CONFIG], content if announced else iter([content[:1000], content[1000:]]))
-    assert response.status_code == 400 and f"{CONFIG}: the file is larger than" in response.json()["detail"]
+    size = "1048577 bytes" if announced else "1048577 bytes or more"
+    assert response.status_code == 400
+    assert f"{CONFIG}: the file has {size}, and 1048576 bytes are the most" in response.json()["detail"]
     assert stored_uploads(base(own_server)) == [] or all(not one.size_bytes for one in stored_uploads(base(own_server)))
+
+
+def test_adapter_that_is_too_large_is_refused_with_a_way_out(server):
+    response = send(begun(server)["urls"][TENSORS], b" " * 2**20)
+    assert response.status_code == 400 and "save_embedding_layers=False" in response.json()["detail"]
 
 
 @pytest.mark.parametrize("sdk", ["0.38.0", "0.39.0", "0.39.12", "0.4", "no version", ""])
@@ -427,7 +434,7 @@ def test_files_that_arrive_count_once(tmp_path, monkeypatch):
     monkeypatch.setattr(uploads, "STEP_BYTES", step)
     monkeypatch.setattr(uploads, "WRITTEN_BYTES", step)
     held = uploads.Uploads(tmp_path)
-    limits = {"announced": 0, "limit": largest, "largest": largest, "make_room": takes_all}
+    limits = {"announced": 0, "limit": largest, "largest": largest, "way_out": "none", "make_room": takes_all}
     some = [Upload.begin("t") for _ in range(uploads.LARGEST_AT_A_TIME // 2)]
 
     async def main() -> None:
@@ -446,7 +453,7 @@ def test_room_is_made_for_what_is_not_on_the_disk_yet(tmp_path, monkeypatch):
     async def make_room(size: int) -> None:
         needed.append(size + sum(stored.size_bytes for stored in stored_uploads(tmp_path)))
 
-    limits = {"announced": 0, "limit": largest, "largest": largest, "make_room": make_room}
+    limits = {"announced": 0, "limit": largest, "largest": largest, "way_out": "none", "make_room": make_room}
     asyncio.run(uploads.Uploads(tmp_path).receive(Upload.begin("t"), TENSORS, in_pieces(largest, step), **limits))
     assert len(needed) > 2 and max(needed) == largest
 

@@ -41,11 +41,11 @@ def pieces(file: Path) -> Iterator[bytes]:
             yield piece
 
 
-def upload(server: LocalServer, adapter: Path, sdk: str) -> str:
+def upload(server: LocalServer, adapter: Path, sdk: str, train_unembed: bool = False) -> str:
     """The path that the server gives an adapter, which is sent in the form of this SDK."""
     headers = {"X-API-Key": API_KEY, "X-Stainless-Package-Version": sdk}
     with httpx.Client(base_url=f"{server.url}/api/v1", headers=headers, timeout=60) as http:
-        body = {"base_model": server.base_model, "lora_config": {"rank": RANK, "train_unembed": False}}
+        body = {"base_model": server.base_model, "lora_config": {"rank": RANK, "train_unembed": train_unembed}}
         begun = http.post("/external_weights_upload_start", json=body).raise_for_status().json()
         for name, address in begun["urls"].items():
             if sdk == "0.39.0":
@@ -58,10 +58,16 @@ def upload(server: LocalServer, adapter: Path, sdk: str) -> str:
 
 
 def goes_round(
-    server: LocalServer, client: tinker.ServiceClient, model: Path, adapter: Path, folder: Path, sdk: str
+    server: LocalServer,
+    client: tinker.ServiceClient,
+    model: Path,
+    adapter: Path,
+    folder: Path,
+    sdk: str,
+    train_unembed: bool = False,
 ) -> None:
     """Check that the adapter is sampled as PEFT computes it, trained on, and that PEFT loads what comes of it."""
-    path = upload(server, adapter, sdk)
+    path = upload(server, adapter, sdk, train_unembed)
     trainer = client.create_training_client_from_state(path).result()
     theirs = oracle.load(model, adapter)
     before = oracle.logprobs(theirs, TOKENS).detach().numpy()
@@ -96,6 +102,17 @@ def test_adapter_of_peft_goes_round_on_torch(tiny_model, adapter, tmp_path):
     options = {"backend": "skyrl_train", "backend-config": json.dumps(sizes)}
     with LocalServer(tmp_path / "state", str(tiny_model), options) as server, service(server) as client:
         goes_round(server, client, tiny_model, adapter, tmp_path, "0.40.0")
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+def test_adapter_of_the_vocabulary_projection_goes_round_with_the_copy_that_peft_saves(tiny_model, tmp_path):
+    """The copy of base weights is larger than any adapter of this server."""
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    get_peft_model(oracle.load(tiny_model), config).save_pretrained(tmp_path / "adapter")
+    assert any(name.endswith("lm_head.base_layer.weight") for name in oracle.adapter(tmp_path / "adapter"))
+    options = {"backend-config": json.dumps({"max_lora_rank": 4, "warm_up": False})}
+    with LocalServer(tmp_path / "state", str(tiny_model), options) as server, service(server) as client:
+        goes_round(server, client, tiny_model, tmp_path / "adapter", tmp_path, "0.40.0", train_unembed=True)
 
 
 def test_upload_has_no_optimizer_state_to_load(live_server, service_client, adapter):

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from skyrl.cli import main
+from skyrl.utils.adapters.stored import adapter_tensors
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 ATTENTION = ["q_proj", "k_proj", "v_proj"]
@@ -223,6 +225,17 @@ def test_an_adapter_is_described_in_a_folder_and_in_a_tar(folder, tmp_path, caps
     assert all(f"{name} (2)" in text for name in ("q_proj", "v_proj", "down_proj"))
     assert "tensors     12, float32, " in text and "names       PEFT's\n" in text
     assert "unusual     use_rslora=True" in text and "unusual     ranks of modules: 2 (2), 4 (4)" in text
+
+
+def test_copies_of_base_weights_are_not_read(tmp_path):
+    copy, adapter = np.zeros((2048, 2048), np.float32), np.ones((2, 4), np.float32)
+    save_file({"lm_head.base_layer.weight": copy, "lm_head.lora_A.weight": adapter}, tmp_path / "file")
+    tracemalloc.start()
+    found = adapter_tensors(tmp_path / "file")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(found.pop("lm_head.lora_A.weight"), adapter)
+    assert not found and peak < copy.nbytes / 4
 
 
 def test_a_bomb_in_a_tar_is_not_read(tmp_path, capsys):

@@ -6,11 +6,13 @@ manages its files.
 
 import asyncio
 import json
+import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError
@@ -18,7 +20,7 @@ from safetensors import SafetensorError
 from skyrl.backends.common.models.checkpoint_folder import PEFT_CONFIG, PEFT_TENSORS, TRAINING_STATE, pack_header
 from skyrl.backends.common.models.kind import Kind
 from skyrl.errors import RequestError, StorageError, UnknownName
-from skyrl.tinker.checkpoints.transfer.uploads import Upload
+from skyrl.tinker.checkpoints.transfer.uploads import Upload, too_large
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.tables import CheckpointRow, RequestRow
 from skyrl.tinker.errors import DatabaseFull
@@ -34,10 +36,11 @@ from skyrl.types import BackendInfo, LoraConfig
 from skyrl.utils.adapters.fitting import fitted_adapter, most_numbers
 from skyrl.utils.adapters.naming import tensors_of
 from skyrl.utils.adapters.plain import rank_of
+from skyrl.utils.adapters.stored import adapter_tensors
 from skyrl.utils.files.atomic_folders import Content
 from skyrl.utils.files.hf_files import peft_config
 from skyrl.utils.files.stored_folders import remove_stored, write_stored
-from skyrl.utils.files.tensor_file import Tensor, read_tensors, tensor_file
+from skyrl.utils.files.tensor_file import LENGTH, Tensor, tensor_file
 
 KIND = "external_weights_upload_finish"
 NAME = "upload"
@@ -48,6 +51,15 @@ gets the same answer."""
 MAX_CONFIG_BYTES = 2**20
 HEADER_BYTES = 512
 """Bytes per tensor in the header of a safetensors file."""
+MOST_COPIES = 2
+"""Maximum number of copies of vocabulary weights in an adapter's file: PEFT's default saves the base weights of each
+adapted vocabulary layer (lm_head, embed_tokens)."""
+WAYS_OUT = {
+    PEFT_CONFIG: "save it with PEFT's save_pretrained",
+    PEFT_TENSORS: "save the adapter alone, by PEFT's save_pretrained(save_embedding_layers=False), or send it by "
+    "`skyrl adapter import`, which leaves out copies of base weights",
+}
+"""Advice for files that are too large."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,7 @@ async def receive_file(service: Service, claims: dict[str, Any], pieces: AsyncIt
         announced=announced,
         limit=claims["limit"],
         largest=claims["largest"],
+        way_out=WAYS_OUT[claims["name"]],
         make_room=service.disk.make_room_for,
     )
     try:
@@ -190,9 +203,11 @@ def upload_of(claims: dict[str, Any]) -> Upload:
 
 
 def _limits(info: BackendInfo) -> dict[str, int]:
-    """Maximum size of each file in bytes: the largest adapter in float32."""
-    tensors = 4 * most_numbers(info.adaptable, info.max_lora_rank) + _header_bytes(info)
-    return {PEFT_CONFIG: MAX_CONFIG_BYTES, PEFT_TENSORS: tensors}
+    """Maximum size of each file in bytes: the largest adapter in float32, and copies of vocabulary weights."""
+    numbers = most_numbers(info.adaptable, info.max_lora_rank)
+    projections = (features for features in info.adaptable.values() if features.group == "unembed")
+    numbers += MOST_COPIES * sum(features.inner * features.outer for features in projections)
+    return {PEFT_CONFIG: MAX_CONFIG_BYTES, PEFT_TENSORS: 4 * numbers + _header_bytes(info)}
 
 
 def _header_bytes(info: BackendInfo) -> int:
@@ -201,25 +216,15 @@ def _header_bytes(info: BackendInfo) -> int:
 
 def _converted(folder: Path, declared: LoraConfig, info: BackendInfo) -> tuple[LoraConfig, dict[str, Content], int]:
     """Return an upload's configuration, the files of its checkpoint, and their size in bytes."""
-    config = _config_of(_read(folder / PEFT_CONFIG, MAX_CONFIG_BYTES))
+    with _opened(folder / PEFT_CONFIG, MAX_CONFIG_BYTES) as file:
+        config = _config_of(file.read())
     rank = rank_of(config)
     if rank != declared.rank:
         raise RequestError(
             f"adapter_config.json: the adapter has rank {rank}, and lora_config.rank={declared.rank} was announced; "
             "start another upload with the rank that it has"
         )
-    data = _read(folder / PEFT_TENSORS, _limits(info)[PEFT_TENSORS])
-    if int.from_bytes(data[:8], "little") > _header_bytes(info):
-        raise RequestError(
-            f"{PEFT_TENSORS} has the header of more than one adapter; save it with PEFT's save_pretrained"
-        )
-    try:
-        tensors = read_tensors(data)
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise RequestError(
-            f"{PEFT_TENSORS} is no safetensors file that can be read ({error}); save it with PEFT's save_pretrained"
-        ) from error
-    del data
+    tensors = _tensors_of(folder / PEFT_TENSORS, info)
     with np.errstate(over="ignore", invalid="ignore"):  # the results are checked below
         pairs, rank, alpha = fitted_adapter(tensors, config, info.adaptable)
     wrong = next((module for module, pair in pairs.items() if not all(np.isfinite(x).all() for x in pair)), None)
@@ -242,6 +247,21 @@ def _converted(folder: Path, declared: LoraConfig, info: BackendInfo) -> tuple[L
     return found, {**small, PEFT_TENSORS: tensor_file(made)}, size
 
 
+def _tensors_of(path: Path, info: BackendInfo) -> dict[str, np.ndarray]:
+    """Return the tensors of an upload, without copies of base weights. Raises the errors of `_opened`."""
+    with _opened(path, _limits(info)[PEFT_TENSORS]) as file:
+        if int.from_bytes(file.read(LENGTH.size), "little") > _header_bytes(info):
+            raise RequestError(
+                f"{PEFT_TENSORS} has the header of more than one adapter; save it with PEFT's save_pretrained"
+            )
+        try:
+            return adapter_tensors(path)
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise RequestError(
+                f"{PEFT_TENSORS} is no safetensors file that can be read ({error}); save it with PEFT's save_pretrained"
+            ) from error
+
+
 def _config_of(data: bytes) -> dict[str, Any]:
     try:
         config = parse_short(data)
@@ -254,19 +274,20 @@ def _config_of(data: bytes) -> dict[str, Any]:
     return config
 
 
-def _read(path: Path, limit: int) -> bytes:
-    """Read a file of an upload.
+@contextmanager
+def _opened(path: Path, limit: int) -> Iterator[BinaryIO]:
+    """Open a file of an upload.
 
-    Raises `RequestError` if the file is missing or has more than `limit` bytes. It may be larger if the upload was
-    started with another backend.
+    Raises RequestError if the file is missing or has more than `limit` bytes. It may be larger if the upload was
+    started with another backend. Raises StorageError if the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
-            data = file.read(limit + 1)
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise too_large(path.name, f"{size} bytes", limit, WAYS_OUT[path.name])
+            yield file
     except FileNotFoundError as error:
         raise RequestError(f"{path.name} was not uploaded; PUT it to its URL before the upload is finished") from error
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
-    if len(data) > limit:
-        raise RequestError(f"{path.name}: the file is larger than {limit} bytes, which is the most for it here")
-    return data

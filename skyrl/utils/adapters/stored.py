@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from skyrl.errors import RequestError
-from skyrl.utils.files.tensor_file import read_tensors
+from skyrl.utils.adapters.naming import COPY
+from skyrl.utils.files.tensor_file import NAMES, read_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
@@ -48,6 +49,18 @@ def read_adapter(where: Path) -> StoredAdapter:
     except (SafetensorError, KeyError) as error:
         raise RequestError(f"{where}: {TENSORS} cannot be read ({error}); save the adapter again") from error
     return StoredAdapter(where, config, tensors)
+
+
+def adapter_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of an adapter's file. Copies of base model weights are left out, and not read.
+
+    Raises SafetensorError for invalid data, KeyError for unknown dtypes.
+    """
+    with safe_open(path, framework="numpy") as file:
+        names = [name for name in file.keys() if not name.endswith(COPY)]  # noqa: SIM118 (no mapping)
+        for name in names:
+            NAMES[file.get_slice(name).get_dtype()]
+        return {name: file.get_tensor(name) for name in names}
 
 
 def _folder_files(folder: Path) -> dict[str, bytes]:

@@ -86,6 +86,11 @@ def stored_uploads(base: Path) -> list[Stored]:
     return found
 
 
+def too_large(name: str, size: str, limit: int, way_out: str) -> RequestError:
+    """Return the error for a file of an upload that has more than `limit` bytes."""
+    return RequestError(f"{name}: the file has {size}, and {limit} bytes are the most for it here; {way_out}")
+
+
 class Uploads:
     """Files of uploads, below the checkpoint folder, which this process has locked.
 
@@ -127,6 +132,7 @@ class Uploads:
         announced: int,
         limit: int,
         largest: int,
+        way_out: str,
         make_room: MakeRoom,
     ) -> None:
         """Store a file. An existing file of this name is replaced once the new one is complete.
@@ -138,6 +144,7 @@ class Uploads:
             announced: Length of the file in bytes; 0 if unknown.
             limit: Maximum length of this file in bytes.
             largest: Maximum length of any file of an upload.
+            way_out: Advice for the sender of a file that is too large.
             make_room: Makes room on the disk before data is read.
 
         Raises:
@@ -150,7 +157,7 @@ class Uploads:
         async def reserve(size: int) -> None:
             nonlocal reserved
             if size > limit:
-                raise RequestError(f"{name}: the file is larger than {limit} bytes, which is the most for it here")
+                raise too_large(name, f"{size} bytes" if announced else f"{size} bytes or more", limit, way_out)
             if size > reserved:
                 await self._reserve(upload, size - reserved, LARGEST_AT_A_TIME * largest, make_room)
                 reserved = size
