@@ -1,7 +1,7 @@
 """Runs recipes of tinker-cookbook, as they are, against a live server, and reads in their own metrics what they learnt.
 
 Run: `python -m tests.cookbook.run [RECIPE ...]` in the project's folder; `make cookbook` does. `--backend` is that of
-`skyrl tinker`. Needs no network once the environment is made. Writes `build/cookbook.json`, for the table in
+`skyrl serve`. Needs no network once the environment is made. Writes `build/cookbook.json`, for the table in
 docs/compatibility.md. Exits with status 1 if a recipe fails, if its loss does not fall or its reward does not rise, if
 the server logged an error, or if a file of the cookbook is not the one of its wheel. That it can fail is shown by
 `--option learning_rate=0`, with which every recipe must whose metric has to change.
