@@ -139,7 +139,7 @@ FAMILY_DEFECTS = [
         [
             Edit(
                 "skyrl/utils/adapters/experts.py",
-                'int(of_module(config.get("rank_pattern"), f"{experts}.{parameter}", config["r"]))',
+                'int(ranks.of(f"{experts}.{parameter}", config["r"]))',
                 'int(config["r"])',
             )
         ],

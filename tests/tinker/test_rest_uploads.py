@@ -258,7 +258,7 @@ def broken(value: float) -> dict[str, np.ndarray]:
         (config(lora_alpha=float("nan")), None, {}, "lora_alpha=nan"),
         (config(lora_alpha=1e300, use_rslora=True), None, {}, "lora_alpha=1e+300"),
         (config(r=10**300), None, {}, "r=1000"),
-        (config(alpha_pattern={f"a{n}": 1 for n in range(257)}), None, {}, "alpha_pattern has 257 keys"),
+        (config(alpha_pattern={f"a{n}$": 1 for n in range(257)}), None, {}, "alpha_pattern has 257 regular"),
         ([1], None, {}, "holds no object"),
         (None, matrices("model.layers.1.self_attn.q_proj"), {}, "layers.1.self_attn.q_proj"),
         (None, matrices(rank=3), {}, "[3, 4]"),

@@ -2,13 +2,14 @@
 
 import re
 import time
+from itertools import permutations
 from typing import Any
 
 import numpy as np
 import pytest
 
 from skyrl.errors import RequestError
-from skyrl.utils.adapters.naming import of_module
+from skyrl.utils.adapters.naming import ModuleValues
 from skyrl.utils.adapters.plain import LONGEST_MODULE, MOST_PARTS, MOST_PATTERNS, plain_adapter, rank_of
 
 NAME = "model.layers.11.self_attn.q_proj"
@@ -81,12 +82,39 @@ def test_a_key_that_is_read_matches_what_peft_matches(key):
 
     assert get_pattern_key([key], NAME) == key
     rank_of(config(rank_pattern={key: 3}))
-    assert of_module({key: 3}, NAME, 2) == 3
+    assert ModuleValues({key: 3}).of(NAME, 2) == 3
 
 
-def test_every_plain_key_may_be_there():
-    keys = {f"layers.{n}.self_attn.q_proj": 2 for n in range(MOST_PATTERNS)}
-    assert rank_of(config(rank_pattern=keys)) == 2
+def test_a_key_for_each_module_of_a_large_model_is_read_as_peft_reads_it():
+    from peft.utils.other import get_pattern_key
+
+    names = [f"model.layers.{n}.self_attn.{module}" for n in range(64) for module in "abcdefg"]
+    pattern = {name: 2 + place % 3 for place, name in enumerate(names)}
+    assert rank_of(config(rank_pattern=pattern)) == 4
+    values = ModuleValues(pattern)
+    assert [values.of(name, 1) for name in names] == [pattern[get_pattern_key(list(pattern), name)] for name in names]
+
+
+@pytest.mark.parametrize("keys", list(permutations(["q_proj", ".*_proj", NAME])))
+def test_the_first_of_the_keys_that_match_counts_as_in_peft(keys):
+    from peft.utils.other import get_pattern_key
+
+    pattern = {key: place for place, key in enumerate(keys)}
+    assert ModuleValues(pattern).of(NAME, -1) == pattern[get_pattern_key(keys, NAME)]
+
+
+def test_many_names_are_looked_up_in_no_time():
+    names = [f"model.layers.{n}.mlp.experts.up_proj" for n in range(20_000)]
+    before = time.process_time()
+    rank_of(config(rank_pattern=dict.fromkeys(names, 2)))
+    values = ModuleValues(dict.fromkeys(names, 2))
+    assert all(values.of(name, 1) == 2 for name in names)
+    assert time.process_time() - before < LIMIT_S
+
+
+def test_more_expressions_than_are_tried_are_refused():
+    with pytest.raises(RequestError, match=f"rank_pattern has {MOST_PATTERNS + 1} regular expressions"):
+        rank_of(config(rank_pattern={f"x{n}$": 2 for n in range(MOST_PATTERNS + 1)}))
 
 
 @pytest.mark.parametrize("key", ["a{4294967296}", "(", "a" * 257])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from skyrl.errors import RequestError
-from skyrl.utils.adapters.naming import Pair, Pairs, of_module, padded
+from skyrl.utils.adapters.naming import ModuleValues, Pair, Pairs, padded
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 """Linear maps of an expert. The parameters of fused experts are gate_up_proj (rows of gate above up) and down_proj."""
@@ -52,6 +52,7 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> tup
         )
     if not names:
         return pairs, {}
+    ranks = ModuleValues(config.get("rank_pattern"))
     made: Pairs = {}
     parts: dict[str, str] = {}
     for module, pair in pairs.items():
@@ -61,7 +62,7 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> tup
         experts = module.removesuffix(".base_layer")
         is_inner = module != experts
         parameter = "gate_up_proj" if is_inner or names == {"gate_up_proj"} else "down_proj"
-        rank = int(of_module(config.get("rank_pattern"), f"{experts}.{parameter}", config["r"]))
+        rank = int(ranks.of(f"{experts}.{parameter}", config["r"]))
         count, rest = divmod(len(pair.a), rank)
         if rest:
             raise RequestError(

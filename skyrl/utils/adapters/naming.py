@@ -133,10 +133,30 @@ def last_names(pairs: Pairs) -> list[str]:
     return list(dict.fromkeys(module.rpartition(".")[2] for module in pairs))
 
 
-def of_module(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
-    """Return the value of the first key that matches the end of the module's name; `default` if there is none.
+def is_plain_name(key: str) -> bool:
+    """Return True if a key of a pattern is a module's name, or its end, and no regular expression."""
+    return re.fullmatch(r"[\w.-]+", key) is not None
 
-    Keys are regular expressions.
+
+class ModuleValues:
+    """Values of modules by a pattern of PEFT (rank_pattern, alpha_pattern), whose keys are names or expressions.
+
+    Names are looked up, since PEFT may write one for each module. A dot in a name stands for a dot only.
     """
-    found = (value for key, value in (pattern or {}).items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
-    return next(found, default)
+
+    def __init__(self, pattern: Mapping[str, float] | None):
+        entries = [(key, place, value) for place, (key, value) in enumerate((pattern or {}).items())]
+        self._names = {key: (place, value) for key, place, value in entries if is_plain_name(key)}
+        self._expressions = [
+            (re.compile(rf"(?:.*\.)?(?:{key})"), (place, value))
+            for key, place, value in entries
+            if not is_plain_name(key)
+        ]
+
+    def of(self, module: str, default: float) -> float:
+        """Return the value of the first key that matches the end of the module's name; `default` if there is none."""
+        parts = module.split(".")
+        ends = (".".join(parts[start:]) for start in range(len(parts)))
+        found = [self._names[end] for end in ends if end in self._names]
+        found += [entry for expression, entry in self._expressions if expression.fullmatch(module)]
+        return min(found)[1] if found else default

@@ -14,7 +14,7 @@ import numpy as np
 from skyrl.errors import RequestError
 from skyrl.utils.adapters.experts import experts_apart
 from skyrl.utils.adapters.layouts import Rows, apart
-from skyrl.utils.adapters.naming import Pair, Pairs, of_module, padded, pairs_of
+from skyrl.utils.adapters.naming import ModuleValues, Pair, Pairs, is_plain_name, padded, pairs_of
 from skyrl.utils.files.hf_files import check_peft_config
 
 LARGEST = 1e6
@@ -23,7 +23,7 @@ SMALLEST_ALPHA = 1e-6
 LONGEST_MODULE, MOST_PARTS = 200, 24
 """Maximum length of a module's name, and maximum number of parts between dots; an expression is tried at each part."""
 MOST_PATTERNS = 256
-"""Maximum number of expressions of an option. Each is tried on each module."""
+"""Maximum number of regular expressions of an option. Each is tried on each module. Names are not limited."""
 LONGEST_PATTERN = 256
 MOST_WAYS = 2**14
 """Maximum total number of ways in which the expressions of an option can match a name."""
@@ -63,9 +63,23 @@ def plain_adapter(
                 f"{MOST_PARTS} parts are the most; save the adapter again"
             )
     pairs, parts = experts_apart(pairs, config, where)
-    pairs = {
-        module: _plain(parts.get(module, module), pair, config, rank, default, where) for module, pair in pairs.items()
-    }
+    ranks, alphas = (ModuleValues(config.get(option)) for option in ("rank_pattern", "alpha_pattern"))
+
+    def plain(module: str, pair: Pair) -> Pair:
+        name = parts.get(module, module)
+        own = int(ranks.of(name, config["r"]))
+        scale = _scale(config, alphas.of(name, config["lora_alpha"]), own)
+        a, b = pair
+        if len(a) != own:
+            raise RequestError(
+                f"{where}: lora_A of {name} has shape {list(a.shape)}, but adapter_config.json gives it rank {own}; "
+                "the two belong to different adapters"
+            )
+        if scale != default:
+            b = b.astype(np.float32) * np.float32(scale / default)
+        return padded(Pair(a, b), rank)
+
+    pairs = {module: plain(module, pair) for module, pair in pairs.items()}
     alpha = config["lora_alpha"] if rank == config["r"] and not config.get("use_rslora") else default * rank
     return PlainAdapter(apart(pairs, rows, where), rank, alpha)
 
@@ -100,10 +114,11 @@ def _check_patterns(config: Mapping[str, Any], where: object) -> None:
         pattern = config.get(option) or {}
         if not isinstance(pattern, dict):
             raise RequestError(f"{where}: adapter_config.json: {option}={pattern!r} is no object; save it again")
-        if len(pattern) > MOST_PATTERNS:
+        expressions = [key for key in pattern if not is_plain_name(key)]
+        if len(expressions) > MOST_PATTERNS:
             raise RequestError(
-                f"{where}: adapter_config.json: {option} has {len(pattern)} keys, and {MOST_PATTERNS} may be; "
-                "name modules together, as by the ends of their names"
+                f"{where}: adapter_config.json: {option} has {len(expressions)} regular expressions, and "
+                f"{MOST_PATTERNS} may be; name the modules, or match several of them by one"
             )
         for key, value in pattern.items():
             _positive(f"{option}[{key[:100]!r}]", value, option == "rank_pattern", where)
@@ -113,7 +128,7 @@ def _check_patterns(config: Mapping[str, Any], where: object) -> None:
                     "simple regular expression (one * + ? or {} at most, and none after a group that may differ); "
                     "name the modules"
                 )
-        if sum(map(_ways, pattern)) > MOST_WAYS:
+        if sum(map(_ways, expressions)) > MOST_WAYS:
             raise RequestError(
                 f"{where}: adapter_config.json: {option} has too many keys with * + ? {{}} or |; name the modules"
             )
@@ -134,6 +149,8 @@ def _ways(key: str) -> float:
     A backtracking matcher tries each combination of alternatives of groups, and each length of a quantified part. With
     one quantifier, there are at most as many lengths as a name has characters.
     """
+    if is_plain_name(key) and len(key) <= LONGEST_PATTERN:
+        return 1
     bare = re.sub(r"\\\D", "x", key, flags=re.DOTALL)  # escaped characters are literal
     bare = re.sub(r"\[\^?\]?[^\]]*\]", "x", bare)  # so are those of a class
     quantifiers = len(_QUANTIFIER.findall(bare.replace("(?:", "(")))
@@ -149,17 +166,3 @@ def _ways(key: str) -> float:
 
 def _scale(config: Mapping[str, Any], alpha: float, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _plain(module: str, pair: Pair, config: Mapping[str, Any], rank: int, default: float, where: object) -> Pair:
-    own = int(of_module(config.get("rank_pattern"), module, config["r"]))
-    scale = _scale(config, of_module(config.get("alpha_pattern"), module, config["lora_alpha"]), own)
-    a, b = pair
-    if len(a) != own:
-        raise RequestError(
-            f"{where}: lora_A of {module} has shape {list(a.shape)}, but adapter_config.json gives it rank {own}; "
-            "the two belong to different adapters"
-        )
-    if scale != default:
-        b = b.astype(np.float32) * np.float32(scale / default)
-    return padded(Pair(a, b), rank)
