@@ -1,7 +1,9 @@
 """`skyrl adapter convert --layout fused-experts`: our adapters in the form that PEFT has on a layer's fused experts."""
 
 import json
+from functools import cache
 
+import jax
 import numpy as np
 import peft
 import pytest
@@ -12,8 +14,10 @@ from test_families import RANK_4, Case
 from skyrl.cli import main
 from skyrl.errors import RequestError
 from skyrl.tx.io.peft import adapter_from_peft
+from skyrl.types import AdapterConfig
 from skyrl.utils.adapters.experts import experts_apart, experts_together
 from skyrl.utils.adapters.naming import Pair, pairs_of, tensors_of
+from tests.tx.tiny_models import trained_adapter
 
 EXPERTS = "model.layers.1.mlp.experts"
 FAMILIES = {"Qwen3MoeForCausalLM": {}, "DeepseekV3ForCausalLM": {"first_k_dense_replace": 1}}
@@ -148,6 +152,56 @@ def test_experts_that_are_adapted_in_part_have_one_fused_pair(names, tmp_path):
     np.testing.assert_allclose(
         logits_in_peft(case, tmp_path / "fused"), case.logits(case.ours(), adapter=adapter), atol=1e-4
     )
+
+
+SOME = {
+    "up": r".*(q_proj|up_proj)",
+    "gate and up": r".*(gate_proj|up_proj)",
+    "gate and down": r".*(gate_proj|down_proj)",
+    "down": r".*down_proj",
+    "some experts": r".*experts\.[012]\..*",
+    "up in one layer, down in the other": r".*layers\.0\..*up_proj|.*layers\.1\..*down_proj",
+}
+"""Linear maps of experts that are trained, as target_modules."""
+
+
+def partly_trained(folder, chosen: str) -> Case:
+    """A model with an adapter on some linear maps of its experts."""
+    case = Case("Qwen3MoeForCausalLM", folder / "model", num_hidden_layers=2)
+    settings = AdapterConfig(rank=4, alpha=6.0, train_unembed=False, target_modules=SOME[chosen])
+    case.adapter = cache(lambda: trained_adapter(case.ours().config, settings))
+    case.exported(folder / "separate", settings)
+    return case
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys", "ignore:The following .*_pattern keys did not match")
+@pytest.mark.parametrize("chosen", SOME)
+def test_adapters_on_some_linear_maps_of_experts_compute_the_same_in_peft(chosen, tmp_path):
+    case = partly_trained(tmp_path, chosen)
+    ours = case.logits(case.ours(), adapter=case.adapter())
+    assert np.abs(ours - case.logits(case.ours())).max() > 0.1
+    np.testing.assert_allclose(logits_in_peft(case, tmp_path / "separate"), ours, atol=2e-4)
+
+
+def test_zeros_beside_the_trained_experts_are_read_back_as_no_adapter(tmp_path):
+    case = partly_trained(tmp_path, "some experts")
+    adapter, _ = adapter_from_peft(*read(tmp_path / "separate"), case.ours().config, 8)
+    jax.tree.map(np.testing.assert_array_equal, adapter, case.adapter())
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+def test_an_adapter_on_gate_and_up_is_converted_to_one_that_peft_computes(tmp_path):
+    case = Case("Qwen3MoeForCausalLM", tmp_path / "model", num_hidden_layers=2)
+    parameters = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    settings = peft.LoraConfig(r=3, **parameters, task_type="CAUSAL_LM", init_lora_weights=False)
+    theirs = peft.get_peft_model(case.theirs(), settings)
+    theirs.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        expected = theirs(case.tokens).logits.numpy()
+    command = ["adapter", "convert", tmp_path / "adapter", "--output", tmp_path / "out", "--base", case.folder]
+    assert main([*map(str, command)]) == 0
+    assert np.abs(case.logits(case.ours()) - expected).max() > 0.1
+    np.testing.assert_allclose(logits_in_peft(case, tmp_path / "out"), expected, atol=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from skyrl.tx.lora import (
     stacked_pairs,
 )
 from skyrl.types import LoraConfig
+from skyrl.utils.adapters.experts import untrained_beside
 from skyrl.utils.adapters.fitting import Features, fitted_adapter
 from skyrl.utils.adapters.naming import CONNECTOR, PREFIX, RATE, check_rate, rate_of
 from skyrl.utils.files.hf_files import peft_config
@@ -38,16 +39,19 @@ def adapter_to_peft(
 
     Modules are listed without their paths if all modules of these names are adapted. PEFT applies the names of experts'
     linear layers only to fused experts, so those of shared experts and dense layers are listed in `target_parameters`.
+    If PEFT does not load some trained linear layers of experts without others, the latter are included as zeros.
     """
     tensors: dict[str, np.ndarray] = {}
     whole: list[str] = []
     names: list[str] = []
     partly = set()
     targets = lora_targets(model_config)
+    trained = {module for target in targets for _, module in adapted(target, lora_config)}
+    stored = trained | {*untrained_beside(trained, (module for target in targets for _, module in target.modules))}
     of_experts = {target.path[-1] for target in targets if target.stack.experts}
     beside: dict[str, str] = {}
     for target in targets:
-        modules = adapted(target, lora_config)
+        modules = [(place, module) for place, module in target.modules if module in stored]
         if len(modules) < len(list(target.modules)):
             partly.add(target.path[-1])
         if not modules:

@@ -13,7 +13,7 @@ import numpy as np
 
 from skyrl.errors import RequestError, StorageError
 from skyrl.utils.adapters.describing import FOLDED, described
-from skyrl.utils.adapters.experts import experts_together, is_fused, named_weights
+from skyrl.utils.adapters.experts import experts_together, is_fused, named_weights, with_untrained
 from skyrl.utils.adapters.layouts import Rows, together
 from skyrl.utils.adapters.merging import merge as merge_adapter
 from skyrl.utils.adapters.merging import rows_of_weights
@@ -180,6 +180,8 @@ def _converted(adapter: StoredAdapter, layout: str, rows: Rows) -> tuple[dict[st
         pairs, parameters = together(pairs, adapter.where), []
     elif layout == "fused-experts":
         pairs, rank, parameters = experts_together(pairs, adapter.where)
+    else:
+        pairs = with_untrained(pairs, rows)
     config: dict[str, Any] = {name: value for name, value in adapter.config.items() if name not in FOLDED}
     ends = tuple(f".{name}" for name in parameters)
     modules = {module: pair for module, pair in pairs.items() if not f".{module}.weight".endswith(ends)}

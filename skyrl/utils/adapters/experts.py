@@ -7,12 +7,13 @@ Source: `ParamWrapper.get_delta_weight` of PEFT 0.21.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from skyrl.errors import RequestError
+from skyrl.utils.adapters.layouts import Rows
 from skyrl.utils.adapters.naming import ModuleValues, Pair, Pairs, padded
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -74,6 +75,60 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> tup
             made[f"{experts}.{expert}.{parameter}"] = Pair(a[expert], b[:, :, expert])
             parts[f"{experts}.{expert}.{parameter}"] = f"{experts}.{parameter}"
     return made, parts
+
+
+def untrained_beside(trained: Collection[str], modules: Iterable[str]) -> list[str]:
+    """Return the modules that must be in a file with zeros, because PEFT does not load `trained` without them.
+
+    PEFT fuses the matrices of all experts of a layer, and gate with up. It loads a layer only with all of its experts,
+    only with both of gate and up, and gate and up only with down. It loads down without the others.
+
+    Args:
+        trained: Names of the modules of an adapter.
+        modules: Names of all modules that the adapter could have.
+    """
+    parts: dict[str, set[str]] = {}
+    for found in filter(None, map(_EXPERT.fullmatch, trained)):
+        parts.setdefault(found["experts"], set()).add(found["part"])
+    needed = {experts: own if own == {"down_proj"} else set(PARTS) for experts, own in parts.items()}
+    return [
+        module
+        for module in modules
+        if module not in trained
+        and (found := _EXPERT.fullmatch(module))
+        and found["part"] in needed.get(found["experts"], ())
+    ]
+
+
+def with_untrained(pairs: Pairs, rows: Rows) -> Pairs:
+    """Add zeros for the linear maps of experts that PEFT needs in a file (`untrained_beside`).
+
+    Args:
+        pairs: Pairs of separate modules, all of one rank.
+        rows: Returns the output features of the base model's modules. Without it, the last expert of a layer is the
+            last one with a pair.
+    """
+    layers: dict[str, list[tuple[int, str, Pair]]] = {}
+    for module, pair in pairs.items():
+        if found := _EXPERT.fullmatch(module):
+            layers.setdefault(found["experts"], []).append((int(found["number"]), found["part"], pair))
+    zeros: Pairs = {}
+    for experts, own in layers.items():
+        count = 1 + max(number for number, _, _ in own)
+        while rows(f"{experts}.{count}.{PARTS[0]}") is not None:
+            count += 1
+        _, part, (a, b) = own[0]
+        hidden, inner = (len(b), a.shape[1]) if part == "down_proj" else (a.shape[1], len(b))
+        up, down = (
+            Pair(np.zeros_like(a, shape=(len(a), x)), np.zeros_like(b, shape=(y, len(a))))
+            for x, y in ((hidden, inner), (inner, hidden))
+        )
+        zeros |= {
+            f"{experts}.{number}.{name}": down if name == "down_proj" else up
+            for number in range(count)
+            for name in PARTS
+        }
+    return pairs | {module: zeros[module] for module in untrained_beside(pairs, zeros)}
 
 
 class FusedExperts(NamedTuple):
