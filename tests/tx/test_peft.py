@@ -5,12 +5,16 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers
+from family_models import CONFIGS
 from safetensors.numpy import load_file, save_file
 from tiny_models import RANK_4, hidden, trained_adapter
 
+from skyrl.cli import main
 from skyrl.errors import RequestError
-from skyrl.tx.io.weights import adapter_from_peft, adapter_to_peft
-from skyrl.types import LoraConfig
+from skyrl.tx.io.weights import adapter_from_peft, adapter_to_peft, load_model
+from skyrl.types import AdapterConfig, LoraConfig
+from skyrl.utils.adapters.fitting import Features, fitted_adapter
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
@@ -110,3 +114,89 @@ def test_a_pair_that_does_not_fit_is_refused(load):
     del tensors[name]
     with pytest.raises(RequestError, match="lm_head has lora_B and no lora_A"):
         adapter_from_peft(tensors, config, load().config, 8)
+
+
+# -- multimodal base models --------------------------------------------------------------------------------------------
+
+
+def gemma(folder):
+    """Write a small multimodal model that AutoModelForCausalLM loads as a whole."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    text = CONFIGS["Gemma3ForCausalLM"]().to_dict() | {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
+    return write(transformers.Gemma3ForConditionalGeneration(config), folder)
+
+
+def qwen(folder):
+    """Write a small multimodal model of which AutoModelForCausalLM loads the text part."""
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    text = CONFIGS["Qwen3_5ForCausalLM"]().to_dict() | {"num_hidden_layers": 2}
+    text["layer_types"] = ["linear_attention", "full_attention"]
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    return write(transformers.Qwen3_5ForConditionalGeneration(config), folder)
+
+
+def write(model, folder):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("make", [gemma, qwen])
+@pytest.mark.parametrize("selected", [None, r".*layers\.1\..*(q_proj|down_proj)"], ids=["all", "some"])
+def test_peft_computes_adapters_of_multimodal_models_and_adapts_no_other_module(make, selected, ids, tmp_path):
+    model = load_model(make(tmp_path / "base"))
+    lora_config = AdapterConfig(rank=4, alpha=6.0, target_modules=selected)
+    adapter = trained_adapter(model.config, lora_config)
+    tensors, config = adapter_to_peft(adapter, lora_config, model.config)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    base = transformers.AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"], dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base.eval(), tmp_path)
+    with torch.no_grad():
+        expected = theirs(torch.as_tensor(ids, dtype=torch.int64)).logits.numpy()
+    ours = model.compute_logits(hidden(model, ids, adapter=adapter), adapter)
+    assert np.abs(ours - model.compute_logits(hidden(model, ids))).max() > 1e-2
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
+    assert len([name for name, _ in theirs.named_parameters() if "lora_" in name]) == len(tensors)
+
+
+def test_an_adapter_is_converted_to_the_names_of_the_whole_multimodal_model(ids, tmp_path):
+    model = load_model(qwen(tmp_path / "base"))
+    adapter = trained_adapter(model.config)
+    tensors, config = adapter_to_peft(adapter, RANK_4, model.config)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert main(["adapter", "convert", str(tmp_path), "--names", "multimodal", "--output", str(tmp_path / "out")]) == 0
+    base = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base.eval(), tmp_path / "out")
+    with torch.no_grad():
+        expected = theirs(torch.as_tensor(ids, dtype=torch.int64)).logits.numpy()
+    ours = model.compute_logits(hidden(model, ids, adapter=adapter), adapter)
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+def test_adapters_of_a_multimodal_model_are_read_with_its_names_and_with_those_of_its_text_part(tmp_path):
+    model = load_model(gemma(tmp_path / "base"))
+    adapter = trained_adapter(model.config)
+    tensors, config = adapter_to_peft(adapter, RANK_4, model.config)
+    assert "base_model.model.model.language_model.layers.1.mlp.up_proj.lora_B.weight" in tensors
+    older = {name.replace("language_model.", ""): tensor for name, tensor in tensors.items()}
+    for found in (tensors, older):
+        back, _ = adapter_from_peft(found, config, model.config, 8)
+        jax.tree.map(np.testing.assert_array_equal, back, adapter)
+
+
+@pytest.mark.parametrize("stored", ["model.language_model.", "model."])
+def test_an_adapter_fits_a_base_model_whose_modules_have_names_of_a_multimodal_model(stored):
+    shapes = {"lora_A": (2, 3), "lora_B": (5, 2)}
+    tensors = {f"{stored}layers.0.o_proj.{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
+    module = "model.language_model.layers.0.o_proj"
+    pairs, *_ = fitted_adapter(tensors, {"r": 2, "lora_alpha": 4}, {module: Features(3, 5, "attn")})
+    assert list(pairs) == [module]

@@ -37,6 +37,9 @@ class Family:
     """Returns members of config.json that extend or override those of `made_config`."""
     multimodal: tuple[str, ...] = ()
     """Architectures of multimodal models whose text model is of this family."""
+    loads_whole: bool = False
+    """True if AutoModelForCausalLM of transformers loads these multimodal models as a whole, with the text model as
+    `model.language_model`. False if it loads the text model alone."""
 
 
 FAMILIES: Registry[Family] = Registry("model architecture")

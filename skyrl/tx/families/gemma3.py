@@ -64,5 +64,5 @@ def config(size: Size) -> dict[str, Any]:
 
 
 FAMILIES.register("Gemma3ForCausalLM")(
-    Family("gemma3_text", "Gemma 3", design, config, multimodal=("Gemma3ForConditionalGeneration",))
+    Family("gemma3_text", "Gemma 3", design, config, multimodal=("Gemma3ForConditionalGeneration",), loads_whole=True)
 )

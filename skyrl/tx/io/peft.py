@@ -26,7 +26,7 @@ from skyrl.types import LoraConfig
 from skyrl.utils.adapters.experts import untrained_beside
 from skyrl.utils.adapters.fitting import Features, fitted_adapter
 from skyrl.utils.adapters.naming import CONNECTOR, PREFIX, RATE, check_rate, rate_of
-from skyrl.utils.files.hf_files import peft_config
+from skyrl.utils.files.hf_files import nested_name, peft_config
 
 if TYPE_CHECKING:
     from skyrl.tx.models.configs import ModelConfig
@@ -39,6 +39,7 @@ def adapter_to_peft(
 
     Modules are listed without their paths if all modules of these names are adapted. PEFT applies the names of experts'
     linear layers only to fused experts, so those of shared experts and dense layers are listed in `target_parameters`.
+    Modules of a multimodal base model are listed with their paths, because its other parts may have the same names.
     If PEFT does not load some trained linear layers of experts without others, the latter are included as zeros.
     """
     tensors: dict[str, np.ndarray] = {}
@@ -46,6 +47,7 @@ def adapter_to_peft(
     names: list[str] = []
     partly = set()
     targets = lora_targets(model_config)
+    name_in_base = nested_name if model_config.nested_names else str
     trained = {module for target in targets for _, module in adapted(target, lora_config)}
     stored = trained | {*untrained_beside(trained, (module for target in targets for _, module in target.modules))}
     of_experts = {target.path[-1] for target in targets if target.stack.experts}
@@ -57,23 +59,25 @@ def adapter_to_peft(
         if not modules:
             continue
         if target.path[-1] in of_experts and not target.stack.experts:
-            beside |= {module: ".".join(target.path[-2:]) for _, module in modules}
+            beside |= {name_in_base(module): ".".join(target.path[-2:]) for _, module in modules}
         else:
             names.append(target.path[-1])
-            whole += [module for _, module in modules]
+            whole += [name_in_base(module) for _, module in modules]
         pair = pair_at(adapter, target.path)
         a = np.asarray(pair["lora_A"])[..., : lora_config.rank]
         b = np.asarray(pair["lora_B"])[..., : lora_config.rank, :]
         for place, module in modules:
-            tensors[_name(module, "lora_A")] = np.ascontiguousarray(a[place].T)
-            tensors[_name(module, "lora_B")] = np.ascontiguousarray(b[place].T)
+            tensors[_name(name_in_base(module), "lora_A")] = np.ascontiguousarray(a[place].T)
+            tensors[_name(name_in_base(module), "lora_B")] = np.ascontiguousarray(b[place].T)
     connectors: dict[str, np.ndarray] = {}
     for target in connector_targets(model_config):
         arrays = {name: np.asarray(array) for name, array in pair_at(adapter, target.path).items()}
         for place, module in target.modules:
             if any(arrays[name][place].any() for name in ("phi", "bias")):
                 connectors |= {f"{PREFIX}{module}.{name}": array[place] for name, array in arrays.items()}
-    by_path = bool(partly & {*names, *(name.rpartition(".")[2] for name in beside.values())})
+    by_path = model_config.nested_names or bool(
+        partly & {*names, *(name.rpartition(".")[2] for name in beside.values())}
+    )
     modules = whole if by_path else list(dict.fromkeys(names))
     parameters = [f"{name}.weight" for name in dict.fromkeys(beside if by_path else beside.values())]
     config = peft_config(model_config.name_or_path, lora_config, modules, parameters)

@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 
 from skyrl.errors import StorageError
+from skyrl.tx.design.family import FAMILIES
 from skyrl.tx.design.parameters import Param, parameters
 from skyrl.tx.families import check_known, text_config
 from skyrl.tx.io.peft import adapter_from_peft, adapter_to_peft
@@ -65,6 +66,7 @@ def abstract_model(
     text = whole.get_text_config()
     if text is not whole:
         text = text_config(whole.to_dict()) | {"_name_or_path": str(path)}
+        text["nested_names"] = FAMILIES[text["architectures"][0]].loads_whole
     config = ModelConfig(
         text,
         max_lora_adapters=max_lora_adapters,

@@ -16,6 +16,9 @@ UNROLLED_LAYERS = 8
 class ModelConfig(PretrainedConfig):
     """Configuration of a base model with settings of its training."""
 
+    nested_names = False
+    """True if adapters have the names of a multimodal model (`nested_name`)."""
+
     def __init__(
         self,
         config: PretrainedConfig | dict[str, Any],

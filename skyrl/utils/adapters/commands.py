@@ -22,6 +22,7 @@ from skyrl.utils.adapters.plain import plain_adapter
 from skyrl.utils.adapters.stored import CONFIG, TENSORS, StoredAdapter, read_adapter
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.files.atomic_folders import write_folder
+from skyrl.utils.files.hf_files import nested_name, text_name
 from skyrl.utils.files.tensor_file import Tensor, tensor_file
 from skyrl.utils.subcommands import Command, run_subcommand
 
@@ -67,9 +68,10 @@ def convert(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--names",
-        choices=["peft", "bare"],
+        choices=["peft", "bare", "multimodal"],
         default="peft",
-        help="PEFT's names, or those without its prefix (%(default)s)",
+        help="PEFT's names, or those without its prefix, or PEFT's of a multimodal model with the adapter on its text "
+        "part (%(default)s)",
     )
     parser.add_argument(
         "--base", type=Path, metavar="FOLDER", help="base model, which says how to cut fused qkv_proj and fused experts"
@@ -81,7 +83,8 @@ def convert(argv: Sequence[str]) -> int:
         _check_output(given.output)
         adapter = read_adapter(given.adapter)
         with ExitStack() as stack:
-            config, pairs = _converted(adapter, given.layout, _rows(given.base, stack))
+            rows = _rows(given.base, stack)
+            config, pairs = _converted(adapter, given.layout, rows, nested=given.names == "multimodal")
         _write(given.output, config, tensors_of(pairs, bare=given.names == "bare"))
 
     return _told("convert", run)
@@ -172,8 +175,11 @@ def _server(url: str) -> "Server":
     return Server(url, os.environ.get("TINKER_API_KEY", "tml-none"))
 
 
-def _converted(adapter: StoredAdapter, layout: str, rows: Rows) -> tuple[dict[str, Any], Pairs]:
-    """Return the configuration and pairs of an adapter in a layout, with one rank and one alpha for all modules."""
+def _converted(adapter: StoredAdapter, layout: str, rows: Rows, nested: bool = False) -> tuple[dict[str, Any], Pairs]:
+    """Return the configuration and pairs of an adapter in a layout, with one rank and one alpha for all modules.
+
+    If `nested`, modules have the names of a multimodal model.
+    """
     plain = plain_adapter(adapter.tensors, adapter.config, rows, adapter.where)
     pairs, rank, parameters = plain.pairs, plain.rank, named_weights(adapter.config)
     if layout == "fused":
@@ -182,10 +188,14 @@ def _converted(adapter: StoredAdapter, layout: str, rows: Rows) -> tuple[dict[st
         pairs, rank, parameters = experts_together(pairs, adapter.where)
     else:
         pairs = with_untrained(pairs, rows)
+    if nested:
+        pairs = {nested_name(text_name(module)): pair for module, pair in pairs.items()}
     config: dict[str, Any] = {name: value for name, value in adapter.config.items() if name not in FOLDED}
     ends = tuple(f".{name}" for name in parameters)
     modules = {module: pair for module, pair in pairs.items() if not f".{module}.weight".endswith(ends)}
-    modules = last_names({module: pair for module, pair in modules.items() if not is_fused(module)})
+    modules = [module for module in modules if not is_fused(module)]
+    if all(text_name(module) == module for module in modules):  # else other parts may have modules of the same names
+        modules = last_names(modules)
     config |= {"r": rank, "lora_alpha": plain.alpha * (rank // plain.rank), "target_modules": modules}
     return config | ({"target_parameters": parameters} if parameters else {}), pairs
 

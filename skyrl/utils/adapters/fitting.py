@@ -33,18 +33,21 @@ def fitted_adapter(
     Args:
         tensors: Tensors by any names that `naming` supports, also those of a multimodal model's text part.
         config: Contents of adapter_config.json.
-        modules: All linear maps of the base model that adapters may modify.
+        modules: All linear maps of the base model that adapters may modify. If it is multimodal, by the names of the
+            whole model or of its text part.
 
     Raises RequestError for adapters that `plain_adapter` does not support, and for pairs that do not fit.
     """
 
+    names = {text_name(module): module for module in modules}
+
     def rows(module: str) -> int | None:
-        features = modules.get(text_name(module))
+        features = modules.get(names.get(text_name(module), ""))
         return None if features is None else features.outer
 
     _check_size(tensors, config, modules)
     pairs, rank, alpha = plain_adapter(tensors, config, rows)
-    named = {text_name(module): pair for module, pair in pairs.items()}
+    named = {names.get(text_name(module), module): pair for module, pair in pairs.items()}
     left = named.keys() - modules.keys()
     if left:
         name = f"{PREFIX}{min(left)}.lora_A.weight"

@@ -7,7 +7,7 @@ Other trainers omit the prefix or the suffix.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -128,9 +128,9 @@ def tensors_of(pairs: Pairs, bare: bool = False) -> dict[str, np.ndarray]:
     }
 
 
-def last_names(pairs: Pairs) -> list[str]:
+def last_names(modules: Iterable[str]) -> list[str]:
     """Return the names of modules without their paths, without duplicates."""
-    return list(dict.fromkeys(module.rpartition(".")[2] for module in pairs))
+    return list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
 
 
 def is_plain_name(key: str) -> bool:

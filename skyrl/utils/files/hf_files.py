@@ -43,6 +43,11 @@ def text_name(name: str) -> str:
     return name.replace("model.language_model.", "model.").removeprefix("language_model.")
 
 
+def nested_name(name: str) -> str:
+    """Return the name in a multimodal model for a name in a text model. The inverse of `text_name`."""
+    return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+
+
 def files_beside(folder: Path) -> dict[str, bytes]:
     """Return the files of a model besides weights and configuration.
 
