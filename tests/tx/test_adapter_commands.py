@@ -373,6 +373,19 @@ def test_fused_experts_are_cut_apart_with_the_model_and_fused_again(tmp_path):
         np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.parametrize("number", [np.nan, -np.inf])
+def test_an_adapter_with_a_number_that_is_not_finite_is_described_so_and_not_merged(number, folder, tmp_path, capsys):
+    saved(folder("untied"), tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+    tensors[name][3, 2] = number
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    told = error(capsys, "merge", tmp_path / "adapter", "--base", folder("untied"), "--output", tmp_path / "out")
+    assert f"tensor {name} has numbers that are not finite" in told and not (tmp_path / "out").exists()
+    assert main(["adapter", "inspect", str(tmp_path / "adapter")]) == 0
+    assert f"unusual     numbers that are not finite: {name}\n" in capsys.readouterr().out
+
+
 def test_an_adapter_of_nothing_is_refused(folder, tmp_path, capsys):
     saved(folder("untied"), tmp_path / "adapter")
     save_file({}, tmp_path / "adapter" / "adapter_model.safetensors")

@@ -2,12 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import numpy as np
 
 from skyrl.utils.adapters.experts import named_experts, named_weights
 from skyrl.utils.adapters.layouts import FUSED, INTERLEAVED
-from skyrl.utils.adapters.naming import NameCounts, Pairs, pairs_of
+from skyrl.utils.adapters.naming import NameCounts, Pairs, not_finite, pairs_of
 from skyrl.utils.adapters.stored import StoredAdapter
 from skyrl.utils.files.hf_files import ALTERING, OFF
 
@@ -32,7 +34,7 @@ def described(adapter: StoredAdapter) -> str:
         "names": _naming(names),
     }
     lines = [f"{name:<12}{value}" for name, value in facts.items()]
-    lines += [f"{'unusual':<12}{what}" for what in _unusual(config, pairs, ranks)]
+    lines += [f"{'unusual':<12}{what}" for what in _unusual(config, tensors, pairs, ranks)]
     return "\n".join(lines)
 
 
@@ -42,7 +44,7 @@ def _naming(names: NameCounts) -> str:
     return ", ".join(parts)
 
 
-def _unusual(config: dict, pairs: Pairs, ranks: Counter[int]) -> Iterator[str]:
+def _unusual(config: dict, tensors: Mapping[str, np.ndarray], pairs: Pairs, ranks: Counter[int]) -> Iterator[str]:
     named = [*named_weights(config), *(experts := named_experts(config))]
     config = config | {"target_parameters": [x for x in config.get("target_parameters") or () if x not in named]}
     if experts:
@@ -63,6 +65,9 @@ def _unusual(config: dict, pairs: Pairs, ranks: Counter[int]) -> Iterator[str]:
             "lm_head: the base model ties its vocabulary projection to the embedding, so PEFT's merge_and_unload "
             "would change both; skyrl adapter merge changes the projection alone"
         )
+    if wrong := not_finite(tensors):
+        more = f", and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
+        yield f"numbers that are not finite: {wrong[0]}{more}"
     if not any(pair.b.any() for pair in pairs.values()):
         yield "lora_B is zero everywhere: this adapter changes nothing"
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from skyrl.errors import RequestError
 from skyrl.utils.adapters.layouts import Rows
-from skyrl.utils.adapters.naming import Pair
+from skyrl.utils.adapters.naming import Pair, not_finite
 from skyrl.utils.adapters.plain import PlainAdapter, plain_adapter
 from skyrl.utils.adapters.stored import StoredAdapter
 from skyrl.utils.files.atomic_folders import Content, write_folder
@@ -32,9 +32,14 @@ NUMBERS = {code: np.dtype(name) for name, code in TYPES.items() if "float" in na
 def merge(adapter: StoredAdapter, base: Path, output: Path) -> int:
     """Merge an adapter into a base model and write the result. Returns the number of changed tensors.
 
-    Raises RequestError for a module without a tensor in the base model, and for mismatched shapes and unsupported
-    dtypes.
+    Raises RequestError for a module without a tensor in the base model, for mismatched shapes and unsupported dtypes,
+    and for an adapter with numbers that are not finite.
     """
+    if wrong := not_finite(adapter.tensors):
+        raise RequestError(
+            f"{adapter.where}: tensor {wrong[0]} has numbers that are not finite, which would spoil the merged model; "
+            "train the adapter again, or use an earlier checkpoint"
+        )
     with ExitStack() as stack:
         weights = _Weights(base, stack)
         plain = plain_adapter(adapter.tensors, adapter.config, weights.rows, adapter.where)

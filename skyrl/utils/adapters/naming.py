@@ -102,6 +102,11 @@ def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, N
     return {module: Pair(half["lora_A"], half["lora_B"]) for module, half in halves.items()}, NameCounts(bare, ends)
 
 
+def not_finite(tensors: Mapping[str, np.ndarray]) -> list[str]:
+    """Return the names of the tensors with NaN or infinite numbers."""
+    return [name for name, tensor in tensors.items() if not np.isfinite(tensor).all()]
+
+
 def rate_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Return the number of residual streams of the connectors among tensors of these shapes; 1 without connectors."""
     found = ((CONNECTOR.fullmatch(name), shape) for name, shape in shapes.items())
