@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl.cli import main
 from skyrl.utils.adapters.stored import adapter_tensors
+from tests.tx.family_models import CONFIGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 ATTENTION = ["q_proj", "k_proj", "v_proj"]
@@ -384,6 +385,24 @@ def test_an_adapter_with_a_number_that_is_not_finite_is_described_so_and_not_mer
     assert f"tensor {name} has numbers that are not finite" in told and not (tmp_path / "out").exists()
     assert main(["adapter", "inspect", str(tmp_path / "adapter")]) == 0
     assert f"unusual     numbers that are not finite: {name}\n" in capsys.readouterr().out
+
+
+def test_the_doubled_query_of_output_gates_is_known_from_config_json_alone(tmp_path):
+    config = CONFIGS["Qwen3_5ForCausalLM"]()
+    config.save_pretrained(tmp_path / "base")
+    with torch.device("meta"):
+        model = transformers.Qwen3_5ForCausalLM(config)
+    layer = next(layer for layer in model.model.layers if hasattr(layer, "self_attn")).self_attn
+    sizes = {name: getattr(layer, name).out_features for name in ATTENTION}
+    (tmp_path / "fused").mkdir()
+    half = "base_model.model.model.layers.3.self_attn.qkv_proj.lora_"
+    made = {f"{half}A.weight": np.ones((2, 32)), f"{half}B.weight": np.ones((sum(sizes.values()), 2))}
+    save_file(made, tmp_path / "fused" / "adapter_model.safetensors")
+    (tmp_path / "fused" / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 4}))
+    command = ["adapter", "convert", tmp_path / "fused", "--base", tmp_path / "base", "--output", tmp_path / "out"]
+    assert main([*map(str, command)]) == 0
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {name: len(tensors[f"{half}B.weight".replace("qkv_proj", name)]) for name in ATTENTION} == sizes
 
 
 def test_an_adapter_of_nothing_is_refused(folder, tmp_path, capsys):

@@ -29,6 +29,9 @@ from skyrl.utils.subcommands import Command, run_subcommand
 if TYPE_CHECKING:
     from skyrl.utils.adapters.on_server import Server
 
+GATED = ("qwen3_5", "qwen3_next")
+"""Prefixes of the model types whose q_proj also computes output gates, in as many rows as the queries."""
+
 
 def inspect(argv: Sequence[str]) -> int:
     """describe an adapter: base model, rank, modules, tensors, names, unusual options"""
@@ -243,7 +246,8 @@ def _attention_rows(base: Path) -> Rows:
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         of_keys = (config.get("num_key_value_heads") or heads) * head_dim
+        gates = str(config.get("model_type")).startswith(GATED)
     except (OSError, ValueError, KeyError) as error:
         raise RequestError(f"{base}: config.json does not say its heads ({error!r}); name a base model") from error
-    rows = {"q_proj": heads * head_dim, "k_proj": of_keys, "v_proj": of_keys}
+    rows = {"q_proj": (1 + gates) * heads * head_dim, "k_proj": of_keys, "v_proj": of_keys}
     return lambda module: rows.get(module.rpartition(".")[2])
