@@ -50,6 +50,14 @@ def test_ranks_and_scales_of_fused_experts_are_those_of_their_patterns(case, tmp
     np.testing.assert_allclose(case.logits(case.ours(), adapter=adapter), expected, atol=2e-4)
 
 
+def test_layers_may_have_adapters_on_different_fused_experts(case, tmp_path):
+    parameters = ["0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"]
+    expected, tensors, config = saved(case, tmp_path, parameters)
+    adapter, _ = adapter_from_peft(tensors, config, case.ours().config, 8)
+    assert np.abs(case.logits(case.ours()) - expected).max() > 0.1
+    np.testing.assert_allclose(case.logits(case.ours(), adapter=adapter), expected, atol=2e-4)
+
+
 def test_other_parameters_are_refused_by_name(case, tmp_path):
     _, tensors, config = saved(case, tmp_path, BOTH[1:])
     with pytest.raises(RequestError, match=r"target_parameters has mlp\.gate\.weight"):

@@ -45,13 +45,12 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> tup
     Raises RequestError for parameters other than experts.gate_up_proj and experts.down_proj.
     """
     named, fused = named_weights(config), named_experts(config)
-    names = {name.rpartition(".")[2] for name in fused}
     if others := sorted({*(config.get("target_parameters") or ())} - {*named, *fused}):
         raise RequestError(
             f"{where}: target_parameters has {others[0]}; only experts.gate_up_proj, experts.down_proj and weights of "
             "linear maps are read, so merge this adapter with PEFT itself"
         )
-    if not names:
+    if not fused:
         return pairs, {}
     ranks = ModuleValues(config.get("rank_pattern"))
     made: Pairs = {}
@@ -62,7 +61,7 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> tup
             continue
         experts = module.removesuffix(".base_layer")
         is_inner = module != experts
-        parameter = "gate_up_proj" if is_inner or names == {"gate_up_proj"} else "down_proj"
+        parameter = "gate_up_proj" if is_inner or _fused_in(experts, fused) == {"gate_up_proj"} else "down_proj"
         rank = int(ranks.of(f"{experts}.{parameter}", config["r"]))
         count, rest = divmod(len(pair.a), rank)
         if rest:
@@ -75,6 +74,13 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> tup
             made[f"{experts}.{expert}.{parameter}"] = Pair(a[expert], b[:, :, expert])
             parts[f"{experts}.{expert}.{parameter}"] = f"{experts}.{parameter}"
     return made, parts
+
+
+def _fused_in(experts: str, names: Sequence[str]) -> set[str]:
+    """Return the parameters of the experts of a layer that `names` select. Names match at their ends, as in PEFT."""
+    return {
+        part for part in ("gate_up_proj", "down_proj") if f".{experts}.{part}".endswith(tuple(f".{x}" for x in names))
+    }
 
 
 def untrained_beside(trained: Collection[str], modules: Iterable[str]) -> list[str]:
