@@ -1,19 +1,26 @@
 """Frequencies of rotary embedding, against those of transformers."""
 
+import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import Gemma3TextConfig, LlamaConfig, PhiConfig, Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 from skyrl.tx.design.rotations import frequencies
+from skyrl.tx.io.weights import load_model
 from skyrl.tx.layers.rope import Rotation
 from skyrl.tx.models.configs import ModelConfig
+from tests.tx.family_models import write_model
+from tests.tx.tiny_models import hidden, positions_of
 
 FACTORS = [1.0 + i / 8 for i in range(32)], [1.0 + i for i in range(32)]
 KINDS = {
@@ -132,3 +139,42 @@ def test_what_cannot_be_computed_is_refused(parameters, message):
     members = llama().to_dict() | {"rope_parameters": {"rope_theta": 1e4} | parameters}
     with pytest.raises(ValueError, match=message):
         frequencies(SimpleNamespace(**members))
+
+
+LONGROPE = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 3.0, 9.0, 30.0]}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+TOP = "original_max_position_embeddings"
+FILES = {
+    "longrope": {TOP: 4096, "rope_scaling": {"type": "longrope", **LONGROPE}},
+    "longrope, twice": {TOP: 4096, "rope_scaling": {"type": "longrope", TOP: 1024, **LONGROPE}},
+    "yarn": {TOP: 4096, "rope_scaling": {"rope_type": "yarn", "factor": 32.0}},
+    "llama3": {TOP: 4096, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    "longrope of transformers 5": {TOP: 4096, "rope_parameters": {"rope_type": "longrope", **LONGROPE}},
+    "longrope, inside": {"rope_scaling": {"type": "longrope", TOP: 4096, **LONGROPE}},
+    "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    "dynamic, with a length": {TOP: 4096, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+}
+"""Members of config.json."""
+
+
+@pytest.fixture(scope="module")
+def small_llama(tmp_path_factory) -> Path:
+    return write_model("LlamaForCausalLM", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
+
+
+@pytest.mark.parametrize("start", [0, 20_000])
+@pytest.mark.parametrize("kind", FILES)
+def test_whole_models_have_the_logits_of_transformers(kind, start, small_llama, tmp_path):
+    """Sequences below and above 4096 tokens, served with maximum lengths that are below and above it, too."""
+    folder = shutil.copytree(small_llama, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 10_000.0} | FILES[kind]))
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    ids = np.random.default_rng(1).integers(0, 318, (2, 13)).astype(np.int32)
+    with torch.no_grad():
+        positions = torch.arange(start, start + 13)[None]
+        expected = theirs.eval()(torch.as_tensor(ids, dtype=torch.int64), position_ids=positions).logits
+    ours = load_model(folder, max_context_length=0 if start else 4096)
+    found = ours.compute_logits(hidden(ours, ids, positions=positions_of(ids, start)))
+    np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -15,6 +15,9 @@ import numpy as np
 from skyrl.tx.design.config import head_dim_of
 from skyrl.tx.design.design import Frequencies
 
+ORIGINAL = "original_max_position_embeddings"
+"""Name of the maximum length of sequences before the context was extended."""
+
 
 def frequencies(config: Any, layer_type: str | None = None, width: int | None = None) -> Frequencies:
     """Compute the frequencies of a configuration.
@@ -70,8 +73,8 @@ class _Request:
     @property
     def original(self) -> int:
         """Maximum length of sequences before the context was extended."""
-        original = self.parameters.get("original_max_position_embeddings") or self.maximum
-        return original if original is not None else self["original_max_position_embeddings"]
+        original = self.parameters.get(ORIGINAL) or self.maximum
+        return original if original is not None else self[ORIGINAL]
 
     def powers(self, theta: float | None = None) -> np.ndarray:
         """theta^(2 i / width), float32."""
@@ -80,16 +83,20 @@ class _Request:
 
 
 def _parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
-    """Collect rope_type, rope_theta and all other parameters in one dictionary."""
+    """Collect rope_type, rope_theta and all other parameters in one dictionary.
+
+    Parameters in the dictionary of the configuration override members of the configuration itself. An exception is
+    `original_max_position_embeddings` if all layers have the same parameters: transformers fills in a default in the
+    dictionary before it reads the member.
+    """
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if layer_type is not None and layer_type in found:
-        found = found[layer_type]
-    members = {
-        name: getattr(config, name)
-        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-        if getattr(config, name, None) is not None
-    }
-    return {"rope_theta": 10_000.0} | members | {name: value for name, value in found.items() if value is not None}
+    separate = layer_type is not None and layer_type in found
+    given = {name: value for name, value in (found[layer_type] if separate else found).items() if value is not None}
+    names = ("rope_theta", "partial_rotary_factor", ORIGINAL)
+    members = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    if ORIGINAL in members and not separate:
+        given[ORIGINAL] = members[ORIGINAL]
+    return {"rope_theta": 10_000.0} | members | given
 
 
 def _default(request: _Request) -> tuple[np.ndarray, float]:
