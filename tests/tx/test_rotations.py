@@ -115,7 +115,7 @@ def test_each_type_of_layer_has_its_own():
 
 def test_partial_rotations_turn_the_first_dimensions_only():
     config = PhiConfig(hidden_size=256, num_attention_heads=4, partial_rotary_factor=0.5)
-    found = frequencies(wrapped(config))
+    found = frequencies(wrapped(config), partial=True)
     same(found, *PhiRotaryEmbedding.compute_default_rope_parameters(config))
     x = np.random.default_rng(0).normal(size=(1, 3, 2, 64)).astype(np.float32)
     positions = np.array([[0, 7, 100_000]], np.int32)
@@ -133,6 +133,10 @@ def test_partial_rotations_turn_the_first_dimensions_only():
     [
         ({"rope_type": "mrope"}, "rope_type='mrope' is not implemented"),
         ({"rope_type": "linear"}, "rope_parameters have no factor"),
+        (
+            {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5 and rope_type='linear': not implemented",
+        ),
     ],
 )
 def test_what_cannot_be_computed_is_refused(parameters, message):
@@ -152,6 +156,7 @@ FILES = {
     "longrope of transformers 5": {TOP: 4096, "rope_parameters": {"rope_type": "longrope", **LONGROPE}},
     "longrope, inside": {"rope_scaling": {"type": "longrope", TOP: 4096, **LONGROPE}},
     "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    "default, with a part that Llama does not know": {"partial_rotary_factor": 0.5},
     "dynamic, with a length": {TOP: 4096, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
 }
 """Members of config.json."""

@@ -19,7 +19,9 @@ ORIGINAL = "original_max_position_embeddings"
 """Name of the maximum length of sequences before the context was extended."""
 
 
-def frequencies(config: Any, layer_type: str | None = None, width: int | None = None) -> Frequencies:
+def frequencies(
+    config: Any, layer_type: str | None = None, width: int | None = None, partial: bool = False
+) -> Frequencies:
     """Compute the frequencies of a configuration.
 
     The configuration is of transformers 5 (`rope_parameters`) or earlier (`rope_theta`, `rope_scaling`).
@@ -28,17 +30,24 @@ def frequencies(config: Any, layer_type: str | None = None, width: int | None = 
         config: Configuration of the model. The maximum length of sequences is the smaller of `max_context_length`, if
             set and not 0, and `max_position_embeddings`.
         layer_type: Type of the layer, if each type has separate parameters.
-        width: Number of rotated dimensions; None: the head width times `partial_rotary_factor`.
+        width: Number of rotated dimensions; None: the head width.
+        partial: True if the family rotates the fraction `partial_rotary_factor` of them. Others ignore that option,
+            as in transformers.
 
     Raises ValueError for kinds that are not implemented.
     """
     parameters = _parameters(config, layer_type)
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind, part = _kind(parameters), float(parameters.get("partial_rotary_factor") or 1.0)
     if kind not in KINDS:
         raise ValueError(
             f"rope_type={kind!r} is not implemented (known: {', '.join(KINDS)}); use a base model with one of these"
         )
-    width = width or int(head_dim_of(config) * float(parameters.get("partial_rotary_factor") or 1.0))
+    if part != 1.0 and kind != "default" and not partial:
+        raise ValueError(
+            f"partial_rotary_factor={part:g} and rope_type={kind!r}: not implemented, as in transformers, because "
+            "this architecture rotates whole heads; check the model's config.json"
+        )
+    width = int((width or head_dim_of(config)) * (part if partial else 1.0))
     maximum = getattr(config, "max_position_embeddings", None)
     longest = min(filter(None, (getattr(config, "max_context_length", 0), maximum)), default=None)
     values, factor = KINDS[kind](_Request(parameters, width, maximum, longest))
@@ -48,8 +57,7 @@ def frequencies(config: Any, layer_type: str | None = None, width: int | None = 
 def score_factor(config: Any) -> float:
     """Return the factor of attention scores by `mscale_all_dim`, as in DeepSeek-V3's own code. 1.0 without it."""
     parameters = _parameters(config, None)
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    scale = float(parameters.get("mscale_all_dim") or 0)
+    kind, scale = _kind(parameters), float(parameters.get("mscale_all_dim") or 0)
     return _strength(float(parameters["factor"]), scale) ** 2 if scale and kind != "default" else 1.0
 
 
@@ -97,6 +105,10 @@ def _parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
     if ORIGINAL in members and not separate:
         given[ORIGINAL] = members[ORIGINAL]
     return {"rope_theta": 10_000.0} | members | given
+
+
+def _kind(parameters: Mapping[str, Any]) -> str:
+    return parameters.get("rope_type") or parameters.get("type") or "default"
 
 
 def _default(request: _Request) -> tuple[np.ndarray, float]:

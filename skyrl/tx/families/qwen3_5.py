@@ -6,6 +6,7 @@ from skyrl.tx.design.config import activation_of, layer_types
 from skyrl.tx.design.dense import attention_of, dense_design
 from skyrl.tx.design.design import DeltaNet, Design, LayerKind
 from skyrl.tx.design.family import FAMILIES, Family, Size
+from skyrl.tx.design.rotations import frequencies
 
 
 def design(config: Any) -> Design:
@@ -28,6 +29,7 @@ def design(config: Any) -> Design:
         config,
         [delta_net if kind == "linear_attention" else attention for kind in types],
         kinds=[LayerKind()] * len(types),
+        rotations=(frequencies(config, partial=True),),
         norm_offset=1.0,
         unread=("mtp.",),
     )
