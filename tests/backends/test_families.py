@@ -281,6 +281,16 @@ def test_a_bfloat16_deepseek_scores_tokens_as_it_decodes_them(tmp_path):
     assert np.mean(np.abs(full - cached) > 1e-3) < 0.2
 
 
+def test_gemma_caps_logits_and_not_scores_of_attention(tmp_path):
+    """transformers reads `attn_logit_softcapping` and does not use it."""
+    caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    case = Case("Gemma3ForCausalLM", tmp_path / "model", **caps, **layers)
+    with torch.no_grad():
+        expected = case.theirs()(case.tokens).logits.numpy()
+    np.testing.assert_allclose(case.logits(case.ours()), expected, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "excluded", [r".*\.mlp\.experts\..*", r".*layers\.0\.mlp.*|.*layers\.3\..*shared_experts.*"], ids=["all", "some"]
 )

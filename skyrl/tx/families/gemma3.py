@@ -14,6 +14,8 @@ KINDS = ("full_attention", "sliding_attention")
 def design(config: Any) -> Design:
     """Return the design of a configuration. Layers with a window have separate rotations.
 
+    Scores of attention have no cap: transformers ignores `attn_logit_softcapping` in this family.
+
     Raises ValueError for bidirectional attention.
     """
     if getattr(config, "use_bidirectional_attention", False):
@@ -28,7 +30,6 @@ def design(config: Any) -> Design:
         output_bias=bias,
         head_norms=True,
         scale=config.query_pre_attn_scalar**-0.5,
-        softcap=getattr(config, "attn_logit_softcapping", None),
     )
     feed_forward = Gated(config.intermediate_size, activation_of(config, "hidden_activation"))
     return dense_design(
