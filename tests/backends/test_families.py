@@ -1,6 +1,7 @@
 """Each family against transformers and PEFT, on a small random model that transformers wrote."""
 
 import json
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import transformers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from skyrl.backends.jax.backend import JaxBackend
+from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.errors import StorageError
 from skyrl.tx.families import FAMILIES
 from skyrl.tx.io.export import model_files
@@ -279,6 +282,19 @@ def test_a_bfloat16_deepseek_scores_tokens_as_it_decodes_them(tmp_path):
     )
     # A few tokens near a tie between experts, or between two bfloat16 numbers, come out differently.
     assert np.mean(np.abs(full - cached) > 1e-3) < 0.2
+
+
+@pytest.mark.parametrize(("served", "lines"), [(64, 0), (65, 1)])
+def test_at_load_a_line_names_the_length_from_which_longrope_uses_other_factors(served, lines, tmp_path):
+    rotations = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    options = {"original_max_position_embeddings": 64, "rope_parameters": rotations}
+    folder = write_model("LlamaForCausalLM", tmp_path / "model", num_hidden_layers=1, **options)
+    said: list[str] = []
+    config = JaxBackendConfig(max_context_length=served, kv_cache_gib=0.01, warm_up=False, compilation_cache=False)
+    with closing(JaxBackend(str(folder), config, said.append)):
+        named = [line for line in said if "longrope" in line]
+    assert len(named) == lines
+    assert all("max_context_length=65" in line and "set max_context_length to at most 64" in line for line in named)
 
 
 def test_gemma_caps_logits_and_not_scores_of_attention(tmp_path):

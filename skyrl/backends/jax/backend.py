@@ -52,6 +52,7 @@ from skyrl.backends.jax.sampling.runner import JaxRunner
 from skyrl.backends.jax.training.microbatches import Passes
 from skyrl.backends.jax.training.program_choice import defaults_for, planned
 from skyrl.errors import RequestError
+from skyrl.tx.design.rotations import length_notice
 from skyrl.tx.families import check_known
 from skyrl.tx.io.peft import adaptable
 from skyrl.tx.io.weights import abstract_model, stored_tensor, with_random_weights, with_weights
@@ -115,6 +116,8 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
         self.tokenizer = Tokenizer(self._folder)
         if disagreement := self.tokenizer.disagreement:
             progress(disagreement)
+        if notice := length_notice(self.model_config):
+            progress(notice)
         self.mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("fsdp", "ep", "tp"))
         self.process_id = 0
         zero = zero_adapter(self.model_config, padded_rank(config.max_lora_rank))

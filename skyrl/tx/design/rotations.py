@@ -2,7 +2,7 @@
 
 They are computed as in transformers, with the same rounding to float32: at position 100,000, the last bit of a
 frequency changes the angle by a hundredth. Kinds whose frequencies depend on the length of a sequence use the maximum
-served length instead, so that cached keys stay valid when a sequence grows past a limit.
+served length instead, as in vLLM, so that cached keys stay valid when a sequence grows past a limit.
 """
 
 import math
@@ -48,10 +48,23 @@ def frequencies(
             "this architecture rotates whole heads; check the model's config.json"
         )
     width = int((width or head_dim_of(config)) * (part if partial else 1.0))
-    maximum = getattr(config, "max_position_embeddings", None)
-    longest = min(filter(None, (getattr(config, "max_context_length", 0), maximum)), default=None)
-    values, factor = KINDS[kind](_Request(parameters, width, maximum, longest))
+    values, factor = KINDS[kind](_request(config, parameters, width))
     return Frequencies(tuple(values.astype(np.float32).tolist()), factor)
+
+
+def length_notice(config: Any) -> str | None:
+    """Return a line for the log if short sequences have other frequencies than in transformers. None otherwise."""
+    for layer_type in (None, *sorted(set(getattr(config, "layer_types", None) or ()))):
+        parameters = _parameters(config, layer_type)
+        request = _request(config, parameters, head_dim_of(config))
+        if _kind(parameters) == "longrope" and request.is_long:
+            return (
+                f"rope_type='longrope' with max_context_length={request.longest}, above the original "
+                f"{request.original} tokens: sequences of all lengths use long_factor, as in vLLM, and transformers "
+                f"uses short_factor for sequences up to {request.original} tokens; set max_context_length to at most "
+                f"{request.original} for short_factor"
+            )
+    return None
 
 
 def score_factor(config: Any) -> float:
@@ -84,10 +97,21 @@ class _Request:
         original = self.parameters.get(ORIGINAL) or self.maximum
         return original if original is not None else self[ORIGINAL]
 
+    @property
+    def is_long(self) -> bool:
+        """True if served sequences may be longer than before the context was extended."""
+        return self.longest is not None and self.longest > self.original
+
     def powers(self, theta: float | None = None) -> np.ndarray:
         """theta^(2 i / width), float32."""
         exponents = np.arange(0, self.width, 2, dtype=np.float32) / np.float32(self.width)
         return np.power(np.float32(self.theta if theta is None else theta), exponents)
+
+
+def _request(config: Any, parameters: Mapping[str, Any], width: int) -> _Request:
+    maximum = getattr(config, "max_position_embeddings", None)
+    longest = min(filter(None, (getattr(config, "max_context_length", 0), maximum)), default=None)
+    return _Request(parameters, width, maximum, longest)
 
 
 def _parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
@@ -176,7 +200,7 @@ def _longrope(request: _Request) -> tuple[np.ndarray, float]:
     factor, attention = parameters.get("factor") or request.maximum / original, parameters.get("attention_factor")
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    divisors = np.asarray(request["long_factor" if request.longest > original else "short_factor"], np.float32)
+    divisors = np.asarray(request["long_factor" if request.is_long else "short_factor"], np.float32)
     return np.float32(1) / (divisors * request.powers()), float(attention)
 
 

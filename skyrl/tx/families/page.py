@@ -25,6 +25,11 @@ separately for each layer type if the family has several. **Embeddings** may be 
 bfloat16 or float16; quantised weights are rejected. **Multimodal models**: the text part is loaded, trained, sampled
 and exported as a text model; images are rejected.
 
+**LongRoPE** has one set of factors per server or run, as in vLLM: `long_factor` for sequences of all lengths if
+`max_context_length` is above `original_max_position_embeddings`, and `short_factor` otherwise. transformers chooses by
+the length of each sequence, so its results differ for short sequences of a server for long ones. The server logs a
+line when it loads such a model. For `short_factor`, set `max_context_length` to at most the original length.
+
 **Loading** reads one tensor at a time. On a CPU, it needs the memory of the loaded model and of its largest tensor.
 On an accelerator, the host needs the memory of one parameter, stacked over all layers.
 
