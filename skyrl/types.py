@@ -73,12 +73,13 @@ class LoraConfig(WireModel):
 class AdapterConfig(LoraConfig):
     """Adapter with options of trainers beyond the Tinker API. Module names are those of PEFT.
 
-    Modules are selected by regular expressions that match whole names, as in PEFT for a single string.
+    Modules are selected as in PEFT: by a string, which is a regular expression of whole names, or by several names or
+    ends of names.
     """
 
-    target_modules: str | None = None
+    target_modules: str | tuple[str, ...] | None = None
     """Modules to adapt, instead of those selected by train_*. None: use train_*."""
-    exclude_modules: str | None = None
+    exclude_modules: str | tuple[str, ...] | None = None
     """Modules not to adapt."""
     init_method: Literal["kaiming", "gaussian"] = "kaiming"
     """Distribution of the initial A: uniform in +-1 / sqrt(in), or N(0, 1 / rank^2). B is zero."""
@@ -87,22 +88,29 @@ class AdapterConfig(LoraConfig):
     The masks depend on the seed, the number of optimizer steps and the data of the pass."""
 
     def selects(self, module: str, group: ModuleGroup) -> bool:
-        if self.exclude_modules is not None and re.fullmatch(self.exclude_modules, module):
+        if self.exclude_modules is not None and matches_module(self.exclude_modules, module):
             return False
         if self.target_modules is not None:
-            return re.fullmatch(self.target_modules, module) is not None
+            return matches_module(self.target_modules, module)
         return super().selects(module, group)
 
     @field_validator("target_modules", "exclude_modules")
     @classmethod
-    def _is_expression(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
+    def _is_expression(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if not isinstance(value, str):
+            return value
         try:
             re.compile(value)
         except re.error as error:
             raise ValueError(f"it is no regular expression ({error}); use one such as .*\\.(q_proj|v_proj)") from None
         return value
+
+
+def matches_module(selection: str | tuple[str, ...], module: str) -> bool:
+    """Return True if a regular expression matches the whole name, or if one of several names is the name or its end."""
+    if isinstance(selection, str):
+        return re.fullmatch(selection, module) is not None
+    return module in selection or module.endswith(tuple(f".{name}" for name in selection))
 
 
 LARGEST_FLOAT32 = 3.4028234663852886e38

@@ -183,7 +183,7 @@ async def warm_start(settings: Settings, files: Files) -> None:
     from skyrl.train.sft import load_datasets
     from skyrl.train.sft.trainer import SFTTrainer
     from skyrl.train.strategy.registry import find_strategy
-    from skyrl.train.strategy.strategy import sft_adapter
+    from skyrl.train.strategy.strategy import create_sft
 
     config = SFTConfig.from_cli_overrides(
         [
@@ -202,7 +202,7 @@ async def warm_start(settings: Settings, files: Files) -> None:
     with find_strategy(config).sft_loader(config)() as models:
         tokenizer = AutoTokenizer.from_pretrained(files.model, local_files_only=True)
         policy = models.policy("policy", settings.seed)
-        await policy.create(sft_adapter(config))
+        await create_sft(policy, config)
         trainer = SFTTrainer(config, policy, load_datasets(config, tokenizer)[0])
         rollouts = Rollouts(tried.generator, tried.environment, tokenizer, policy)
         heldout = evaluation_prompts(tried, rollouts.chat)

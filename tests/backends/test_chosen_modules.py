@@ -130,6 +130,27 @@ def test_names_that_are_nowhere_are_refused_with_one_that_is_somewhere(backend):
     assert "lora_config.target_modules=q_proj" in answer.error and "model.layers.0.self_attn.q_proj" in answer.error
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_modules": ("q_proj", "v_prj")}, "target_modules=[q_proj,v_prj]: v_prj is no name"),
+        ({"target_modules": ("q_proj", "v_prj")}, "known: q_proj, k_proj, v_proj"),
+        ({"target_modules": ("q_proj", "v_prj")}, "did you mean v_proj?"),
+        ({"target_modules": ("q_proj", "layers.7.mlp.up_proj")}, "layers.7.mlp.up_proj is no name"),
+        ({"target_modules": ("q_proj", "embed_tokens")}, "(the token embedding cannot be adapted)"),
+        ({"target_modules": ("q_proj", "mlp.gate")}, "(routers of experts cannot be adapted)"),
+        ({"target_modules": ("all-linear",)}, "give all-linear alone, without brackets"),
+        ({"exclude_modules": ("v_proj", "qkv_proj")}, "exclude_modules=[v_proj,qkv_proj]: qkv_proj is no name"),
+        ({"exclude_modules": "v_proj"}, "for a name or the end of one, use a list: [v_proj]"),
+    ],
+)
+def test_a_name_that_is_nowhere_is_refused_beside_one_that_is_somewhere(backend, options, message):
+    config = AdapterConfig(rank=4, **options)
+    answer = finish(backend, CreateModel(request_id=new_id(), model_id=new_id(), lora_config=config))
+    assert isinstance(answer, ErrorResponse) and answer.status == "user"
+    assert message in answer.error
+
+
 def test_a_gaussian_adapter_begins_as_peft_says(backend, tiny_model, tmp_path):
     """A from N(0, 1 / rank^2), B zero."""
     model = created(backend, init_method="gaussian")

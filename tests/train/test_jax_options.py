@@ -1,5 +1,6 @@
 """Options that the JAX backend gets from a training configuration."""
 
+import asyncio
 import gzip
 import logging
 import re
@@ -11,9 +12,10 @@ import pytest
 
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig, TrainerConfig
+from skyrl.train.policies.on_backend import BackendLearner
 from skyrl.train.strategy.base_model import fit_context
 from skyrl.train.strategy.jax_backend import JaxStrategy
-from skyrl.train.strategy.strategy import policy_adapter
+from skyrl.train.strategy.strategy import create_policy, create_sft, policy_adapter
 from skyrl.train.strategy.support import unsupported
 
 SHORT = "generator.sampling_params.max_generate_length=30"
@@ -248,6 +250,17 @@ def test_rank_0_trains_all_weights():
 def test_all_linear_layers_are_adapted_but_the_output_embedding():
     adapter = policy_adapter(resolved(LORA + "rank=16"))
     assert (adapter.train_attn, adapter.train_mlp, adapter.train_unembed) == (True, True, False)
+
+
+def test_a_module_that_is_nowhere_is_refused_by_the_field_of_the_configuration(client):
+    given = ["rank=4", "target_modules=[q_proj,v_prj]"]
+    learner = BackendLearner(client, "refused")
+    message = r"^{}\.target_modules=\[q_proj,v_prj\]: v_prj is no name .*; did you mean v_proj\?$"
+    with pytest.raises(ConfigError, match=message.format(r"trainer\.policy\.model\.lora")):
+        asyncio.run(create_policy(learner, resolved(*(LORA + each for each in given))))
+    sft = SFTConfig.from_cli_overrides([f"model.lora.{each}" for each in given])
+    with pytest.raises(ConfigError, match=message.format(r"model\.lora")):
+        asyncio.run(create_sft(learner, sft))
 
 
 @pytest.mark.parametrize("overrides", [[], [LORA + "rank=4"]])

@@ -297,7 +297,8 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             modules: list[tuple[str, ModuleGroup]] = [
                 (module, target.group) for target in lora_targets(self.model_config) for _, module in target.modules
             ]
-            check_selects(kind.lora_config, modules, self.model_config.architecture)
+            connectors = [name for target in connector_targets(self.model_config) for _, name in target.modules]
+            check_selects(kind.lora_config, modules, self.model_config.architecture, connectors)
 
     def _check_no_connectors(self, lora_config: LoraConfig) -> None:
         """Raise `RequestError` if an adapter has connectors, which Dimuon does not support."""

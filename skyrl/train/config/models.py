@@ -41,8 +41,8 @@ class SkyRLLoraConfig(BaseConfig):
     """Folder through which adapters reach the inference engines; shared between machines that are not colocated."""
 
     target_modules: str | list[str] = "all-linear"
-    """Modules that get an adapter: names or ends of names, or a regular expression of whole names; all-linear means
-    every linear layer but the output embedding."""
+    """Modules that get an adapter: a list of names or ends of names, or a regular expression of whole names;
+    all-linear means every linear layer but the output embedding. A name in a list must be one of a linear layer."""
 
     exclude_modules: str | list[str] | None = None
     """Modules without an adapter, in the same notation as target_modules."""

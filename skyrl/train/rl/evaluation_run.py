@@ -9,7 +9,7 @@ from skyrl.train.rl.prompts import evaluation_prompts
 from skyrl.train.rl.run import POLICY
 from skyrl.train.rl.setup import Setup, check_environments
 from skyrl.train.rollouts.rollouts import Rollouts
-from skyrl.train.strategy.strategy import policy_adapter
+from skyrl.train.strategy.strategy import create_policy
 from skyrl.train.tracking.dumps import dump_eval_results
 from skyrl.train.tracking.metrics import Metrics
 from skyrl.train.tracking.summary import closing_summary
@@ -36,7 +36,7 @@ async def evaluate_rl(config: SkyRLTrainConfig) -> Metrics:
     with ExitStack() as stack:
         policy = stack.enter_context(setup.load()).policy(POLICY, settings.seed)
         if found is None:
-            await policy.create(policy_adapter(config))
+            await create_policy(policy, config)
         else:
             await policy.load(found.model_path(POLICY), optimizer=False)
         step = 0 if found is None else found.step

@@ -38,7 +38,7 @@ from skyrl.train.rollouts.records import as_state
 from skyrl.train.rollouts.rollouts import Rollouts
 from skyrl.train.run_loop import WAY_ON, Cadence, run_steps
 from skyrl.train.strategy.registry import find_strategy
-from skyrl.train.strategy.strategy import critic_adapter, policy_adapter
+from skyrl.train.strategy.strategy import create_critic, create_policy
 from skyrl.train.tracking.clients import RunInfo
 from skyrl.train.tracking.dumps import dump_data_batch, dump_eval_results, dump_rollouts, remove_old_dumps
 from skyrl.train.tracking.metrics import Metrics, Report
@@ -251,7 +251,7 @@ class Run:
         """
         settings, trainer = self.config.trainer, self.trainer
         if initial is None:
-            await trainer.policy.create(policy_adapter(self.config))
+            await create_policy(trainer.policy, self.config)
         else:
             await trainer.policy.load(initial.model_path(POLICY), optimizer=False)
             if settings.algorithm.uses_reference and not settings.has_teacher:
@@ -259,7 +259,7 @@ class Run:
                 await trainer.update.reference.load(initial.model_path(POLICY), optimizer=False)
             log.info("beginning with the weights of %s", initial.title)
         if trainer.critic is not None:
-            await trainer.critic.create(critic_adapter(self.config), value_head=True)
+            await create_critic(trainer.critic, self.config)
 
     async def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the state of a checkpoint."""

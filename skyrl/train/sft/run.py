@@ -21,7 +21,7 @@ from skyrl.train.sft.methods import MODEL, Method, method_of
 from skyrl.train.sft.trainer import SFTTrainer, Summary, checked_order, checkpoint_store, resume_mode
 from skyrl.train.strategy.base_model import check_base_model, check_model_given, load_tokenizer, model_sizes
 from skyrl.train.strategy.registry import find_strategy
-from skyrl.train.strategy.strategy import sft_adapter
+from skyrl.train.strategy.strategy import create_sft
 from skyrl.train.strategy.validate import validate_sft
 from skyrl.train.tracking.clients import RunInfo
 from skyrl.train.tracking.metrics import Metrics
@@ -63,7 +63,7 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
         if resumed is None and config.init_from:
             await _begin_with(config.init_from, config, learner, method)
         elif resumed is None:
-            await learner.create(sft_adapter(config))
+            await create_sft(learner, config)
         if resumed is not None and resumed >= trainer.total_steps:
             log.info("all %d steps were taken before; raise num_epochs or num_steps to go on", trainer.total_steps)
         folder = config.ckpt_path or config.export_path or config.run_name
@@ -108,7 +108,7 @@ async def evaluate_sft(config: SFTConfig) -> Metrics:
             await _begin_with(config.init_from, config, learner, method)
         else:
             where = f"{config.model.path} as it is"
-            await learner.create(sft_adapter(config))
+            await create_sft(learner, config)
         metrics = await method.evaluate(evaluation, config.batch_size)
     print(
         closing_summary(f"{len(evaluation)} data set(s) evaluated with {found.title if found else where}", {}, metrics)

@@ -8,6 +8,7 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from skyrl.backends.registry import find_backend, options_of
 from skyrl.errors import ConfigError, RequestError
 from skyrl.train.config import SFTConfig, SkyRLLoraConfig, SkyRLTrainConfig
 from skyrl.train.policies import BackendModels
+from skyrl.train.policies.policy import Learner
 from skyrl.train.policies.sampling_options import options_of as sampling_options_of
 from skyrl.train.strategy.shared_options import config_overrides
 from skyrl.train.strategy.support import Support
@@ -262,6 +264,37 @@ def sft_adapter(config: SFTConfig) -> LoraConfig:
     return _adapter(config.model.lora, config.seed, "model.lora")
 
 
+async def create_policy(policy: Learner, config: SkyRLTrainConfig) -> None:
+    """Create the policy with its adapter. Raises ConfigError for settings that its base model rejects."""
+    with _named("trainer.policy.model.lora"):
+        await policy.create(policy_adapter(config))
+
+
+async def create_critic(critic: Learner, config: SkyRLTrainConfig) -> None:
+    """Create the critic, as `create_policy`."""
+    with _named("trainer.critic.model.lora"):
+        await critic.create(critic_adapter(config), value_head=True)
+
+
+async def create_sft(learner: Learner, config: SFTConfig) -> None:
+    """Create the model of supervised fine-tuning, as `create_policy`."""
+    with _named("model.lora"):
+        await learner.create(sft_adapter(config))
+
+
+@contextmanager
+def _named(section: str) -> Iterator[None]:
+    """Context in which errors of a backend name options of adapters by their fields in this section."""
+    try:
+        yield
+    except RequestError as error:
+        fields = "|".join(SkyRLLoraConfig.__dataclass_fields__)
+        message, count = re.subn(rf"\blora_config\.(?=({fields})\b)", f"{section}.", str(error))
+        if not count:
+            raise
+        raise ConfigError(message) from error
+
+
 def _adapter(lora: SkyRLLoraConfig, seed: int, section: str) -> LoraConfig:
     options = {"rank": lora.rank, "alpha": lora.alpha, "seed": seed, "train_unembed": lora.rank == 0}
     named = {
@@ -275,18 +308,7 @@ def _adapter(lora: SkyRLLoraConfig, seed: int, section: str) -> LoraConfig:
         raise ConfigError(
             f"{section}.{min(more)}={more[min(more)]} and {section}.rank=0: there is no adapter; set a rank"
         )
-    chosen = {name: _expression(value) for name, value in more.items()}
-    return built(AdapterConfig if more else LoraConfig, options | chosen, section)
-
-
-def _expression(value: str | list[str] | None) -> str | None:
-    """Return a regular expression that matches full module names, for a list of names or suffixes.
-
-    A string and None are returned unchanged.
-    """
-    if not isinstance(value, list):
-        return value
-    return rf"(?:.*\.)?(?:{'|'.join(map(re.escape, value))})"
+    return built(AdapterConfig if more else LoraConfig, options | more, section)
 
 
 def built(cls: type[T], options: dict[str, Any], where: str) -> T:

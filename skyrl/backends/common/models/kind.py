@@ -1,12 +1,14 @@
 """Kind of a model: its description without its weights."""
 
+import re
 import zlib
 from collections.abc import Collection
 from typing import NamedTuple
 
 from skyrl.backends.common.offload import ModelInfo
 from skyrl.errors import RequestError
-from skyrl.types import AdapterConfig, LoraConfig, ModuleGroup
+from skyrl.types import AdapterConfig, LoraConfig, ModuleGroup, matches_module
+from skyrl.utils.spelling import did_you_mean
 
 VALUE_HEAD = "value_head"
 """Name of a critic's value head among the trained tensors."""
@@ -14,6 +16,13 @@ HEAD_STREAM = zlib.crc32(VALUE_HEAD.encode())
 """Distinguishes the random draws of a value head from others with the same seed."""
 SELECTING = ("target_modules", "exclude_modules")
 """Options for the selection of modules that only `AdapterConfig` has."""
+UNADAPTED = {
+    "embed_tokens": "the token embedding cannot be adapted",
+    "gate": "routers of experts cannot be adapted",
+    "router": "routers of experts cannot be adapted",
+    "all-linear": "give all-linear alone, without brackets",
+}
+"""Hints for names that are no names of linear layers."""
 
 
 class Kind(NamedTuple):
@@ -49,13 +58,25 @@ def check_same_kind(path: str, kind: Kind, model: ModelInfo) -> None:
             )
 
 
-def check_selects(config: LoraConfig, modules: Collection[tuple[str, ModuleGroup]], architecture: str) -> None:
-    """Raise `RequestError` if the options select no module, or request dropout for one that does not support it.
+def check_selects(
+    config: LoraConfig,
+    modules: Collection[tuple[str, ModuleGroup]],
+    architecture: str,
+    others: Collection[str] = (),
+) -> None:
+    """Raise `RequestError` if the options select no linear layer, if one of their names matches no module, or if they
+    request dropout for a module that does not support it.
 
-    `modules` are the (name, group) of all modules that can be selected.
+    Args:
+        config: Options of the adapter.
+        modules: (name, group) of all linear layers that can be selected.
+        architecture: Name of the architecture, for messages.
+        others: Names of other modules that can be selected.
     """
     if not isinstance(config, AdapterConfig):
         return
+    for option in SELECTING:
+        _check_names(option, getattr(config, option), [*(name for name, _ in modules), *others], architecture)
     projection = [name for name, group in modules if group == "unembed" and config.selects(name, group)]
     if config.dropout and projection:
         raise RequestError(
@@ -69,3 +90,23 @@ def check_selects(config: LoraConfig, modules: Collection[tuple[str, ModuleGroup
             f"the linear maps of {architecture} is left, whose names are such as {next(iter(modules))[0]}; use "
             "regular expressions of whole names"
         )
+
+
+def _check_names(option: str, selection: str | tuple[str, ...] | None, modules: list[str], architecture: str) -> None:
+    """Raise `RequestError` if a name in the option matches no module. Regular expressions are not checked."""
+    if isinstance(selection, str):
+        if re.fullmatch(r"[\w.-]+", selection) and not any(matches_module(selection, name) for name in modules):
+            raise RequestError(
+                f"lora_config.{option}={selection}: a string is a regular expression of whole names, such as "
+                f"{modules[0]}, and this one matches none; for a name or the end of one, use a list: [{selection}]"
+            )
+        return
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in modules))
+    for name in selection or ():
+        if not any(matches_module((name,), module) for module in modules):
+            end = name.rpartition(".")[2]
+            hint = f" ({UNADAPTED[end]})" if end in UNADAPTED else ""
+            raise RequestError(
+                f"lora_config.{option}=[{','.join(selection or ())}]: {name} is no name or end of a name of a linear "
+                f"layer of {architecture}{hint}; known: {', '.join(ends)}{'' if hint else did_you_mean(end, ends)}"
+            )
