@@ -48,7 +48,8 @@ class SkyRLLoraConfig(BaseConfig):
     """Modules without an adapter, in the same notation as target_modules."""
 
     init_method: str = "kaiming"
-    """Initialisation of the first matrix: kaiming, or another one that PEFT (FSDP) or Megatron knows."""
+    """Initialisation of the first matrix: kaiming (PEFT's default: uniform in +-1 / sqrt(inputs)) or gaussian (normal
+    with standard deviation 1 / rank). Other methods are rejected."""
 
 
 @dataclass
