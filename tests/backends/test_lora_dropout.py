@@ -6,8 +6,10 @@ Where B is zero the gradient of B is linear in what A reads, so that gradient no
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from driver import finish, forward_backward, load, new_id, publish, random_datum
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import CreateModel
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import AdapterConfig, ErrorResponse, ForwardBackwardOutput, LoraConfig, OptimStepOutput
 
 DATUM = random_datum(20)
@@ -141,3 +144,22 @@ def test_what_is_computed_again_for_the_backward_pass_is_dropped_again(backend, 
     got = [norm(saving, theirs, 0.05) for _ in range(3)]
     saving.close()
     np.testing.assert_allclose(got, [norm(backend, ours, 0.05) for _ in range(3)], rtol=1e-4)
+
+
+def test_experts_have_the_mean_gradient_of_no_dropout(tmp_path):
+    """PEFT has no dropout on experts. While B is 0, its gradient is linear in what A reads, so dropout is unbiased."""
+    sizes = {"hidden": 32, "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 48, "vocab": 384}
+    with closing(made("jax", make_model(tmp_path / "model", arch="qwen3_moe", **sizes, seed=0))) as backend:
+        assert isinstance(backend, JaxBackend)
+
+        def gradient(model: str) -> np.ndarray:
+            forward_backward(backend, [DATUM], model)
+            pairs = jax.tree_util.tree_flatten_with_path(backend.accumulated_grads[model])[0]
+            found = [np.ravel(x) for path, x in pairs if "experts" in str(path) and "lora_B" in str(path)]
+            finish(backend, stepping(model, 0.0))
+            return np.concatenate(found)
+
+        plain, model = gradient(created(backend, dropout=0.0)), created(backend)
+        drawn = np.asarray([gradient(model) for _ in range(DRAWS)])
+    error = np.square(drawn.mean(0) - plain).sum() / (drawn.var(0, ddof=1).sum() / DRAWS)
+    assert drawn.std(0).max() > 0 and 0.4 < error < 2.5
