@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from recorded_ranks import fake_group
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torch_models import CONFIGS, make_model
 
@@ -71,6 +72,21 @@ def test_files_of_another_shape_are_refused(tmp_path):
     model, fill = load_by_layers(tmp_path, CPU, LoadOptions())
     with pytest.raises(RequestError, match=r"gate_proj.weight has shape \(64, 32\) in its files and \(48, 32\)"):
         fill(model)
+
+
+def onto(folder: Path, device: torch.device, options: LoadOptions):
+    return load_onto(CPU, folder, device, options)
+
+
+@pytest.mark.parametrize("how", [load, onto, load_by_layers])
+def test_a_model_without_one_of_its_tensors_is_refused_by_the_tensors_name(tmp_path, how):
+    file = make_model(tmp_path, "llama") / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop("model.layers.1.self_attn.q_proj.weight")
+    save_file(tensors, file, {"format": "pt"})
+    refusal = r"no tensor for model\.layers\.1\.self_attn\.q_proj\.weight; fetch all files again"
+    with pytest.raises(RequestError, match=refusal):
+        how(tmp_path, CPU, LoadOptions())
 
 
 @pytest.mark.parametrize("how", [load, load_by_layers])

@@ -5,7 +5,7 @@ with the next layer.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,8 @@ from skyrl.errors import RequestError
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+NAMED = 3
+"""Maximum tensors that an error names."""
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Checkpointing = bool | Literal["auto"]
@@ -49,10 +51,24 @@ def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
                 torch.manual_seed(0)  # equal on all ranks
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         else:
-            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+            _check_complete(folder, report)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise RequestError(f"base_model={folder}: transformers cannot load it ({error})") from error
     return model.eval()
+
+
+def _check_complete(folder: Path, report: Mapping[str, Any]) -> None:
+    """Raise `RequestError` if transformers has initialized weights at random, by its loading report."""
+    missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if missing:
+        names = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
+        raise RequestError(
+            f"base_model={folder}: its files have no tensor for {names}; fetch all files again, and use a config.json "
+            "that belongs to them"
+        )
 
 
 def load_onto(where: torch.device, folder: Path, device: torch.device, options: LoadOptions) -> Any:
