@@ -89,7 +89,7 @@ def test_a_model_without_one_of_its_tensors_is_refused_by_the_tensors_name(tmp_p
         how(tmp_path, CPU, LoadOptions())
 
 
-@pytest.mark.parametrize("how", [load, load_by_layers])
+@pytest.mark.parametrize("how", [load, onto, load_by_layers])
 @pytest.mark.parametrize("random_weights", [False, True])
 def test_a_model_without_linear_maps_is_refused_by_name_before_weights_are_read(tmp_path, how, random_weights):
     """The folder has no weights, of which transformers would complain."""
@@ -97,6 +97,13 @@ def test_a_model_without_linear_maps_is_refused_by_name_before_weights_are_read(
     refusal = r"blocks of GPT2LMHeadModel have no nn.Linear \(c_attn is Conv1D, c_proj is Conv1D, c_fc is Conv1D\)"
     with pytest.raises(RequestError, match=refusal):
         how(tmp_path, CPU, LoadOptions(random_weights=random_weights))
+
+
+def test_a_complete_folder_of_a_model_without_linear_maps_is_refused(tmp_path):
+    """Its tensors have the names of the model, so that they are read one after the other."""
+    make_model(tmp_path, "gpt2")
+    with pytest.raises(RequestError, match="blocks of GPT2LMHeadModel have no nn.Linear"):
+        load_onto(CPU, tmp_path, CPU, LoadOptions())
 
 
 LOADING = """

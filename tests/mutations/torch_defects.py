@@ -141,7 +141,7 @@ TORCH_DEFECTS = [
     Defect(
         "T31",
         "weights are read of a model that no adapter can be on",
-        [Edit(TORCH + "base_model/loading.py", "    check_linear(skeleton(folder, device, options), folder)\n", "")],
+        [Edit(TORCH + "base_model/loading.py", "    _check_linear(model, folder)\n", "")],
         [
             "tests/backends/test_torch_loading.py::"
             "test_a_model_without_linear_maps_is_refused_by_name_before_weights_are_read[False-load]"

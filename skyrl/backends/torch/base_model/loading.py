@@ -42,7 +42,7 @@ def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
     """Load a model with all weights, in the dtype for a device. Random weights are created on the device."""
     from transformers import AutoModelForCausalLM
 
-    check_linear(skeleton(folder, device, options), folder)
+    skeleton(folder, device, options)  # refuses a model before its weights are read
     config, dtype = _settings(folder, device, options)
     model: Any
     try:
@@ -93,7 +93,6 @@ def load_by_layers(folder: Path, device: torch.device, options: LoadOptions) -> 
     """
     if not options.random_weights:
         model = skeleton(folder, device, options)
-        check_linear(model, folder)
         files = WeightFiles(folder, model)
         if files.fit:
             files.fill_buffers()
@@ -103,7 +102,10 @@ def load_by_layers(folder: Path, device: torch.device, options: LoadOptions) -> 
 
 
 def skeleton(folder: Path, device: torch.device, options: LoadOptions) -> Any:
-    """Return a model as from `load`, but with its large weights on the meta device. Its buffers are on the CPU."""
+    """Return a model as from `load`, but with its large weights on the meta device. Its buffers are on the CPU.
+
+    Raises `RequestError` for a model that transformers cannot create, or that has no linear maps in its layers.
+    """
     from transformers import AutoModelForCausalLM
 
     config, dtype = _settings(folder, device, options)
@@ -112,11 +114,12 @@ def skeleton(folder: Path, device: torch.device, options: LoadOptions) -> Any:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, KeyError, RuntimeError) as error:
         raise RequestError(f"base_model={folder}: transformers cannot load it ({error})") from error
+    _check_linear(model, folder)
     return model.eval()
 
 
-def check_linear(model: Any, folder: Path) -> None:
-    """Raise `RequestError` for a model without linear maps in its layers. A skeleton suffices."""
+def _check_linear(model: Any, folder: Path) -> None:
+    """Raise `RequestError` for a model without linear maps in its layers."""
     layers = _layers(model) or [model.base_model]
     modules = [(name.rpartition(".")[2], module) for layer in layers for name, module in layer.named_modules()]
     if any(isinstance(module, nn.Linear) for _, module in modules):
