@@ -1,4 +1,4 @@
-"""Models whose attention is none of transformers' interface: trained and exported as any other, and not sampled."""
+"""Models whose tokens see each other outside of transformers' attention interface: trained, exported, not sampled."""
 
 import json
 from collections.abc import Iterator
@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torch_models import UNSAMPLED, make_model
+import torch
+from torch_models import CONFIGS, UNPACKED, UNSAMPLED, make_model
 
 import oracle
 from driver import create, finish, forward_backward, new_id, optim_step, publish, random_datum, sample
 from skyrl.backends.operations import ForwardBackward
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+from skyrl.backends.torch.base_model.loading import LoadOptions
+from skyrl.backends.torch.base_model.model import LoadedModel
 from skyrl.errors import RequestError
 from skyrl.types import ForwardBackwardOutput
 
@@ -62,3 +65,26 @@ def test_sampling_engines_beside_it_are_refused(folder, tmp_path):
     engines = {"urls": ["http://127.0.0.1:1"], "folder": str(tmp_path)}
     with pytest.raises(RequestError, match="is trained here and not sampled"):
         TorchBackend(str(folder), TorchBackendConfig(max_lora_rank=8, engines=engines))
+
+
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def loaded(folder: Path, dtype) -> LoadedModel:
+    return LoadedModel(folder, torch.device("cpu"), LoadOptions(dtype=dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("scale", [0.02, 0.2], ids=["small weights", "large weights"])
+@pytest.mark.parametrize("kind", [*UNSAMPLED, *UNPACKED])
+def test_sequences_that_would_see_each_other_are_not_packed_in_any_dtype(tmp_path, kind, scale, dtype):
+    model = loaded(make_model(tmp_path, kind, initializer_range=scale), dtype)
+    assert (model.packs, model.cache_shapes) == (False, ())
+
+
+@DTYPES
+@pytest.mark.parametrize("scale", [0.02, 0.2], ids=["small weights", "large weights"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_sequences_that_only_attention_mixes_are_packed_and_sampled_in_any_dtype(tmp_path, kind, scale, dtype):
+    model = loaded(make_model(tmp_path, kind, initializer_range=scale), dtype)
+    assert model.packs and len(model.cache_shapes) == 2

@@ -42,6 +42,21 @@ UNSAMPLED = {
     "mamba": lambda: transformers.MambaConfig(**UNROTATED, hidden_size=32, num_hidden_layers=2),
 }
 """By model type: attention of its own, with biases for distances; a state beside attention; sinks; no attention."""
+UNPACKED = {
+    "lfm2": lambda: transformers.Lfm2Config(**GROUPED, full_attn_idxs=[1]),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **GROUPED,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=0,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_only_layers=[0, 1],
+    ),
+}
+"""By model type: convolutions, and states, in place of attention in some layers."""
 REFUSED = {"gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None)}
 """By model type: no linear maps."""
 
@@ -54,7 +69,7 @@ def make_model(folder: Path, kind: str, **options) -> Path:
         "eos_token_id": tokenizer.token_to_id(END),
         "pad_token_id": tokenizer.token_to_id(PAD),
     }
-    config = (CONFIGS | UNSAMPLED | REFUSED)[kind]()
+    config = (CONFIGS | UNSAMPLED | UNPACKED | REFUSED)[kind]()
     config.update({**special, **options})
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -186,7 +186,7 @@ TORCH_DEFECTS = [
             ),
             Edit(
                 TORCH + "base_model/model.py",
-                "self.packs and (not self.targets or self._gradients_agree())",
+                "self.packs and self._keeps_apart()",
                 "self.packs",
             ),
         ],
@@ -327,7 +327,7 @@ TORCH_DEFECTS = [
         [
             Edit(
                 TORCH + "base_model/model.py",
-                "self.packs and (not self.targets or self._gradients_agree())",
+                "self.packs and self._keeps_apart()",
                 "self.packs",
             )
         ],

@@ -39,7 +39,10 @@ log = logging.getLogger(__name__)
 TRIED = (5, 3)
 """Lengths of the test sequences."""
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""Tolerance of logits, relative to the largest logit, for differences in the order of summation."""
+"""Tolerance of logits, relative to the largest logit, for differences in the order of summation. Rounding to bfloat16
+may change the experts of a token. So packing has a check of its own, `_keeps_apart`."""
+HEAD_ROUNDING = 4
+"""The same for logits of the same hidden states, in units of the dtype's precision."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class LoadedModel:
         )
         with torch.no_grad():
             wanted, self.packs = self.base.run(lambda: self._try(folder))
-            self.packs = self.packs and (not self.targets or self._gradients_agree())
+            self.packs = self.packs and self._keeps_apart()
             if in_parts:
                 self.tensor_ranks.cut(self.hf, self.hf.tp_plan, self._head)
                 self.hf.to(device)
@@ -202,7 +205,7 @@ class LoadedModel:
         """
         rows, places = self._tried()
         self.hf.set_attn_implementation("eager")
-        wanted = torch.cat([self.hf(input_ids=row, use_cache=False).logits[0].float() for row in rows])
+        wanted = self._wanted(rows, folder)
         why = self._why_not_here(rows, places, wanted)
         if why:
             log.warning("%s computes attention by itself and is not sampled: %s", self.config.model_type, why)
@@ -211,10 +214,7 @@ class LoadedModel:
             longer = [torch.cat([row, rows[0]], 1) for row in rows]  # like padding
             own = torch.cat([self._logits_of(row, row, ())[: -TRIED[0]] for row in longer])
             if not self._agree(wanted, own):
-                raise RequestError(
-                    f"base_model={folder}: {self.config.model_type} is not served by torch: its logits are not what "
-                    "transformers computes; use another model, or report this architecture"
-                )
+                raise self._not_served(folder)
             return wanted, False
         agree = self._agree(wanted, self._logits_of(torch.cat(rows, 1), torch.cat(places, 1), TRIED))
         if not agree:
@@ -223,35 +223,59 @@ class LoadedModel:
             )
         return wanted, agree
 
-    def _gradients_agree(self) -> bool:
-        """Return True if gradients of packed sequences are the sum of those of single sequences."""
-        rows, places = self._tried()
-        alone = [self._slopes_of(row, place, row.shape[1:]) for row, place in zip(rows, places, strict=True)]
-        agree = self._agree(torch.stack(alone).sum(0), self._slopes_of(torch.cat(rows, 1), torch.cat(places, 1), TRIED))
-        if not agree:
-            log.warning("sequences of %s are not packed: their gradients would mix", self.config.model_type)
-        return agree
+    def _wanted(self, rows: list[Tensor], folder: Path) -> Tensor:
+        """Logits of transformers' own forward pass, float32 `[tokens, vocab]`.
 
-    def _slopes_of(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Gradient of the tokens' own log-probabilities with respect to a rank-1 adapter on the first linear map."""
-        target = self.targets[0]
-        generator = torch.Generator().manual_seed(0)
-        shapes = (target.in_features, 1), (1, target.out_features)
-        inner, outer = ((torch.randn(x, generator=generator) / max(x)).to(self.device) for x in shapes)
-        inner.requires_grad_()
-
-        def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            return output + (args[0].float() @ inner @ outer).to(output.dtype)
-
-        hook = self.hf.get_submodule(target.module).register_forward_hook(add)
+        Raises `RequestError` if `logits` has other results for the same hidden states.
+        """
+        hidden: list[Tensor] = []
+        hook = self._head.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
         try:
-            with torch.enable_grad():
-                logprobs = self.base.run(lambda: self._logits_of(tokens, positions, lengths).log_softmax(-1))
-                logprobs.gather(-1, tokens[0, :, None]).sum().backward()
+            wanted = torch.cat([self.hf(input_ids=row, use_cache=False).logits[0].float() for row in rows])
         finally:
             hook.remove()
-        assert inner.grad is not None
-        return inner.grad
+        own = torch.cat([self.logits(x)[0].float() for x in hidden])
+        if not _agree(wanted, own, HEAD_ROUNDING * torch.finfo(self.dtype).eps):
+            raise self._not_served(folder)
+        return wanted
+
+    def _not_served(self, folder: Path) -> RequestError:
+        return RequestError(
+            f"base_model={folder}: {self.config.model_type} is not served by torch: its logits are not what "
+            "transformers computes; use another model, or report this architecture"
+        )
+
+    def _keeps_apart(self) -> bool:
+        """Return True if no result of a sequence depends on another sequence of its row.
+
+        The gradient of the second sequence's logits must be exactly 0 at the tokens of the first one, and not at its
+        own. That does not depend on the dtype or the size of weights, as a difference of logits does.
+        """
+        rows, places = self._tried()
+        inputs: list[Tensor] = []
+
+        def embed(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            inputs.append(output.detach().requires_grad_())
+            return inputs[-1].clone()  # models may change it in place
+
+        hook = self.hf.get_input_embeddings().register_forward_hook(embed)
+        try:
+            with torch.enable_grad():
+                logits = self.base.run(lambda: self._logits_of(torch.cat(rows, 1), torch.cat(places, 1), TRIED))
+                logits[TRIED[0] :].square().sum().backward()
+        finally:
+            hook.remove()
+        gradient = inputs[0].grad
+        if gradient is None:
+            first, own = True, False
+        else:
+            first, own = (bool((part != 0).any()) for part in gradient[0].split(TRIED))
+        if first or not own:
+            log.warning(
+                "packing is off for %s: results or gradients of a sequence depend on others of its row",
+                self.config.model_type,
+            )
+        return own and not first
 
     def _why_not_here(self, rows: list[Tensor], places: list[Tensor], wanted: Tensor) -> str:
         """Reason why a model cannot use this backend's attention; empty if it can. The attention stays selected."""
@@ -295,4 +319,9 @@ class LoadedModel:
         return rows, [torch.arange(n, device=self.device)[None] for n in TRIED]
 
     def _agree(self, wanted: Tensor, got: Tensor) -> bool:
-        return bool((wanted - got).abs().max() <= ROUNDING[self.dtype] * wanted.abs().max().clamp_min(1))
+        return _agree(wanted, got, ROUNDING[self.dtype])
+
+
+def _agree(wanted: Tensor, got: Tensor, rounding: float) -> bool:
+    """Return True if values differ by at most `rounding`, relative to the largest one."""
+    return bool((wanted - got).abs().max() <= rounding * wanted.abs().max())
