@@ -181,6 +181,7 @@ class LoadedModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[..., vocab]` of hidden states. Call within `base.run`."""
+        hidden = hidden.to(self.dtype)  # state space models keep residuals in float32
         logits = self._head(hidden) * float(getattr(self.config, "logit_scale", None) or 1.0)
         logits = logits / float(getattr(self.config, "logits_scaling", None) or 1.0)
         cap = getattr(self.config, "final_logit_softcapping", None)
