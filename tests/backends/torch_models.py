@@ -57,6 +57,16 @@ UNPACKED = {
     ),
 }
 """By model type: convolutions, and states, in place of attention in some layers."""
+EXPERTS = {
+    "phimoe": lambda: transformers.PhimoeConfig(**GROUPED, num_local_experts=4),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **GROUPED, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4, num_experts_per_tok=2
+    ),
+    "jetmoe": lambda: transformers.JetMoeConfig(
+        **UNROTATED, hidden_size=32, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8, num_local_experts=4
+    ),
+}
+"""By model type: routers of several kinds."""
 REFUSED = {"gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None)}
 """By model type: no linear maps."""
 
@@ -69,7 +79,7 @@ def make_model(folder: Path, kind: str, **options) -> Path:
         "eos_token_id": tokenizer.token_to_id(END),
         "pad_token_id": tokenizer.token_to_id(PAD),
     }
-    config = (CONFIGS | UNSAMPLED | UNPACKED | REFUSED)[kind]()
+    config = (CONFIGS | UNSAMPLED | UNPACKED | EXPERTS | REFUSED)[kind]()
     config.update({**special, **options})
     with torch.random.fork_rng():
         torch.manual_seed(0)

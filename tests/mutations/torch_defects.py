@@ -198,8 +198,8 @@ TORCH_DEFECTS = [
         [
             Edit(
                 TORCH + "base_model/lora.py",
-                'isinstance(module, nn.Linear) and name.rpartition(".")[2] not in uncalled',
-                "isinstance(module, nn.Linear)",
+                'isinstance(module, nn.Linear) and name.rpartition(".")[2] not in uncalled and',
+                "isinstance(module, nn.Linear) and",
             )
         ],
         ["tests/backends/test_torch_unsampled.py::test_peft_computes_what_the_trained_adapter_does[mamba]"],

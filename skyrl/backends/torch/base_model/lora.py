@@ -28,6 +28,9 @@ STATE_SPACE = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotr
 """Model types whose layers read the weights of the linear maps in `READ_UNCALLED` without calling their modules."""
 READ_UNCALLED = frozenset({"dt_proj", "out_proj"})
 
+GATES = frozenset({"gate", "shared_expert_gate"})
+"""Names of routers, and of modules that weight a shared expert, next to a module `experts`."""
+
 
 class Target(NamedTuple):
     """A linear map that can have an adapter."""
@@ -67,15 +70,25 @@ class Layout:
 def targets_of(model: nn.Module, unembedding: str) -> list[Target]:
     """Linear maps of a model, in the order of its modules; `unembedding` is the vocabulary projection's name.
 
-    Excludes maps on which an adapter would have no effect, at least with some kernels.
+    Excludes maps on which an adapter would have no effect, at least with some kernels, and routers of experts.
     """
     uncalled = READ_UNCALLED if getattr(model.config, "model_type", None) in STATE_SPACE else frozenset()
+    modules = dict(model.named_modules())
     targets = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in uncalled:
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in uncalled and not _routes(name, modules):
             group: ModuleGroup = "unembed" if name == unembedding else "attn" if is_attention(name) else "mlp"
             targets.append(Target(name, group, module.in_features, module.out_features))
     return targets
+
+
+def _routes(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Return True if a linear map selects or weights experts, or belongs to such a module."""
+    parts = name.split(".")
+    beside_experts = (
+        part in GATES and ".".join([*parts[:place], "experts"]) in modules for place, part in enumerate(parts)
+    )
+    return "router" in name or any(beside_experts)
 
 
 def is_trained(target: Target, config: LoraConfig) -> bool:
