@@ -1,14 +1,16 @@
 """Models with experts on torch: adapters leave out routers and stacked experts."""
 
+import numpy as np
 import pytest
 import torch
 from torch_models import EXPERTS, make_model
 
 from driver import create, finish, new_id, random_datum
-from skyrl.backends.operations import ForwardBackward
+from skyrl.backends.operations import CreateModel, ForwardBackward
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
 from skyrl.backends.torch.base_model.lora import targets_of
+from skyrl.types import LoraConfig
 
 CPU = torch.device("cpu")
 
@@ -19,3 +21,45 @@ def test_routers_have_no_adapters(tmp_path, kind):
     model = skeleton(make_model(tmp_path, kind), CPU, LoadOptions())
     targets = targets_of(model, "lm_head")
     assert targets and not [one.module for one in targets if one.out_features in (1, 4)]
+
+
+def test_a_start_names_the_stacked_experts_that_adapters_do_not_cover(tmp_path):
+    said: list[str] = []
+    TorchBackend(str(make_model(tmp_path, "phimoe")), TorchBackendConfig(max_lora_rank=8), said.append).close()
+    notes = [line for line in said if line.startswith("adapters do not cover")]
+    stacked = "mlp.experts.down_proj, mlp.experts.gate_up_proj"
+    assert notes == [f"adapters do not cover {stacked}: these are stacked matrices, not linear maps"]
+
+
+def test_a_model_without_experts_has_no_such_note(tmp_path):
+    said: list[str] = []
+    TorchBackend(str(make_model(tmp_path, "llama")), TorchBackendConfig(max_lora_rank=8), said.append).close()
+    assert said and not [line for line in said if "adapters do not cover" in line]
+
+
+def test_a_refusal_of_train_mlp_names_the_ways_out(tmp_path):
+    backend = TorchBackend(str(make_model(tmp_path, "phimoe")), TorchBackendConfig(max_lora_rank=8))
+    request = CreateModel(request_id=new_id(), model_id="m", lora_config=LoraConfig(rank=4))
+    error = finish(backend, request).error
+    backend.close()
+    assert error.startswith("lora_config.train_mlp=True: PhimoeForCausalLM has no linear map there")
+    assert error.endswith("set it to False, or use --backend jax if that supports the architecture")
+
+
+@pytest.mark.parametrize("noise", ["router_jitter_noise", "input_jitter_noise"])
+def test_gradient_checkpointing_does_not_switch_on_the_noise_of_a_router(tmp_path, noise):
+    folder = make_model(tmp_path, "phimoe", **{noise: 0.5})
+    backend = TorchBackend(str(folder), TorchBackendConfig(max_lora_rank=8, gradient_checkpointing=True))
+    create(backend, train_mlp=False)
+    data = [random_datum(31)]
+    first, second = (
+        finish(
+            backend,
+            ForwardBackward(
+                request_id=new_id(), model_id="model", data=data, loss_fn="cross_entropy", forward_only=True
+            ),
+        )
+        for _ in range(2)
+    )
+    backend.close()
+    np.testing.assert_array_equal(first.loss_fn_outputs[0]["logprobs"], second.loss_fn_outputs[0]["logprobs"])

@@ -91,6 +91,18 @@ def _routes(name: str, modules: Mapping[str, nn.Module]) -> bool:
     return "router" in name or any(beside_experts)
 
 
+def unadapted(model: nn.Module) -> list[str]:
+    """Names of matrices that no adapter can be on, as they are stacked in a parameter, without their layer's path."""
+    return sorted(
+        {
+            ".".join([*prefix.split(".")[-2:], name])
+            for prefix, module in model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.dim() == 3 and not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
+        }
+    )
+
+
 def is_trained(target: Target, config: LoraConfig) -> bool:
     """Return True if the configuration selects this linear map."""
     return config.selects(target.module, target.group)

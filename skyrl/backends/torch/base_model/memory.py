@@ -29,7 +29,7 @@ from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.torch.base_model.attention import HELD_BYTES
 from skyrl.backends.torch.base_model.base_weights import ShardOptions
 from skyrl.backends.torch.base_model.loading import Checkpointing, layers_of
-from skyrl.backends.torch.base_model.lora import lora_layout, targets_of
+from skyrl.backends.torch.base_model.lora import lora_layout, targets_of, unadapted
 from skyrl.backends.torch.base_model.tensor_ranks import TensorRanks
 from skyrl.errors import RequestError
 from skyrl.types import LoraConfig
@@ -186,6 +186,8 @@ def decided(
     fsdp_size = 1 if may_share else _asked_size(shards, place.world)
     plan, again = sizes.plan(fsdp_size, asked)
     notes = []
+    if stacked := unadapted(model):
+        notes.append(f"adapters do not cover {', '.join(stacked)}: these are stacked matrices, not linear maps")
     if may_share:
         fits = plan.left >= plan.model and plan.fits_beside_engines
         needed = size_of(plan.base + plan.cache + plan.call + plan.model)
