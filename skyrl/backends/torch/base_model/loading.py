@@ -20,6 +20,8 @@ from skyrl.errors import RequestError
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+RANDOM = ("dropout", "pdrop", "dropout_prob", "jitter_noise", "jitter_eps")
+"""Endings of names of settings that make passes in training mode random."""
 NAMED = 3
 """Maximum tensors that an error names."""
 
@@ -225,14 +227,14 @@ class _Unfilled(TorchFunctionMode):
 
 
 def _settings(folder: Path, device: torch.device, options: LoadOptions) -> tuple[Any, torch.dtype]:
-    """Configuration of a model, with dropout off, and dtype of its weights."""
+    """Configuration of a model, with dropout and noise off, and dtype of its weights."""
     from transformers import AutoConfig
     from transformers.utils import logging as hf_logging
 
     hf_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     for name in vars(config):
-        if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(getattr(config, name), float):
+        if name.endswith(RANDOM) and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
     dtype: Any = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(options.dtype)
     if dtype is None:
