@@ -59,6 +59,7 @@ class Fleet:
         check: Compares a version on an engine with ours, before its first sample there. Raises `Mismatch`.
         tell: Called in the thread with a ticket and its outcome.
         changed: Called in the thread when an engine has joined, left, or failed to join.
+        expects: Returns True for an engine that is started again if it does not answer. Samples wait for it.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Fleet:
         tell: Callable[[Ticket, Outcome], None],
         check: Check | None = None,
         changed: Callable[[], None] = lambda: None,
+        expects: Callable[[str], bool] = lambda name: False,
     ):
         self.router = Router()
         self.troubles: dict[str, Exception] = {}
@@ -83,7 +85,7 @@ class Fleet:
         self._engines = {engine.name: engine for engine in engines}
         self._options = options
         self._admit, self._path, self._tidy = admit, path, tidy
-        self._tell, self._changed = tell, changed
+        self._tell, self._changed, self._expects = tell, changed, expects
         self._drawing: dict[str, asyncio.Task[None]] = {}
         """Tasks of running samples, by ticket id."""
         self._tickets: dict[str, Ticket] = {}
@@ -226,6 +228,7 @@ class Fleet:
         if str(self.troubles.get(engine.name)) != str(error):
             log.warning("sampling engine %s is excluded: %s", engine.name, error)
         self.troubles[engine.name] = error
+        self._look_for_unserved()
         self._changed()
 
     def _lose(self, engine: Engine) -> None:
@@ -243,9 +246,19 @@ class Fleet:
         self._pump()
 
     def _look_for_unserved(self) -> None:
-        """Update the set of waiting samples that no engine in use can draw."""
+        """Update the set of waiting samples that no engine can draw, neither one in use nor one that is expected."""
         if not self._sleep.holds:
-            self._stranded.look(self.router.waiting, self.router.servable)
+            self._stranded.look(self.router.waiting, self._servable)
+
+    def _servable(self, ticket: Ticket) -> bool:
+        if self.router.servable(ticket):
+            return True
+        for name in self._engines.keys() - self.engines.keys():
+            silent = isinstance(self.troubles.get(name, EngineDown()), EngineDown)
+            known = self.known.get(name)
+            if silent and self._expects(name) and (known is None or ticket.served_by(known.features, known.longest)):
+                return True
+        return False
 
     def why_absent(self) -> str:
         """Reasons why engines are not in use."""
@@ -283,7 +296,7 @@ class Fleet:
             self._tickets[ticket.request.request_id] = ticket
             self.router.add(ticket)
         if not self._sleep.holds:
-            self._stranded.look(tickets, self.router.servable)
+            self._stranded.look(tickets, self._servable)
         self._pump()
 
     def _cancel(self, ticket_ids: list[str]) -> None:

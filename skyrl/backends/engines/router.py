@@ -64,6 +64,10 @@ class Ticket:
         """Maximum length of its sequence, including the prompt."""
         return len(self.draw.prompt) + self.draw.max_tokens
 
+    def served_by(self, features: frozenset[str], longest: int) -> bool:
+        """Return True if an engine with these features and maximum length supports it."""
+        return self.needs <= features and self.tokens <= longest
+
     @cached_property
     def likeness(self) -> bytes:
         """Affinity key, equal for samples that probably share a prefix."""
@@ -111,7 +115,7 @@ class _ActiveEngine:
         return self.max_requests - len(self.running)
 
     def serves(self, ticket: Ticket) -> bool:
-        return ticket.needs <= self.features and ticket.tokens <= self.longest
+        return ticket.served_by(self.features, self.longest)
 
     def idle_adapter(self) -> str | None:
         """The least recently used adapter without running samples, or None."""

@@ -115,6 +115,7 @@ class EngineSampler(Generic[Version]):
             tidy=exports.folder.shed,
             tell=lambda ticket, outcome: self._hear(partial(self._take_in, ticket, outcome)),
             changed=lambda: self._hear(list),
+            expects=lambda name: self._launcher is not None and self._launcher.expects(name),
         )
 
     def open(self, progress: Callable[[str], None]) -> None:

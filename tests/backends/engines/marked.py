@@ -114,6 +114,7 @@ def fleet_of(
     wait: bool = True,
     check: Check | None = None,
     admit: Callable[[Engine], Awaitable[Admitted]] = admit,
+    **options_of_fleet: Any,
 ) -> Iterator[tuple[Fleet, Answers]]:
     """A fleet of engines, all of which are in use."""
     answers = Answers()
@@ -126,6 +127,7 @@ def fleet_of(
         tell=answers.tell,
         changed=lambda: answers.note(fleet),
         check=check,
+        **options_of_fleet,
     )
     fleet.start()
     try:

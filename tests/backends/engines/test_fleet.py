@@ -245,6 +245,20 @@ def test_what_no_engine_can_draw_fails_in_time_though_another_comes_and_goes(fol
         assert isinstance(answers.outcomes["1"], NoEngine)
 
 
+def test_samples_wait_for_an_engine_that_is_expected(folder):
+    engine, expected = PretendEngine("one", MarkerModel()), {"one"}
+    options = OPTIONS.model_copy(update={"absent_timeout_s": 0.2, "health_interval_s": 0.05})
+    with fleet_of([engine], folder, options, expects=lambda name: name in expected) as (fleet, answers):
+        engine.dead = True
+        answers.until(lambda: set(fleet.engines), set())
+        able, unable = ticket("able"), ticket("unable")
+        unable.needs = frozenset({"what no engine has"})
+        fleet.submit([able, unable])
+        assert isinstance(answers.wait(1)["unable"], NoEngine)
+        expected.clear()
+        assert isinstance(answers.wait(2)["able"], NoEngine)
+
+
 def test_an_engine_that_fails_for_a_second_loses_no_sample(one, folder):
     options = options_of(one)
     with fleet_of(http(options), folder, options) as (fleet, answers):

@@ -155,6 +155,21 @@ def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(tmp_path
         assert launcher.urls[0] in trouble and str(tmp_path / "engine-0.log") in trouble
 
 
+def test_an_engine_is_expected_until_three_starts_have_failed(tmp_path):
+    held = tmp_path / "held"
+    held.touch()
+    command = ["sh", "-c", f": {{port}}; if [ -e {held} ]; then exec sleep 1000; fi; exit 3"]
+    with launched(tmp_path / "engines", command) as launcher:
+        (url,) = launcher.urls
+        assert launcher.expects(url) and not launcher.expects("http://elsewhere")
+        launcher.has_joined(url)
+        held.unlink()
+        launcher.replace(url)
+        until(lambda: not launcher.expects(url))
+        (engine,) = launcher._engines
+        assert engine.failures >= 1 + 3, "the end of one that was in use counts for none"
+
+
 def test_a_command_without_a_port_is_refused():
     with pytest.raises(ValidationError, match=r"has no \{port\}; add --port"):
         LaunchOptions(command=("vllm", "serve"))

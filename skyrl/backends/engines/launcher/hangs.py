@@ -52,4 +52,5 @@ class Replacing:
             raise
         del self._silent[engine.name]
         self._used.add(engine.name)
+        self._launcher.has_joined(engine.name)
         return admitted

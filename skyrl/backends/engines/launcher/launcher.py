@@ -36,6 +36,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
 """Backoff in seconds between two starts of an engine that exits."""
 STEADY_S = 60.0
 """Seconds of running after which an exit does not count as a startup failure."""
+TRIES = 3
+"""Consecutive starts that end without use, after which samples no longer wait for an engine."""
 TAIL = 2000
 """Characters of an engine's log in a message."""
 
@@ -52,6 +54,10 @@ class _Launched:
     """Process of the engine; None if a previous driver started it."""
     failures: int = 0
     """Consecutive exits soon after a start."""
+    used: bool = False
+    """True if it has been in use since its last start."""
+    unused_starts: int = 0
+    """Consecutive starts that ended before the engine was in use."""
 
     @property
     def url(self) -> str:
@@ -131,6 +137,16 @@ class Launcher:
             if engine.url == url and (identity := engine.identity) is not None:
                 end_group(identity)
 
+    def has_joined(self, url: str) -> None:
+        """Record that an engine is in use."""
+        for engine in self._engines:
+            if engine.url == url:
+                engine.used, engine.unused_starts = True, 0
+
+    def expects(self, url: str) -> bool:
+        """Return True if an engine is ours and has not failed to start `TRIES` times in a row."""
+        return any(engine.url == url and engine.unused_starts < TRIES for engine in self._engines)
+
     @property
     def urls(self) -> list[str]:
         """Addresses of the engines."""
@@ -154,6 +170,8 @@ class Launcher:
                 return
             self._end(engine)  # with the rest of its process group
             engine.failures = engine.failures + 1 if time.monotonic() - begun < STEADY_S else 0
+            engine.unused_starts = 0 if engine.used else engine.unused_starts + 1
+            engine.used = False
             log.warning("sampling engine %s has ended (log: %s) and is started again", engine.url, engine.log)
             pause = pause_s(engine.failures - 1, FIRST_PAUSE_S, LONGEST_PAUSE_S) if engine.failures else 0.0
             if self._closes_within(pause):
