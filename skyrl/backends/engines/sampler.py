@@ -1,10 +1,11 @@
-"""`SamplerLoop` that samples with engines. The backend's own sampler draws requests that no engine supports.
+"""`SamplerLoop` that samples with engines. The backend's own sampler draws requests that no engine supports or draws.
 
 A request claims its version on arrival. Once the version is in memory, it is written to the folder that engines read,
 and the request's samples enter the fleet's queue. The backend's own sampler scores prompts, at the same version.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -41,7 +42,7 @@ from skyrl.backends.engines.sync_check import SyncCheck
 from skyrl.backends.executor import failure
 from skyrl.backends.operations import Completion, Sample
 from skyrl.backends.statistics import Statistics
-from skyrl.errors import RequestError
+from skyrl.errors import RequestError, StorageError
 from skyrl.types import BackendInfo, ErrorResponse, LoraConfig, Result, SampleOutput, SamplingParams
 from skyrl.utils.tokenizer import Tokenizer
 
@@ -52,6 +53,14 @@ Version = TypeVar("Version")
 SCORES = " (scores)"
 """Suffix of the ids of scoring requests to the backend's own sampler."""
 ABSENT = "no sampling engine is there that could draw this; the server's log says why; send it again later"
+GONE = "no engine that could draw them has been in use for absent_timeout_s"
+"""Reason for sampling here."""
+REASONS: dict[type[BaseException], str] = {
+    Mismatch: "engines have other weights under their version's name, as errors above say",
+    RequestError: "engines refuse them",
+    StorageError: "their version cannot be written to the folder that engines read",
+}
+"""Reasons for sampling here, by the error of engines."""
 
 
 class EngineSampler(Generic[Version]):
@@ -104,6 +113,8 @@ class EngineSampler(Generic[Version]):
         self._heard = threading.Event()
         self._told: set[str] = set()
         """Logged reasons for sampling here instead of on engines."""
+        self._gone = False
+        """True if a sample has waited for an engine in vain, and none has joined since."""
         probes = Probes(probe, exports, versions, self._score, info, options.logprob_bound)
         prompt = FixedPrompt(info, self._score)
         self.fleet = Fleet(
@@ -114,7 +125,7 @@ class EngineSampler(Generic[Version]):
             path=exports.folder.path,
             tidy=exports.folder.shed,
             tell=lambda ticket, outcome: self._hear(partial(self._take_in, ticket, outcome)),
-            changed=lambda: self._hear(list),
+            changed=lambda: self._hear(self._look_at_engines),
             expects=lambda name: self._launcher is not None and self._launcher.expects(name),
         )
 
@@ -215,6 +226,10 @@ class EngineSampler(Generic[Version]):
             self._sample_here(request, why)
             return
         assert not isinstance(needs, str)
+        if self._gone and not self.fleet.engines:  # another wait would be in vain
+            with contextlib.suppress(RequestError):
+                self._sample_here(request, GONE)
+                return
         job = Job.of(request, self._tokenizer.eos_ids)
         added = EngineRequest(job, self._versions.claim(request.version, request.path), needs)
         self._requests[request.request_id] = added
@@ -296,7 +311,8 @@ class EngineSampler(Generic[Version]):
                 self._exports.folder.unpin(written.result())
             return []
         if error is not None:
-            return self._complete(request, failure(request.job.request, error))
+            log.error("version=%s cannot be written for engines: %s", request.job.request.version, error)
+            return self._move_here(request, error)
         request.adapter = written.result()
         return self._try(request, self._hand_on)
 
@@ -313,10 +329,13 @@ class EngineSampler(Generic[Version]):
         if isinstance(outcome, Drawn):
             request.take(ticket, outcome, self._tokenizer)
             return self._complete_if_done(request)
-        if isinstance(outcome, NoEngine):
-            log.error("samples have waited too long for an engine: %s", outcome)
-            return self._complete(request, ErrorResponse(ABSENT, "server"))
-        return self._complete(request, failure(request.job.request, outcome))
+        self._gone = self._gone or isinstance(outcome, NoEngine)
+        return self._move_here(request, outcome)
+
+    def _look_at_engines(self) -> list[Completion]:
+        """Handle the news that an engine has joined or left."""
+        self._gone = self._gone and not self.fleet.engines
+        return []
 
     def _complete_if_done(self, request: EngineRequest) -> list[Completion]:
         lacks_scores = request.scores is None and has_scores(request.job.request)
@@ -346,11 +365,27 @@ class EngineSampler(Generic[Version]):
 
     # -- requests of the backend's own sampler ------------------------------------------------------------------------
 
+    def _move_here(self, request: EngineRequest, error: BaseException) -> list[Completion]:
+        """Give a request that engines do not draw to our own sampler. Returns its failure if that cannot draw it."""
+        asked, kind = request.job.request, type(error)
+        why = GONE if kind is NoEngine else REASONS.get(kind, "engines fail at them, as errors above say")
+        try:
+            # under the claim's version name: the version may have been dropped meanwhile
+            self._sample_here(dataclasses.replace(asked, version=request.claim.version), why)
+        except RequestError as own:
+            log.error("request %s: %s; it cannot be drawn here: %s", request.request_id, error, own)
+            if isinstance(error, RequestError):
+                return self._complete(request, failure(asked, error))
+            return self._complete(request, ErrorResponse(_undrawn(asked, error, own), "server"))
+        self._forget(request)
+        return []
+
     def _sample_here(self, request: Sample, why: str) -> None:
+        """Queue a request here. Raises `RequestError` if it can never run."""
+        self._own.add(request)
         if why not in self._told:
             self._told.add(why)
             log.warning("some samples are drawn by this backend, which takes longer: %s", why)
-        self._own.add(request)
 
     def _done_here(self, completion: Completion) -> list[Completion]:
         request_id, result = completion.request_id, completion.result
@@ -393,3 +428,16 @@ class EngineSampler(Generic[Version]):
         self._news.append(news)
         self._heard.set()
         self._notify()
+
+
+def _undrawn(request: Sample, error: BaseException, own: RequestError) -> str:
+    """Message for the client if neither engines nor our own sampler draw a request."""
+    if isinstance(error, NoEngine):
+        return ABSENT
+    version = "the base model" if request.version is None else f"version={request.version}"
+    what = {Mismatch: "engines have other weights under its name", StorageError: "it cannot be written for engines"}
+    reason = what.get(type(error), "engines have failed to load or sample it")
+    return (
+        f"{version} cannot be sampled: {reason}, and the server itself cannot draw this ({own}); send it again later, "
+        "or save the weights again; the server's log has the details"
+    )
