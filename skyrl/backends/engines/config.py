@@ -94,7 +94,7 @@ class EngineOptions(BaseModel):
 
     timeout_s: float = Field(default=120.0, gt=0, allow_inf_nan=False)
     """Timeout in seconds of a request to an engine, such as loading an adapter. For samples, token_timeout_s is
-    added."""
+    added. An engine that sends no token of any running sample for so long counts as lost, if samples are streamed."""
 
     token_timeout_s: float = Field(default=0.5, gt=0, allow_inf_nan=False)
     """Seconds per token added to timeout_s for a sample."""

@@ -8,7 +8,7 @@ disk at each step, and keeps prefix cache entries of its old weights.
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +49,10 @@ class HttpEngine(Engine):
         self._base: str | None = None
         self._fingerprint: str | None = None
         """Fingerprint of the server's configuration, reported in responses. A different one means another server."""
+        self._streams = 0
+        """Number of samples that are being streamed."""
+        self._heard = 0.0
+        """Time of the last chunk of any sample, or of the start of the first stream, on the loop's clock."""
         self._client = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {options.key}"} if options.key else {},
@@ -72,6 +76,12 @@ class HttpEngine(Engine):
 
     async def health(self) -> None:
         await self._call("GET", "/health", self._options.connect_timeout_s)
+        silent_s = asyncio.get_running_loop().time() - self._heard
+        if self._streams and silent_s > self._options.timeout_s:
+            raise EngineDown(
+                f"{self.name} answers, but has sent no token of {self._streams} samples for {silent_s:.0f} s "
+                f"(timeout_s={self._options.timeout_s:g})"
+            )
 
     async def generate(self, draw: Draw, pieces: list[Drawn] | None = None) -> Drawn:
         assert self._base is not None, self.name
@@ -81,14 +91,34 @@ class HttpEngine(Engine):
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         reading = SampleStream(draw, Origin(0, draw.adapter, self.base_id, self.name), [] if pieces is None else pieces)
         path = "/v1/completions"
-        async with self._talking(path, limit_s), self._client.stream("POST", path, json=body) as answer:
+        async with (
+            self._streaming() if self._options.stream else nullcontext(),
+            self._talking(path, limit_s),
+            self._client.stream("POST", path, json=body) as answer,
+        ):
             if not answer.is_success:
                 await answer.aread()
                 raise self._failure(path, answer)
             async for chunk in _chunks(answer):
+                self._heard = asyncio.get_running_loop().time()
                 self._check_server(chunk.get("system_fingerprint"), reading.origin.base)
                 reading.read(chunk, self._base)
         return reading.drawn()
+
+    @asynccontextmanager
+    async def _streaming(self) -> AsyncIterator[None]:
+        """Count a sample that is being streamed, for `health`.
+
+        A sample may wait for the engine's memory, before its first token or later, so only the silence of all samples
+        means that the engine stands still.
+        """
+        if not self._streams:
+            self._heard = asyncio.get_running_loop().time()
+        self._streams += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
 
     def _check_server(self, fingerprint: str | None, base_id: str) -> None:
         """Raise if the server was restarted or its base weights were replaced while it generated."""

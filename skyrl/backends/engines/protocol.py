@@ -130,7 +130,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def health(self) -> None:
-        """Raise `EngineDown` if the engine is unhealthy."""
+        """Raise `EngineDown` if the engine is unhealthy, or sends no token of any running sample for too long."""
 
     @abstractmethod
     async def generate(self, draw: Draw, pieces: list[Drawn] | None = None) -> Drawn:

@@ -103,6 +103,23 @@ def test_an_engine_that_fails_while_it_draws_is_left(one, two, folder, fault):
         assert set(answers.troubles) == {one.url}
 
 
+def test_an_engine_that_stands_still_while_it_answers_is_left_long_before_its_samples_limit(one, two, folder, caplog):
+    options = options_of(one, two, timeout_s=2.0, token_timeout_s=600.0)
+    with fleet_of(http(options), folder, options) as (fleet, answers):
+        one.tell("/fault", fault="hang")
+        fleet.submit([ticket(str(number)) for number in range(8)])
+        answers.wait(8)
+        assert f"{one.url} answers, but has sent no token of" in caplog.text
+
+
+def test_an_engine_whose_samples_are_long_is_kept(one, folder, caplog):
+    options = options_of(one.anew(token_s=0.25), timeout_s=2.0, token_timeout_s=600.0)
+    with fleet_of(http(options), folder, options) as (fleet, answers):
+        fleet.submit([ticket("long", max_tokens=12)])
+        answers.wait(1)
+        assert len(answers.drawn("long").tokens) == 12 and "has sent no token" not in caplog.text
+
+
 def test_an_engine_that_draws_with_the_weights_of_others_is_left(one, two, folder):
     versions = markers(folder, 2)
     options = options_of(one, two)
