@@ -5,6 +5,8 @@ recently used are removed first. A removed adapter gets the same name when it is
 """
 
 import contextlib
+import hashlib
+import logging
 import os
 import threading
 import weakref
@@ -16,9 +18,20 @@ from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
 from skyrl.backends.common.models.store import ModelFormat
+from skyrl.errors import StorageError
 from skyrl.types import LoraConfig
 from skyrl.utils.failpoints import crash_point
-from skyrl.utils.files.atomic_folders import Content, folder_bytes, remove_folder, tidy, write_folder
+from skyrl.utils.files.atomic_folders import (
+    Content,
+    folder_bytes,
+    inspect_folder,
+    open_folder,
+    remove_folder,
+    tidy,
+    write_folder,
+)
+
+log = logging.getLogger(__name__)
 
 PREFIX = "skyrl-"
 """Prefix of the names of our adapters, in the folder and on engines."""
@@ -62,20 +75,40 @@ class AdapterFolder:
             return name in self._sizes
 
     def write(self, files: Mapping[str, Content]) -> str:
-        """Write an adapter to the folder and pin it. Returns its name. Raises `StorageError`."""
+        """Write an adapter to the folder and pin it. Returns its name. Raises `StorageError`.
+
+        A folder of that name stays if it is undamaged. Otherwise it is replaced.
+        """
         incoming = self._path / f"{INCOMING}{uuid4().hex}"
         written = write_folder(incoming, files)
         name = PREFIX + written.digest[:DIGITS]
         crash_point("publish: adapter written, not in place")
+        undamaged = self.is_undamaged(name)
         with self._lock:
-            if name in self._sizes:
+            if name in self._sizes and undamaged:
                 remove_folder(incoming)
             else:
+                remove_folder(self._path / name)
                 os.rename(incoming, self._path / name)
                 self._sizes[name] = written.size_bytes
             self._sizes.move_to_end(name)
             self._pins[name] += 1
         return name
+
+    def is_complete(self, name: str) -> bool:
+        """Return True if all files of an adapter exist with their full length."""
+        return inspect_folder(self._path / name) is not None
+
+    def is_undamaged(self, name: str) -> bool:
+        """Return True if all files of an adapter exist with the contents from which its name was derived."""
+        written = inspect_folder(self._path / name)
+        if written is None or PREFIX + written.digest[:DIGITS] != name:
+            return False
+        try:
+            with open_folder(self._path / name) as files:
+                return all(hashlib.file_digest(file.reader, "sha256").hexdigest() == file.sha256 for file in files)
+        except (StorageError, OSError):
+            return False
 
     def pin(self, name: str) -> bool:
         """Pin an adapter until `unpin`. Returns False if it has been removed."""
@@ -136,6 +169,17 @@ class Exports(Generic[Version]):
         """Name of a version in the folder, pinned until `folder.unpin`. Fails with `StorageError`."""
         return self._threads.submit(self._pinned, version)
 
+    def restored(self, name: str, verify: bool = False) -> "Future[bool]":
+        """Write a version's folder again if files are missing, for example after a clean-up of old temporary files.
+
+        The result is True if the folder was written. Fails with `StorageError`, also if the version has left memory.
+
+        Args:
+            name: Name of the version in the folder.
+            verify: Compare hashes too, and write the folder again if files are damaged.
+        """
+        return self._threads.submit(self._restored, name, verify)
+
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
@@ -147,9 +191,25 @@ class Exports(Generic[Version]):
             name = self._names.get(id(version))
             if name is not None and self.folder.pin(name):
                 return name
-            name = self.folder.write(dict(self._format.pack_version(version, self.lora_of(version))))
+            name = self._written(version)
             if id(version) not in self._names:
                 weakref.finalize(version, self._names.pop, id(version), None)
             self._names[id(version)] = name
             self._versions[name] = version
             return name
+
+    def _restored(self, name: str, verify: bool) -> bool:
+        is_good = self.folder.is_undamaged if verify else self.folder.is_complete
+        with self._lock:
+            if is_good(name):
+                return False
+            version = self._versions.get(name)
+            if version is None:
+                raise StorageError(f"{self.folder.path(name)} is missing or damaged, and its version has left memory")
+            log.warning("%s is missing or damaged, and is written again", self.folder.path(name))
+            self.folder.unpin(self._written(version))
+            return True
+
+    def _written(self, version: Version) -> str:
+        """Write a version to the folder and pin it. Returns its name."""
+        return self.folder.write(dict(self._format.pack_version(version, self.lora_of(version))))

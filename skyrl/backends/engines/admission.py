@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl.backends.engines.adapter_folder import PREFIX, AdapterFolder
+from skyrl.backends.engines.adapter_folder import PREFIX, Exports
 from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.continuation import rest
 from skyrl.backends.engines.fixed_prompt import FixedPrompt
@@ -48,7 +48,7 @@ class Admission:
     Args:
         options: Options, which include the bound.
         info: Facts about the backend.
-        folder: Folder for adapters.
+        exports: Folder for adapters, and the versions in it.
         prompt: The fixed prompt.
         probes: Test adapters.
         base: Folder of the base model.
@@ -58,13 +58,13 @@ class Admission:
         self,
         options: EngineOptions,
         info: BackendInfo,
-        folder: AdapterFolder,
+        exports: Exports[Any],
         prompt: FixedPrompt,
         probes: Probes[Any],
         base: Path,
     ):
-        self._options, self._info, self._folder, self._prompt, self._probes = options, info, folder, prompt, probes
-        self._base = base
+        self._options, self._info, self._prompt, self._probes = options, info, prompt, probes
+        self._exports, self._folder, self._base = exports, exports.folder, base
 
     async def __call__(self, engine: Engine) -> Admitted:
         """Check an engine. Raises `EngineDown`, `EngineFailed`, `Mismatch`."""
@@ -108,6 +108,8 @@ class Admission:
         """
         features, troubles, largest = set[str](), [], 0.0
         probes = await self._probes()
+        for _, name in probes.values():
+            await asyncio.wrap_future(self._exports.restored(name, verify=True))
         for group, (version, name) in probes.items():
             try:
                 difference = await self._prompt.difference(await self._adapted(engine, name), version)

@@ -29,9 +29,9 @@ from skyrl.backends.engines.protocol import (
 )
 from skyrl.backends.engines.router import Load, Router, Start, Ticket
 from skyrl.backends.engines.sleeping import Sleep
-from skyrl.backends.engines.sync_check import Check, Checks
+from skyrl.backends.engines.sync_check import Check, Checks, Restore, nothing_restored
 from skyrl.backends.engines.waiting import StrandedTickets
-from skyrl.errors import RequestError
+from skyrl.errors import RequestError, StorageError
 from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.backoff import pause_s
 from skyrl.utils.failpoints import crash_point
@@ -55,6 +55,8 @@ class Fleet:
         options: Time limits.
         admit: Checks that an engine may be used. Raises `EngineDown`, `EngineFailed`, `Mismatch`.
         path: Returns the folder of an adapter.
+        restore: Writes the folder of an adapter again if files are missing, or (True) damaged. Returns True if it did.
+            Raises `StorageError`.
         tidy: Called in the thread after each adapter load, with the names of all adapters on engines.
         check: Compares a version on an engine with ours, before its first sample there. Raises `Mismatch`.
         tell: Called in the thread with a ticket and its outcome.
@@ -74,6 +76,7 @@ class Fleet:
         check: Check | None = None,
         changed: Callable[[], None] = lambda: None,
         expects: Callable[[str], bool] = lambda name: False,
+        restore: Restore = nothing_restored,
     ):
         self.router = Router()
         self.troubles: dict[str, Exception] = {}
@@ -94,7 +97,8 @@ class Fleet:
         """Event of each engine in use, set when the engine is lost."""
         self._loading: dict[str, set[asyncio.Task[None]]] = {}
         """Tasks that load adapters, by engine."""
-        self._checks = None if check is None else Checks(check, path)
+        self._restore = restore
+        self._checks = None if check is None else Checks(check, path, restore)
         self._tasks = Tasks()
         self._pumping = False
         self._stop = asyncio.Event()
@@ -337,12 +341,12 @@ class Fleet:
                     self._checks.forget(engine.name, load.instead_of)
                 await engine.unload_adapter(load.instead_of)
             crash_point("publish: adapter in place, not loaded")
-            await engine.load_adapter(load.adapter, self._path(load.adapter))
+            await self._load_adapter(engine, load.adapter)
             crash_point("publish: adapter loaded, not sampled")
             well = True
         except EngineDown as error:
             self._is_gone(engine, error)
-        except (EngineFailed, Refused) as error:
+        except (EngineFailed, Refused, StorageError) as error:
             log.error("sampling engine %s does not load an adapter: %s", engine.name, error)
             waiting = [ticket for ticket in self.router.waiting if ticket.adapter == load.adapter]
             for ticket in waiting:
@@ -351,6 +355,16 @@ class Fleet:
         self.router.loaded(load.engine, load.adapter, well)
         self._tidy(self.router.adapters)
         self._pump()
+
+    async def _load_adapter(self, engine: Engine, adapter: str) -> None:
+        """Load an adapter. If that fails because its files are damaged, load it once more from new files."""
+        await self._restore(adapter, False)
+        try:
+            await engine.load_adapter(adapter, self._path(adapter))
+        except (EngineFailed, Refused):
+            if not await self._restore(adapter, True):
+                raise
+            await engine.load_adapter(adapter, self._path(adapter))
 
     async def _sample(self, start: Start) -> None:
         ticket, engine = start.ticket, self._engines[start.engine]
@@ -364,7 +378,7 @@ class Fleet:
         except Refused as error:
             self._end(ticket, RequestError(f"the sampling engine refuses it: {error}"))
         except Exception as error:
-            if not isinstance(error, EngineFailed | Mismatch):
+            if not isinstance(error, EngineFailed | Mismatch | StorageError):
                 log.exception("sampling engine %s returned an invalid response", engine.name)
             keep(ticket, engine.name, self.engines[engine.name])
             await self._pause(ticket.attempts + 1)

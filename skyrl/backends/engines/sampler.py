@@ -120,9 +120,10 @@ class EngineSampler(Generic[Version]):
         self.fleet = Fleet(
             [self._engine(url) for url in options.urls],
             options,
-            admit=self._replacing(Admission(options, info, exports.folder, prompt, probes, base)),
+            admit=self._replacing(Admission(options, info, exports, prompt, probes, base)),
             check=SyncCheck(options, prompt, exports, versions) if options.check_every_sync else None,
             path=exports.folder.path,
+            restore=self._restore,
             tidy=exports.folder.shed,
             tell=lambda ticket, outcome: self._hear(partial(self._take_in, ticket, outcome)),
             changed=lambda: self._hear(self._look_at_engines),
@@ -404,6 +405,12 @@ class EngineSampler(Generic[Version]):
             return self._complete(request, result)
         request.scores = result
         return self._complete_if_done(request)
+
+    async def _restore(self, adapter: str, verify: bool) -> bool:
+        """Implement `Restore`. Called in the fleet's thread."""
+        if not verify and await asyncio.to_thread(self._exports.folder.is_complete, adapter):
+            return False  # does not wait for versions that are being written
+        return await asyncio.wrap_future(self._exports.restored(adapter, verify))
 
     async def _score(self, version: str | None, tokens: np.ndarray) -> np.ndarray:
         """Implement `Score`. Called in the fleet's thread; computed by `burst`."""

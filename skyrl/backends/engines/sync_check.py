@@ -24,11 +24,19 @@ log = logging.getLogger(__name__)
 Version = TypeVar("Version")
 Check = Callable[[Engine, Ticket, Admitted], Awaitable[None]]
 """Compares the version of a sample on an engine with ours. Raises `Mismatch` or the errors of `Engine.generate`."""
+Restore = Callable[[str, bool], Awaitable[bool]]
+"""Writes the folder of an adapter again if files are missing, or (True) damaged. Returns True if it did. Raises
+`StorageError`."""
 
 TIMES = 10
 """Allowed difference of a version, as a multiple of the difference measured at admission."""
 LEAST = 1e-3
 """Minimum bound, in nats."""
+
+
+async def nothing_restored(adapter: str, verify: bool) -> bool:
+    """Leave the folder of an adapter as it is."""
+    return False
 
 
 class SyncCheck(Generic[Version]):
@@ -88,10 +96,11 @@ class Checks:
     Args:
         check: Compares one version.
         path: Returns the folder of an adapter.
+        restore: Restores the folder of an adapter.
     """
 
-    def __init__(self, check: Check, path: Callable[[str], str]):
-        self._check, self._path = check, path
+    def __init__(self, check: Check, path: Callable[[str], str], restore: Restore = nothing_restored):
+        self._check, self._path, self._restore = check, path, restore
         self._begun: dict[tuple[str, str | None], asyncio.Task[None]] = {}
         """Tasks by engine and adapter."""
         self._woken: set[str] = set()
@@ -118,7 +127,7 @@ class Checks:
             self._begun.pop(key).cancel()
 
     async def _compare(self, engine: Engine, ticket: Ticket, adapter: str | None, admitted: Admitted) -> None:
-        """Compare a version. On a mismatch, reload it and fail if it mismatches again."""
+        """Compare a version. On a mismatch, reload it, from new files if its files are damaged, and compare again."""
         try:
             try:
                 await self._check(engine, ticket, admitted)
@@ -126,6 +135,7 @@ class Checks:
                 if adapter is None:
                     raise EngineDown(str(error)) from error  # the engine has to be admitted again
                 log.error("%s", error)
+                await self._restore(adapter, True)
                 await engine.unload_adapter(adapter)
                 await engine.load_adapter(adapter, self._path(adapter))
                 await self._check(engine, ticket, admitted)
