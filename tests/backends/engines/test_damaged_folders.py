@@ -30,13 +30,13 @@ def newest(folder: Path) -> Path:
 
 
 def remove_all(folder: Path) -> None:
-    """What a clean-up of /tmp does: the test adapters go too."""
+    """Remove all folders, as a clean-up of /tmp does, those of test adapters too."""
     for path in folder.glob("skyrl-*"):
         shutil.rmtree(path)
 
 
 def remove_files(folder: Path) -> None:
-    """What a clean-up of /tmp by the age of files does."""
+    """Remove a file, as a clean-up of /tmp by the age of files does."""
     (newest(folder) / "adapter_model.safetensors").unlink()
 
 

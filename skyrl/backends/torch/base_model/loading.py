@@ -53,9 +53,10 @@ def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
                 torch.manual_seed(0)  # equal on all ranks
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         else:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
+            model, report = loaded
             _check_complete(folder, report)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise RequestError(f"base_model={folder}: transformers cannot load it ({error})") from error
