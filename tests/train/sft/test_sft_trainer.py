@@ -376,7 +376,7 @@ def test_a_run_that_ended_during_its_last_export_makes_it_when_it_is_resumed(cli
         train(client, settings)
     in_the_way.unlink()
     summary, _, _ = train(client, settings)
-    assert (summary.resumed_from, summary.steps) == (1, 2)
+    assert (summary.resumed_from, summary.steps) == (2, 2)
     assert (in_the_way / "policy" / "model.safetensors").is_file()
 
 
