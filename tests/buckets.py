@@ -1,6 +1,7 @@
 """A real S3 server in a process of its own, buckets on it, and a proxy before it that fails as it is told."""
 
 import http.client
+import re
 import socket
 import subprocess
 import sys
@@ -134,6 +135,11 @@ def proxy_before(address: str) -> Iterator[Proxy]:
 def contents(store: ObjectStore, prefix: str = "") -> dict[str, bytes]:
     """All objects below a prefix, by key."""
     return {stored.key: store.get(stored.key) or b"" for stored in store.list(prefix)}
+
+
+def files_in(store: ObjectStore, prefix: str = "") -> dict[str, bytes]:
+    """Contents of all files below a prefix. Their names are those of the objects without the hashes before them."""
+    return {re.sub(r"(^|/)[0-9a-f]{16}-([^/]*)$", r"\1\2", key): data for key, data in contents(store, prefix).items()}
 
 
 def contents_bytes(url: str) -> int:

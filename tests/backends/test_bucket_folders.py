@@ -11,9 +11,10 @@ from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import ForwardBackward, Publish
 from skyrl.backends.skyrl_train_backend import SkyRLTrainBackend, SkyRLTrainBackendOverrides
 from skyrl.types import ErrorResponse, LoraConfig
+from skyrl.utils.files.atomic_folders import MANIFEST
 from skyrl.utils.files.object_store import ObjectStore
 from skyrl.utils.files.paths import bucket_folder
-from tests.buckets import contents
+from tests.buckets import files_in
 
 
 @pytest.fixture(scope="module", params=["jax", "torch"])
@@ -41,13 +42,15 @@ def model(backend) -> Iterator[str]:
 def test_a_training_checkpoint_in_a_bucket_is_the_model_and_the_same_files(backend, model, bucket, tmp_path):
     saved = save(backend, f"{bucket}/m/weights/a@1", model)
     on_disk = save(backend, tmp_path / "folder", model)
-    stored = {key.rpartition("/")[2]: data for key, data in contents(ObjectStore(bucket), "m/weights/a@1").items()}
-    assert stored == {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir()}
+    there = files_in(ObjectStore(bucket), "m/weights/a@1").items()
+    stored = {key.rpartition("/")[2]: data for key, data in there if not key.endswith(MANIFEST)}
+    folder = {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir()}
+    assert {**stored, MANIFEST: folder[MANIFEST]} == folder
     assert (saved.size_bytes, saved.digest) == (on_disk.size_bytes, on_disk.digest)
     new = new_id()
     load(backend, f"{bucket}/m/weights/a@1", new)
     save(backend, tmp_path / "again", new)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == stored
+    assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == folder
     backend.delete_model(new)
     assert [path for path in bucket_folder(bucket).rglob("*") if path.is_file()] == []
 

@@ -104,8 +104,17 @@ SMALL_DEFECTS = [
     Defect(
         "bucket-in-place",
         "objects of the older folder are overwritten before the newer is whole",
-        [Edit(REMOTE, 'if file in older and older[file]["sha256"] != sha256:', "if False:")],
-        [REMOTE_TESTS + "test_the_older_folder_is_whole_until_the_newer_is"],
+        [Edit(REMOTE, 'f"{named[:16]}-{base}"', "base")],
+        [
+            REMOTE_TESTS + "test_the_older_folder_is_whole_until_the_newer_is",
+            REMOTE_TESTS + "test_a_late_write_of_an_older_upload_damages_no_newer_folder",
+        ],
+    ),
+    Defect(
+        "bucket-late-removal",
+        "an object has the name of one that an older upload may still remove",
+        [Edit(REMOTE, "if replaced else sha256", "if False else sha256")],
+        [REMOTE_TESTS + "test_a_late_removal_of_an_older_upload_damages_no_newer_folder"],
     ),
     Defect(
         "bucket-again",

@@ -14,7 +14,7 @@ from skyrl.tinker.checkpoints.state_locks import hold
 from skyrl.tinker.config import EngineConfig
 from skyrl.utils.files.object_store import ObjectStore
 from skyrl.utils.files.paths import bucket_folder
-from tests.buckets import Proxy, contents
+from tests.buckets import Proxy, contents, files_in
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 from tests.tinker.test_api_checkpoints import load, load_as_new, save
 from tests.tinker.test_rest_checkpoints import get, listed, url
@@ -58,7 +58,7 @@ def test_checkpoints_are_in_the_bucket_and_snapshots_on_the_disk(remote, store, 
     model, seq_id, _ = trained(remote)
     sampler_weights(remote, model, seq_id)
     name = model.replace(":", "-")
-    keys = {key for key in contents(store) if key != ".lock"}
+    keys = {key for key in files_in(store) if key != ".lock"}
     assert keys == {
         f"{name}/{kind}@{number}/{file}"
         for kind, number in (("weights/a", seq_id - 1), ("sampler_weights/s", seq_id))
@@ -108,7 +108,7 @@ def test_a_deleted_checkpoint_leaves_nothing_in_the_bucket(remote, store):
 def test_an_archive_is_streamed_from_the_bucket(remote, store):
     _, _, path = trained(remote)
     answer = httpx.get(archive_url(remote, path))
-    stored = {key.rpartition("/")[2]: data for key, data in contents(store).items()}
+    stored = {key.rpartition("/")[2]: data for key, data in files_in(store).items()}
     assert members(answer.content) == {"state.json": stored["state.json"], "checkpoint_complete": b""}
     assert int(answer.headers["Content-Length"]) == len(answer.content)
 
@@ -157,7 +157,7 @@ def test_weights_that_are_encrypted_never_come_to_the_bucket_as_they_are(remote,
     identity = pyrage.x25519.Identity.generate()
     keys = [str(identity.to_public())]
     remote.result(export(remote, remote.model(), 1, age_encryption_recipients=keys))
-    stored = {key.rpartition("/")[2]: data for key, data in contents(store).items() if "/external_weights/" in key}
+    stored = {key.rpartition("/")[2]: data for key, data in files_in(store).items() if "/external_weights/" in key}
     assert stored.keys() == {"state.json.age", "manifest.json"}
     assert b"lora_config" in pyrage.decrypt(stored["state.json.age"], [identity])
     assert not list((bucket_folder(f"{bucket}/server")).glob("*/external_weights/*"))

@@ -24,7 +24,7 @@ from skyrl.utils.files.atomic_folders import MANIFEST, read_folder, write_folder
 from skyrl.utils.files.object_store import ObjectStore
 from skyrl.utils.files.remote_folders import fetch_folder
 from skyrl.utils.locks.remote_claim import LOCK, RemoteClaim
-from tests.buckets import Proxy, contents
+from tests.buckets import Proxy, contents, files_in
 
 IDENTITY = {"trainer.policy.model.path": "tiny"}
 SCORE = "eval/all/avg_score"
@@ -210,7 +210,7 @@ def test_a_killed_save_leaves_the_newest_checkpoint_whole(bucket, tmp_path, poin
 def test_the_layout_is_the_documented_one(bucket):
     run = store(f"{bucket}/run")
     save(run, 3)
-    there = contents(ObjectStore(f"{bucket}/run"))
+    there = files_in(ObjectStore(f"{bucket}/run"))
     files = [STATE, ROLLOUTS, MANIFEST, "policy/model", f"policy/{MANIFEST}"]
     assert there.keys() == {MARKER, LOCK, *(f"global_step_3/{name}" for name in files)}
     assert there[MARKER] == b"3"

@@ -1,5 +1,6 @@
 """Folders in a bucket: wholly there or not at all, whatever becomes of the sender or the store. On moto's S3 server."""
 
+import hashlib
 import json
 import os
 import signal
@@ -53,6 +54,11 @@ def fetched(store: ObjectStore, name: str, tmp_path: Path) -> dict[str, bytes]:
     return read_folder(target)
 
 
+def object_of(store: ObjectStore, file: str) -> str:
+    (key,) = (key for key in contents(store, "x") if key.endswith(f"-{file}"))
+    return key
+
+
 # -- whole ----------------------------------------------------------------------------------------------------------
 
 
@@ -62,9 +68,24 @@ def test_a_folder_is_the_same_again_and_what_is_told_of_it(store, folder, tmp_pa
     assert fetched(store, "x", tmp_path) == FILES
 
 
-def test_objects_have_the_names_and_contents_of_the_files(store, folder):
+def test_objects_have_the_contents_of_the_files_and_names_that_begin_with_their_hashes(store, folder):
     send_folder(folder, store, "x")
-    assert contents(store) == {f"x/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    named = {f"x/{hashlib.sha256(content).hexdigest()[:16]}-{name}": content for name, content in FILES.items()}
+    assert contents(store).items() >= named.items() and len(contents(store)) == len(FILES) + 1
+
+
+def test_a_folder_whose_objects_have_the_names_of_the_files_is_read(store, folder, tmp_path):
+    """As earlier versions wrote them."""
+    for path in folder.iterdir():
+        store.put(f"x/{path.name}", path.read_bytes())
+    assert fetched(store, "x", tmp_path) == FILES and inspect_remote(store, "x") == inspect_folder(folder)
+
+
+def test_a_folder_whose_objects_have_the_names_of_the_files_is_replaced(store, folder, tmp_path):
+    for path in folder.iterdir():
+        store.put(f"x/{path.name}", path.read_bytes())
+    send_folder(other(tmp_path), store, "x")
+    assert fetched(store, "x", tmp_path) == OTHER and len(contents(store)) == len(OTHER) + 1
 
 
 def test_a_folder_of_folders_has_one_manifest_for_all(store, folder, tmp_path):
@@ -96,7 +117,7 @@ def test_a_copy_is_another_folder(store, folder, tmp_path):
 
 def test_removal_tells_the_bytes_that_it_frees(store, folder):
     send_folder(folder, store, "x")
-    size = sum(path.stat().st_size for path in folder.iterdir())
+    size = sum(map(len, contents(store).values()))
     assert remote_bytes(store, "x") == remove_remote(store, "x") == size
     assert contents(store) == {} and remove_remote(store, "x") == 0
 
@@ -152,6 +173,34 @@ def test_the_links_of_a_folder_that_has_replaced_another_lead_to_its_files(store
     assert {file: urllib.request.urlopen(url).read() for file, url in links.items()} == OTHER
 
 
+def test_a_late_write_of_an_older_upload_damages_no_newer_folder(store, folder, tmp_path, s3_proxy: Proxy):
+    """The older one's request for its second file waits until the newer folder is acknowledged."""
+
+    def meanwhile(method: str, path: str) -> None:
+        if method == "PUT" and path.partition("?")[0].endswith("b"):
+            s3_proxy.trouble = lambda method, path: None
+            send_folder(other(tmp_path), store, "x")
+
+    s3_proxy.trouble = meanwhile
+    with pytest.raises(StorageError, match="was written by another process meanwhile"):
+        send_folder(folder, ObjectStore(store.url), "x")
+    assert fetched(store, "x", tmp_path) == OTHER
+
+
+def test_a_late_removal_of_an_older_upload_damages_no_newer_folder(store, folder, tmp_path, s3_proxy: Proxy):
+    """The removal of a file that was replaced waits until a folder with this file is acknowledged again."""
+    send_folder(folder, store, "x")
+
+    def meanwhile(method: str, path: str) -> None:
+        if method in ("DELETE", "POST"):
+            s3_proxy.trouble = lambda method, path: None
+            send_folder(folder, store, "x")
+
+    s3_proxy.trouble = meanwhile
+    send_folder(other(tmp_path), ObjectStore(store.url), "x")
+    assert fetched(store, "x", tmp_path) == FILES
+
+
 # -- interrupted ------------------------------------------------------------------------------------------------------
 
 SENDER = """
@@ -174,7 +223,7 @@ def killed_sender(folder: Path, store: ObjectStore, point: str, tmp_path: Path) 
 def test_the_manifest_is_sent_last_and_only_if_there_is_none(folder, s3_proxy: Proxy, bucket):
     send_folder(folder, ObjectStore(bucket), "x")
     puts = [(seen, headers) for seen, headers in zip(s3_proxy.seen, s3_proxy.headers, strict=True) if "PUT" in seen]
-    assert [seen.rpartition("/")[2] for seen, _ in puts] == ["a", "b", MANIFEST]
+    assert [seen.rpartition("-")[2] for seen, _ in puts[:-1]] == ["a", "b"] and puts[-1][0].endswith(MANIFEST)
     assert puts[-1][1]["if-none-match"] == "*"
 
 
@@ -185,8 +234,16 @@ def test_what_a_killed_sender_leaves_is_no_folder_and_is_not_sent_again(store, f
         fetch_folder(store, "x", tmp_path / "again")
     s3_proxy.seen.clear()
     send_folder(folder, ObjectStore(store.url), "x")
-    sent = [seen.rpartition("/")[2] for seen in s3_proxy.seen if seen.startswith("PUT")]
-    assert sent == ["b", MANIFEST] and fetched(store, "x", tmp_path) == FILES
+    sent = [seen for seen in s3_proxy.seen if seen.startswith("PUT")]
+    assert len(sent) == 2 and sent[0].endswith("-b") and sent[1].endswith(MANIFEST)
+    assert fetched(store, "x", tmp_path) == FILES
+
+
+def test_what_a_killed_sender_leaves_is_removed_by_one_of_another_content(store, folder, tmp_path):
+    write_folder(tmp_path / "first", {"a": b"killed", "b": b"too"})
+    killed_sender(tmp_path / "first", store, "bucket: files half sent", tmp_path)
+    send_folder(folder, store, "x")
+    assert len(contents(store)) == len(FILES) + 1
 
 
 def test_a_killed_replacement_leaves_the_older_folder(store, folder, tmp_path):
@@ -274,7 +331,7 @@ def test_a_store_that_answers_after_a_minute_is_waited_for(folder, tmp_path, buc
 
 def test_an_object_of_another_content_is_told(store, folder, tmp_path):
     send_folder(folder, store, "x")
-    store.put("x/a", b"FIRST")
+    store.put(object_of(store, "a"), b"FIRST")
     with pytest.raises(StorageError, match=r"runs/x is damaged: the hash of a differs"):
         fetch_folder(store, "x", tmp_path / "again")
     assert not (tmp_path / "again").exists()
@@ -282,14 +339,14 @@ def test_an_object_of_another_content_is_told(store, folder, tmp_path):
 
 def test_an_object_that_is_gone_is_told(store, folder, tmp_path):
     send_folder(folder, store, "x")
-    store.delete(["x/b"])
+    store.delete([object_of(store, "b")])
     assert inspect_remote(store, "x") is None
     with pytest.raises(StorageError, match=r"runs/x is damaged: b is missing"):
         fetch_folder(store, "x", tmp_path / "again")
 
 
 def test_an_object_of_the_same_length_and_no_hash_is_sent_again(store, folder, tmp_path):
-    store.put("x/a", b"FIRST")
+    store.put(f"x/{hashlib.sha256(FILES['a']).hexdigest()[:16]}-a", b"FIRST")
     send_folder(folder, store, "x")
     assert fetched(store, "x", tmp_path) == FILES
 
@@ -297,7 +354,7 @@ def test_an_object_of_the_same_length_and_no_hash_is_sent_again(store, folder, t
 def test_a_download_that_fails_leaves_nothing_on_the_disk(store, folder, tmp_path, s3_proxy: Proxy, monkeypatch):
     send_folder(folder, store, "x")
     monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.1")
-    s3_proxy.trouble = lambda method, path: "refuse" if method == "GET" and path.endswith("b") else None
+    s3_proxy.trouble = lambda method, path: "refuse" if method == "GET" and path.endswith("-b") else None
     with pytest.raises(StorageError, match="cannot read"):
         fetch_folder(ObjectStore(store.url), "x", tmp_path / "scratch" / "again")
     assert list((tmp_path / "scratch").iterdir()) == []
@@ -356,5 +413,5 @@ def test_a_bucket_that_there_is_not_is_told(bucket, folder):
 
 def test_anybody_may_fetch_a_signed_url(store, folder):
     send_folder(folder, store, "x")
-    url = store.sign("x/b")
+    url = store.sign(object_of(store, "b"))
     assert url is not None and urllib.request.urlopen(url).read() == FILES["b"]

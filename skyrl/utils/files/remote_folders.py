@@ -3,13 +3,17 @@
 A folder is created on disk and uploaded file by file. It exists when its `manifest.json` does. The manifest is uploaded
 last, and only if no other process has uploaded one in the meantime. After an interruption, complete objects are not
 uploaded again. A folder that replaces another one appears at once with its manifest: the old files keep their objects
-until then, so changed files are uploaded under other keys, which the manifest names. Folders may contain folders; one
-manifest lists all files.
+until then. Folders may contain folders; one manifest lists all files.
+
+The manifest names the object of each file: `HASH-NAME`. HASH depends on the content and on the manifest that the upload
+replaces, so a late request of an older upload neither overwrites nor deletes an object of a newer one. Earlier versions
+gave objects the names of the files. Such folders can still be read.
 """
 
 import hashlib
 import json
 import posixpath
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +27,8 @@ from skyrl.utils.files.atomic_folders import MANIFEST, TEMPORARY, Written
 from skyrl.utils.files.object_store import ObjectStore, PreconditionFailed, Stored
 
 OBJECT = "object"
-"""Key in a manifest's entry for the name of the object, if it differs from that of the file."""
+"""Key in a manifest's entry for the name of the object. If it is missing, the object has the name of the file."""
+_HASH = re.compile(r"(?<=/)[0-9a-f]{16}-(?=[^/]*$)")
 Entries = Mapping[str, Mapping[str, Any]]
 
 
@@ -40,20 +45,19 @@ def send_folder(folder: Path, store: ObjectStore, name: str) -> Written:
     """
     older = store.find(_key(name, MANIFEST))
     kept = _entries(store, name) if older is not None else {}
-    objects = {_object(file, entry): entry for file, entry in kept.items()}
+    replaced = hashlib.sha256(json.dumps(kept).encode()).hexdigest() if older is not None else ""
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     entries: dict[str, dict[str, Any]] = {}
     there = {stored.key: stored.size for stored in store.list(name)}
     own = paths.pop(MANIFEST, None)
     for file, path in paths.items():
-        entries[file] = _send_file(store, name, file, path, objects, there)
+        entries[file] = _send_file(store, name, file, path, kept.get(file), replaced, there)
         crash_point("bucket: files half sent")
-    manifest = _manifest(entries, own)
-    _send_manifest(store, name, manifest, older)
+    entries = _in_order(entries, own)
+    _send_manifest(store, name, entries, older)
     crash_point("bucket: folder in place")
-    used = {_object(file, entry) for file, entry in entries.items()}
-    store.delete(_key(name, key) for key in sorted(objects.keys() - used))
-    return Written(sum(entry["bytes"] for entry in entries.values()), hashlib.sha256(manifest).hexdigest())
+    store.delete(_unused(name, entries, kept, there))
+    return _written(entries)
 
 
 def fetch_folder(store: ObjectStore, name: str, folder: Path) -> None:
@@ -96,7 +100,7 @@ def inspect_remote(store: ObjectStore, name: str) -> Written | None:
     entries = _parsed(store, name, manifest)
     if any(there.get(_key(name, _object(file, entry))) != entry["bytes"] for file, entry in entries.items()):
         return None
-    return Written(sum(entry["bytes"] for entry in entries.values()), hashlib.sha256(manifest).hexdigest())
+    return _written(entries)
 
 
 def open_remote(store: ObjectStore, name: str) -> list[tuple[str, int, str, Iterator[bytes]]]:
@@ -149,9 +153,10 @@ def remote_folders(store: ObjectStore, prefix: str = "") -> dict[str, bool]:
 def copy_remote(store: ObjectStore, name: str, to: str) -> None:
     """Copy a folder to another name where nothing exists. Raises as `open_remote`."""
     entries = _checked_entries(store, name)
+    copies = {file: {**entry, OBJECT: _object_name(file, entry["sha256"])} for file, entry in entries.items()}
     for file, entry in entries.items():
-        store.copy(_key(name, _object(file, entry)), _key(to, file))
-    _send_manifest(store, to, _manifest({file: _local(entry) for file, entry in entries.items()}, None), None)
+        store.copy(_key(name, _object(file, entry)), _key(to, copies[file][OBJECT]))
+    _send_manifest(store, to, copies, None)
 
 
 def remove_remote(store: ObjectStore, name: str) -> int:
@@ -169,18 +174,32 @@ def remote_bytes(store: ObjectStore, name: str) -> int:
 
 
 def _send_file(
-    store: ObjectStore, name: str, file: str, path: Path, older: Entries, there: Mapping[str, int]
+    store: ObjectStore,
+    name: str,
+    file: str,
+    path: Path,
+    older: Mapping[str, Any] | None,
+    replaced: str,
+    there: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Upload a file unless its object exists.
+    """Upload a file unless its object exists. Returns its entry.
 
-    Returns its entry. `older` has the entries of the folder to be replaced.
+    Args:
+        store: Target store.
+        name: Name of the folder.
+        file: Name of the file in the folder.
+        path: The file.
+        older: Entry of the file in the folder that is replaced. A file of the same content keeps its object.
+        replaced: Hash of the manifest that is replaced, or "".
+        there: Sizes of the objects of the folder, by key.
     """
     with _disk(path), path.open("rb") as content:
         sha256 = hashlib.file_digest(content, "sha256").hexdigest()
     entry: dict[str, Any] = {"sha256": sha256, "bytes": path.stat().st_size}
-    if file in older and older[file]["sha256"] != sha256:
-        folder, base = posixpath.split(file)
-        entry[OBJECT] = posixpath.join(folder, f"{sha256[:16]}-{base}")
+    if older is not None and older["sha256"] == sha256:
+        entry[OBJECT] = _object(file, older)
+    else:
+        entry[OBJECT] = _object_name(file, sha256, replaced)
     key = _key(name, _object(file, entry))
     if there.get(key) == entry["bytes"]:
         found = store.find(key)
@@ -190,9 +209,24 @@ def _send_file(
     return entry
 
 
-def _send_manifest(store: ObjectStore, name: str, manifest: bytes, older: Stored | None) -> None:
+def _object_name(file: str, sha256: str, replaced: str = "") -> str:
+    """Return the name of the object of a file in a folder that replaces one with this hash of its manifest, if any."""
+    folder, base = posixpath.split(file)
+    named = hashlib.sha256((replaced + sha256).encode()).hexdigest() if replaced else sha256
+    return posixpath.join(folder, f"{named[:16]}-{base}")
+
+
+def _unused(name: str, entries: Entries, kept: Entries, there: Mapping[str, int]) -> list[str]:
+    """Return the keys of objects of a replaced folder and of interrupted uploads of the same files."""
+    used = {_key(name, _object(file, entry)) for file, entry in entries.items()}
+    older = {_key(name, _object(file, entry)) for file, entry in kept.items()}
+    ours = {_key(name, file) for file in entries}
+    return sorted(key for key in there if key not in used and (key in older or _HASH.sub("", key) in ours))
+
+
+def _send_manifest(store: ObjectStore, name: str, entries: Entries, older: Stored | None) -> None:
     """Upload a manifest. Raises PreconditionFailed if the manifest in the store is no longer the version `older`."""
-    key = _key(name, MANIFEST)
+    key, manifest = _key(name, MANIFEST), json.dumps(entries, indent=1).encode()
     try:
         store.put(key, manifest, "create" if older is None else older.only_this)
     except PreconditionFailed:
@@ -200,17 +234,20 @@ def _send_manifest(store: ObjectStore, name: str, manifest: bytes, older: Stored
             raise
 
 
-def _manifest(entries: Entries, own: Path | None) -> bytes:
-    """Return the text of a manifest with these entries. If the manifest `own` on disk has equal entries, return it."""
-    text = json.dumps(entries, indent=1).encode()
-    if own is not None:
-        given = own.read_bytes()
-        try:
-            if json.loads(given) == entries:
-                return given
-        except ValueError:
-            pass
-    return text
+def _in_order(entries: dict[str, dict[str, Any]], own: Path | None) -> dict[str, dict[str, Any]]:
+    """Return the entries in the order of the manifest `own` on disk, if it lists the same files."""
+    order = [] if own is None else list(json.loads(own.read_bytes()))
+    return {file: entries[file] for file in order} if set(order) == entries.keys() else entries
+
+
+def _written(entries: Entries) -> Written:
+    return Written(sum(entry["bytes"] for entry in entries.values()), _digest(entries))
+
+
+def _digest(entries: Entries) -> str:
+    """Return the digest of the folder on disk, whose manifest does not name objects."""
+    manifest = json.dumps({file: _local(entry) for file, entry in entries.items()}, indent=1)
+    return hashlib.sha256(manifest.encode()).hexdigest()
 
 
 def _entries(store: ObjectStore, name: str) -> Entries:
