@@ -1,6 +1,7 @@
 """Checkpoints as one tar, on JAX and torch: the same model as from a folder, and archives that are refused."""
 
 import io
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file
 
 from driver import finish, load, new_id, random_datum, sample, save, stepping
 from skyrl.backends.backend import AbstractBackend
-from skyrl.backends.common.models.archives import Archives
+from skyrl.backends.common.models.archives import Archives, write_checkpoint
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import ForwardBackward
 from skyrl.backends.skyrl_train_backend import SkyRLTrainBackend, SkyRLTrainBackendOverrides
@@ -84,6 +85,13 @@ def test_a_checkpoint_is_one_tar_of_the_files_of_its_folder(backend, model, tmp_
 def test_a_path_without_such_a_suffix_is_a_folder(backend, model, tmp_path):
     backend.save_checkpoint(str(tmp_path / "one.tar.d"), model)
     assert files(tmp_path / "one.tar.d") == saved(backend, model, tmp_path / "folder")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_the_url_of_a_tar_is_refused_with_the_rule(suffix):
+    rule = f"path=s3://b/x{suffix}: a tar is written to a local path only; use one, or a URL without {suffix}"
+    with pytest.raises(RequestError, match=re.escape(rule)):
+        write_checkpoint(f"s3://b/x{suffix}", {})
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

@@ -268,7 +268,7 @@ def test_removal_tells_how_many_bytes_it_freed(tmp_path):
 
 
 def test_urls_are_refused_by_their_scheme():
-    with pytest.raises(RequestError, match="s3:// is not served yet"):
+    with pytest.raises(RequestError, match="s3:// is no local path; use a path on a local"):
         write_folder("s3://bucket/x", OLD)
 
 

@@ -35,7 +35,7 @@ def local_path(path: str | Path) -> Path:
     """Return a path as a local one. Raises `RequestError` for URLs such as s3://."""
     if "://" in str(path):
         scheme = str(path).split("://", 1)[0]
-        raise RequestError(f"path={path}: {scheme}:// is not served yet; use a folder on a local or mounted disk")
+        raise RequestError(f"path={path}: {scheme}:// is no local path; use a path on a local or mounted disk")
     return Path(path)
 
 

@@ -40,7 +40,7 @@ from skyrl.utils.files.atomic_folders import (
 from skyrl.utils.files.hf_files import BESIDE, CONFIG, WEIGHTS
 from skyrl.utils.files.object_store import is_url
 from skyrl.utils.files.stored_folders import on_disk, read_stored, write_stored
-from skyrl.utils.files.tar_folder import Limits, is_tar, pack_folder, read_member, unpack_folder
+from skyrl.utils.files.tar_folder import Limits, is_tar, pack_folder, read_member, unpack_folder, without_suffix
 from skyrl.utils.locks.scratch import ScratchFolder
 
 TRAINING = (MANIFEST, TRAINING_STATE, TRAINING_TENSORS)
@@ -63,6 +63,12 @@ def write_checkpoint(path: str, files: Mapping[str, Content]) -> Written:
     """
     if not is_tar(path):
         return write_stored(path, files)
+    if is_url(path):
+        suffix = path.removeprefix(without_suffix(path))
+        raise RequestError(
+            f"path={path}: a tar is written to a local path only; use one, or a URL without {suffix}, which names a folder "
+            "in the bucket"
+        )
     archive = local_path(path).absolute()
     with _beside(archive.parent) as folder:
         written = write_folder(folder, files)
