@@ -80,6 +80,8 @@ BAD_PASSES = {
     "NaN config": ([datum(**RL)], "dro", {"beta": float("nan")}, r"must be finite"),
     "huge config": ([datum(**RL)], "dro", {"beta": 10**400}, r"at most 1e\+09"),
     "negative clip": ([datum(**RL)], "ppo", {"clip_low_threshold": -0.2}, r"never negative"),
+    "negative penalty": ([datum(**RL)], "stable_reinforce", {"kl_coeff": -5.0},
+                         r"\['kl_coeff'\]=-5.0: is the strength of a penalty.*use 0 or more"),
     "clips crossed": ([datum(**RL)], "ppo", {"clip_low_threshold": 2.0}, r"clip_low_threshold=2.0 is above"),
     "unknown input": ([datum(), datum(mask=ZEROS)], "cross_entropy", {}, r"datum 1: loss_fn_inputs\['mask'\]"),
     "input of another loss": ([datum(**RL)], "cross_entropy", {}, r"\['advantages'\] is not an input"),

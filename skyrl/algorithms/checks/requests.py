@@ -75,6 +75,8 @@ def check_config(spec: Loss, config: Mapping[str, object]) -> None:
             raise RequestError(f"{where}: must be finite and at most {LARGEST:g}; leave it out for {spec.knobs[key]}")
         if key.startswith("clip_") and value < 0:
             raise RequestError(f"{where}: bounds a probability ratio, which is never negative; use 0 or more")
+        if key == "kl_coeff" and value < 0:
+            raise RequestError(f"{where}: is the strength of a penalty, which is never negative; use 0 or more")
     knobs = {**spec.knobs, **config}
     if "clip_low_threshold" in knobs and knobs["clip_low_threshold"] > knobs["clip_high_threshold"]:
         raise RequestError(
