@@ -1,5 +1,7 @@
 """The cookbook's default loss through the stock SDK: what was sampled is trained on, by an estimator that says so."""
 
+import re
+
 import numpy as np
 import pytest
 import tinker
@@ -7,6 +9,8 @@ import torch
 
 import oracle
 from live import adapter_folder, new_trainer, sample, sequence, step, supervised
+from skyrl.errors import RequestError
+from skyrl.tinker.operations.training import refuse_by_operator
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 
 PROMPT = sequence(6, seed=3)
@@ -105,5 +109,23 @@ def test_an_operator_may_refuse_a_loss(tmp_path):
         client = tinker.ServiceClient(base_url=str(server.http.base_url).removesuffix("/api/v1/"), api_key="tml-x")
         trainer = client.create_lora_training_client(BASE_MODEL, rank=4).result()
         datum = trained_on("s:0", [5, 6], [-1.0, -1.0], [1.0, 1.0])
-        with pytest.raises(tinker.RequestFailedError, match="'stable_reinforce' is refused by this server's operator"):
+        with pytest.raises(
+            tinker.RequestFailedError, match="operator; use loss_fn='importance_sampling', which reads the same inputs"
+        ):
             trainer.forward([datum], "stable_reinforce").result()
+        trainer.forward([datum], "importance_sampling").result()
+
+
+@pytest.mark.parametrize(
+    ("refused", "loss_fn", "way_out"),
+    [
+        (["ppo", "importance_sampling"], "ppo", "use loss_fn='cispo', which reads the same inputs"),
+        (["cross_entropy"], "cross_entropy", "use another loss_fn: cispo, dro, gspo"),
+        (["custom"], "custom", "use another loss_fn: cispo, cross_entropy, dro"),
+    ],
+)
+def test_a_refusal_by_the_operator_names_losses_that_are_served(refused, loss_fn, way_out):
+    with pytest.raises(
+        RequestError, match=re.escape(f"loss_fn={loss_fn!r} is refused by this server's operator; {way_out}")
+    ):
+        refuse_by_operator(refused, loss_fn)

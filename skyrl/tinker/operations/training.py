@@ -1,6 +1,6 @@
 """Passes and optimizer steps."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,11 +11,10 @@ from sqlmodel import Session
 from skyrl.algorithms.checks.provenance import NEEDING, only_sampled
 from skyrl.algorithms.checks.requests import check_pass
 from skyrl.algorithms.checks.traced import check_traced_data
-from skyrl.algorithms.losses import CUSTOM
+from skyrl.algorithms.losses import CUSTOM, LOSSES
 from skyrl.algorithms.traced.objective import TracedObjective, traced_objective
 from skyrl.backends.operations import ForwardBackward, OptimStep
 from skyrl.errors import RequestError
-from skyrl.tinker.context import Service
 from skyrl.tinker.errors import BodyTooLarge
 from skyrl.tinker.operations.admission import Accepted, Admission
 from skyrl.tinker.operations.operation import operation
@@ -34,6 +33,8 @@ the objects that contain it."""
 ESTIMATOR = "skyrl.ai/stable_reinforce_estimator:max"
 """Metric in results of `stable_reinforce`: version of our estimator, which differs from the estimator of the hosted
 service."""
+PLAINEST = "importance_sampling"
+"""Loss that an error recommends before others with the same inputs."""
 
 
 def _parse_pass(body: Body, limits: Limits) -> Parsed:
@@ -58,7 +59,7 @@ async def forward_backward(admission: Admission, request: codec.PassRequest) -> 
     """Add the gradients of a loss, or only compute the loss (`forward_only`)."""
     info = admission.service.info
     if not admission.again:
-        refuse_by_operator(admission.service, request.loss_fn)
+        refuse_by_operator(admission.service.config.refused_losses, request.loss_fn)
     specification = await _specification(admission, request.loss_fn_config) if request.loss_fn == CUSTOM else None
     check = partial(_checked, request, specification, info.vocab_size, info.max_context_length, admission.again)
     size = sum(values.nbytes for datum in request.data for values in _arrays(datum))
@@ -76,10 +77,18 @@ async def forward_backward(admission: Admission, request: codec.PassRequest) -> 
     return Accepted(operation, complete=_tell_estimator if request.loss_fn == "stable_reinforce" else None)
 
 
-def refuse_by_operator(service: Service, loss_fn: str) -> None:
-    """Raise `RequestError` for a loss that the operator has disabled."""
-    if loss_fn in service.config.refused_losses:
-        raise RequestError(f"loss_fn={loss_fn!r} is refused by this server's operator; use another loss")
+def refuse_by_operator(refused: Collection[str], loss_fn: str) -> None:
+    """Raise `RequestError` for a loss that the operator has disabled, `refused`. Names losses that are served."""
+    if loss_fn not in refused:
+        return
+    served = [name for name in LOSSES if name not in refused]
+    needs = LOSSES[loss_fn].needs if loss_fn in LOSSES else ()
+    alike = [name for name in served if needs and LOSSES[name].needs == needs]
+    way_out = f"use another loss_fn: {', '.join(served) or 'none is served'}"
+    if alike:
+        nearest = PLAINEST if PLAINEST in alike else alike[0]
+        way_out = f"use loss_fn={nearest!r}, which reads the same inputs"
+    raise RequestError(f"loss_fn={loss_fn!r} is refused by this server's operator; {way_out}")
 
 
 async def _specification(admission: Admission, config: Mapping[str, object]) -> str:

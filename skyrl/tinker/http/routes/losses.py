@@ -37,7 +37,7 @@ async def create_custom_loss(
     Requests with the same session and number refer to the same loss. An unsupported loss is rejected here, not when a
     pass uses it.
     """
-    refuse_by_operator(service, CUSTOM)
+    refuse_by_operator(service.config.refused_losses, CUSTOM)
     owner = await service.directory.session(request.session_id, caller)
     if owner.finished_at is not None:
         raise RequestError(f"session {request.session_id} is finished; start a new ServiceClient")
