@@ -11,9 +11,11 @@ import pytest
 from sqlalchemy import create_engine
 from sqlmodel import Session, SQLModel, select
 
-from skyrl.tinker.database.ledger import charged_samples
-from skyrl.tinker.database.ledger.charges import Charge
-from skyrl.tinker.database.tables import ChargedSampleRow, UsageRow
+from skyrl.errors import RequestError
+from skyrl.tinker.database.ledger import billing, charged_samples
+from skyrl.tinker.database.ledger.billing import Window
+from skyrl.tinker.database.ledger.charges import HOUR_S, Charge
+from skyrl.tinker.database.tables import ChargedSampleRow, CheckpointRow, UsageRow
 from skyrl.tinker.identity.callers import Caller
 from tests.fakes import ACTIVE_PARAMETERS
 from tests.tinker.harness import LiveServer, wait_until_ready
@@ -230,3 +232,46 @@ def test_what_a_session_used_moves_with_it_to_another_project(server):
     events = [event for event in usage(server) if event.get("training_run_id") == model]
     trained = [event for event in events if event["event_info"].get("forward_only") is False]
     assert [(event["project_id"], event["event_info"]["token_count"]) for event in trained] == [("moved-to", 10)]
+
+
+DAY_S = 24 * HOUR_S
+BEGIN = 1_800_000_000 // HOUR_S * HOUR_S
+
+
+def events(ledger: Session, hours: int, now: float = BEGIN + DAY_S) -> list[Any]:
+    return billing.usage(ledger, Caller("t"), Window(BEGIN, BEGIN + hours * HOUR_S), now).data
+
+
+def keep(ledger: Session, created_at: float) -> None:
+    """Add a checkpoint of 2 GB."""
+    about = {"tenant": "t", "base_model": "m", "lora_config": {}, "digest": "d"}
+    ledger.add(
+        CheckpointRow(
+            model_id="s:train:0", kind="weights", name="c", version="v", folder="f", size_bytes=2 * 10**9,
+            created_at=created_at, **about
+        )
+    )  # fmt: skip
+
+
+def test_storage_is_counted_by_the_hour_for_the_time_that_it_lasts(ledger):
+    keep(ledger, BEGIN + 1.5 * HOUR_S)
+    found = [
+        ((event.bucket_start.timestamp() - BEGIN) / HOUR_S, event.event_info.gigabyte_hours)
+        for event in events(ledger, 24, now=BEGIN + 3.25 * HOUR_S)
+    ]
+    assert found == [(1, 1.0), (2, 2.0), (3, 0.5)]
+
+
+def test_usage_of_more_events_than_an_answer_has_is_refused_with_a_shorter_window(ledger, monkeypatch):
+    keep(ledger, BEGIN)
+    for hour in range(2):
+        amounts = {"trained_tokens": 1, "prefill_tokens": 1, "samples": 1, "sampled_tokens": 1}
+        ledger.add(
+            UsageRow(session_id="s", model_id="m", hour=BEGIN + hour * HOUR_S, tenant="t", base_model="m", **amounts)
+        )
+    assert len(events(ledger, 12)) == 12 + 2 * 3
+    monkeypatch.setattr(billing, "MOST_EVENTS", 17)
+    with pytest.raises(RequestError, match=r"ending_before=.* 18 usage events, and 17 .* windows of 11 hours"):
+        events(ledger, 12)
+    monkeypatch.setattr(billing, "MOST_EVENTS", 0)
+    assert len(events(ledger, 1)) == 4  # as there is no shorter window

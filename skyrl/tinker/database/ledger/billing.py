@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from datetime import UTC, date, datetime, time, timedelta
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, true
+import numpy as np
+import sqlalchemy
+from sqlalchemy import ColumnElement, case, func, true
 from sqlmodel import Session, col, select
 
 from skyrl.errors import RequestError
@@ -19,6 +21,16 @@ from skyrl.tinker.wire import management_schemas as rest
 
 GIGABYTE = 10**9
 LONGEST = timedelta(days=14)
+MOST_EVENTS = 50_000
+"""Maximum number of events in a response for several hours: about 12 MB. A window of an hour is always answered."""
+KINDS = (
+    UsageRow.trained_tokens,
+    UsageRow.forward_tokens,
+    UsageRow.prefill_tokens,
+    UsageRow.cached_tokens,
+    UsageRow.samples,
+)
+"""Columns of `UsageRow` that have an event each if they are not 0."""
 TRAIN_FLOPS, FORWARD_FLOPS = 6, 2
 """Floating-point operations per token and active parameter, for passes with gradients and for all other computation
 (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Attention and adapters are not counted. The gradients of the base
@@ -47,17 +59,39 @@ class Window(NamedTuple):
 
 
 def usage(session: Session, caller: Caller, window: Window, now: float) -> rest.UsageResponse:
-    """Return the caller's usage in a window, as hourly events."""
+    """Return the caller's usage in a window, as hourly events.
+
+    Raises `RequestError` for a window of several hours with more than `MOST_EVENTS` events.
+    """
     seen = [col(UsageRow.hour) >= window.begin, col(UsageRow.hour) < window.end, _owned(UsageRow.tenant, caller)]
+    made, stored = _made(session, caller, window), _stored(session, caller, window, now)
+    of_storage = sum(int(np.count_nonzero(amounts)) for amounts in stored.values())
+    of_tokens = sum(session.connection().execute(sqlalchemy.select(*map(_not_zero, KINDS)).where(*seen)).one())
+    _check_number(of_tokens + len(made) + of_storage, window)
     data = [event for row in session.exec(select(UsageRow).where(*seen)) for event in _events(row, caller)]
-    data += _made(session, caller, window)
-    data += _stored(session, caller, window, now)
+    data += _made_events(made, caller)
+    data += _stored_events(stored, caller, window)
     data.sort(key=lambda event: (event.bucket_start, -getattr(event.event_info, "token_count", -1)))
     sessions = {event.session_id: rest.UsageSession() for event in data if event.session_id is not None}
     for session_id, told in sessions.items():
         if (row := session.get(SessionRow, session_id)) is not None:
             told.user_metadata = rest.texts(row.user_metadata)
     return rest.UsageResponse(data=data, sessions=sessions)
+
+
+def _not_zero(column: Any) -> ColumnElement[int]:
+    """Expression for the number of rows in which a column is not 0."""
+    return func.count(case((column > 0, 1)))
+
+
+def _check_number(number: int, window: Window) -> None:
+    hours = (window.end - window.begin) // HOUR_S
+    if number > MOST_EVENTS and hours > 1:
+        begin, end = (rest.moment(moment).isoformat() for moment in (window.begin, window.end))
+        raise RequestError(
+            f"starting_on={begin}, ending_before={end}: the window has {number} usage events, and {MOST_EVENTS} are "
+            f"the most of an answer; ask for windows of {max(1, hours * MOST_EVENTS // number)} hours or less"
+        )
 
 
 def _events(row: UsageRow, caller: Caller) -> Iterator[rest.UsageEvent]:
@@ -107,10 +141,21 @@ def _of_hour(hour: int, caller: Caller, base_model: str, project_id: str | None,
     }
 
 
-def _made(session: Session, caller: Caller, window: Window) -> Iterator[rest.UsageEvent]:
-    """Number of created checkpoints by hour and run."""
+Place = tuple[str, str | None, str | None, str]
+"""Model id, session id, project id and base model of checkpoints."""
+
+
+Made = Counter[tuple[int, *Place]]
+Stored = dict[tuple[str, str | None, str], np.ndarray]
+
+
+def _made(session: Session, caller: Caller, window: Window) -> Made:
+    """Number of created checkpoints by hour and place."""
     rows = _audited(session, caller, "checkpoint_create", AuditRow.created_at < window.end, window.begin)
-    made = Counter((int(row.created_at) // HOUR_S * HOUR_S, *_place(row.details)) for row in rows)
+    return Counter((int(row.created_at) // HOUR_S * HOUR_S, *_place(row.details)) for row in rows)
+
+
+def _made_events(made: Made, caller: Caller) -> Iterator[rest.UsageEvent]:
     for (hour, model_id, session_id, project_id, base_model), count in made.items():
         yield rest.UsageEvent(
             **_of_hour(hour, caller, base_model, project_id, model_id),
@@ -119,16 +164,17 @@ def _made(session: Session, caller: Caller, window: Window) -> Iterator[rest.Usa
         )
 
 
-def _stored(session: Session, caller: Caller, window: Window, now: float) -> Iterator[rest.UsageEvent]:
-    """Storage of named checkpoints in gigabyte-hours, by hour and run, including checkpoints that
-    were deleted later."""
-    total: defaultdict[tuple[int, str, str | None, str], float] = defaultdict(float)
+def _stored(session: Session, caller: Caller, window: Window, now: float) -> Stored:
+    """Storage of named checkpoints in gigabyte-hours for each hour of the window, by model, project and base model.
+
+    Includes checkpoints that were deleted later.
+    """
+    hours = np.arange(window.begin, window.end, HOUR_S)
+    total: defaultdict[tuple[str, str | None, str], np.ndarray] = defaultdict(lambda: np.zeros(len(hours)))
 
     def count(model_id: str, project_id: str | None, base_model: str, size: int, since: float, until: float) -> None:
-        since, until = max(since, window.begin), min(until, window.end, now)
-        for hour in range(int(since) // HOUR_S * HOUR_S, int(-(-until // 1)), HOUR_S):
-            hours = max(0.0, min(until, hour + HOUR_S) - max(since, hour)) / HOUR_S
-            total[hour, model_id, project_id, base_model] += hours * size / GIGABYTE
+        seconds = np.clip(min(until, now) - hours, 0, HOUR_S) - np.clip(since - hours, 0, HOUR_S)
+        total[model_id, project_id, base_model] += seconds.clip(min=0) / HOUR_S * size / GIGABYTE
 
     there = select(CheckpointRow, SessionRow.project_id).where(
         _owned(CheckpointRow.tenant, caller), CheckpointRow.created_at < window.end
@@ -139,11 +185,17 @@ def _stored(session: Session, caller: Caller, window: Window, now: float) -> Ite
         model_id, _, project_id, base_model = _place(row.details)
         size, since = row.details["size_bytes"] or 0, row.details["stored_since"]
         count(model_id, project_id, base_model, size, since, row.created_at)
-    for (hour, model_id, project_id, base_model), gigabyte_hours in sorted(total.items(), key=lambda item: item[0][:2]):
-        yield rest.UsageEvent(
-            **_of_hour(hour, caller, base_model, project_id, model_id),
-            event_info=rest.StorageUsage(gigabyte_hours=gigabyte_hours),
-        )
+    return total
+
+
+def _stored_events(stored: Stored, caller: Caller, window: Window) -> Iterator[rest.UsageEvent]:
+    for (model_id, project_id, base_model), amounts in sorted(stored.items(), key=lambda item: item[0][0]):
+        for place in np.flatnonzero(amounts):
+            hour = window.begin + int(place) * HOUR_S
+            yield rest.UsageEvent(
+                **_of_hour(hour, caller, base_model, project_id, model_id),
+                event_info=rest.StorageUsage(gigabyte_hours=float(amounts[place])),
+            )
 
 
 def _audited(
@@ -153,7 +205,7 @@ def _audited(
     return list(session.exec(select(AuditRow).where(*seen)).all())
 
 
-def _place(details: dict[str, Any]) -> tuple[str, str | None, str | None, str]:
+def _place(details: dict[str, Any]) -> Place:
     return details["model_id"], details["session_id"], details["project_id"], details["base_model"]
 
 
