@@ -21,6 +21,7 @@ from tests.fakes import ACTIVE_PARAMETERS
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.test_api_checkpoints import save
+from tests.tinker.test_rest_checkpoints import url
 
 TOKENS = [1, 2, 3, 4, 5]
 
@@ -232,6 +233,19 @@ def test_what_a_session_used_moves_with_it_to_another_project(server):
     events = [event for event in usage(server) if event.get("training_run_id") == model]
     trained = [event for event in events if event["event_info"].get("forward_only") is False]
     assert [(event["project_id"], event["event_info"]["token_count"]) for event in trained] == [("moved-to", 10)]
+
+
+def test_checkpoints_of_a_session_move_with_it_to_another_project(server):
+    """Those that are kept, and the storage of one that was deleted."""
+    session = server.session()
+    model = server.model(session)
+    server.result(save(server, model, 1, "kept"))
+    path = server.result(save(server, model, 2, "deleted"))["path"]
+    assert server.http.delete(url(path)).status_code == 204
+    assert server.http.put(f"/sessions/{session}/project", json={"project_id": "moved-to"}).status_code == 204
+    events = [event for event in usage(server) if event.get("training_run_id") == model]
+    assert {event["event_info"]["type"] for event in events} == {"checkpoint", "storage"}
+    assert {event["project_id"] for event in events} == {"moved-to"}
 
 
 DAY_S = 24 * HOUR_S

@@ -4,7 +4,7 @@ The server has no prices, only quantities. A gigabyte is 10^9 bytes.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime, time, timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -152,7 +152,8 @@ Stored = dict[tuple[str, str | None, str], np.ndarray]
 def _made(session: Session, caller: Caller, window: Window) -> Made:
     """Number of created checkpoints by hour and place."""
     rows = _audited(session, caller, "checkpoint_create", AuditRow.created_at < window.end, window.begin)
-    return Counter((int(row.created_at) // HOUR_S * HOUR_S, *_place(row.details)) for row in rows)
+    place_of = _places(session)
+    return Counter((int(row.created_at) // HOUR_S * HOUR_S, *place_of(row.details)) for row in rows)
 
 
 def _made_events(made: Made, caller: Caller) -> Iterator[rest.UsageEvent]:
@@ -181,8 +182,9 @@ def _stored(session: Session, caller: Caller, window: Window, now: float) -> Sto
     )
     for row, project_id in session.exec(_with_session(there)):
         count(row.model_id, project_id, row.base_model, row.size_bytes or 0, row.created_at, now)
+    place_of = _places(session)
     for row in _audited(session, caller, "checkpoint_delete", true(), window.begin):
-        model_id, _, project_id, base_model = _place(row.details)
+        model_id, _, project_id, base_model = place_of(row.details)
         size, since = row.details["size_bytes"] or 0, row.details["stored_since"]
         count(model_id, project_id, base_model, size, since, row.created_at)
     return total
@@ -205,8 +207,23 @@ def _audited(
     return list(session.exec(select(AuditRow).where(*seen)).all())
 
 
-def _place(details: dict[str, Any]) -> Place:
-    return details["model_id"], details["session_id"], details["project_id"], details["base_model"]
+def _places(session: Session) -> Callable[[dict[str, Any]], Place]:
+    """Return a function that gives the place in the details of an audit event of a checkpoint.
+
+    The project is the current one of the session, or that of the event if the session was removed.
+    """
+    found: dict[str, SessionRow | None] = {}
+
+    def place_of(details: dict[str, Any]) -> Place:
+        session_id, project_id = details["session_id"], details["project_id"]
+        if session_id is not None:
+            if session_id not in found:
+                found[session_id] = session.get(SessionRow, session_id)
+            owner = found[session_id]
+            project_id = project_id if owner is None else owner.project_id
+        return details["model_id"], session_id, project_id, details["base_model"]
+
+    return place_of
 
 
 def stored_now(session: Session, caller: Caller, project_id: str | None, now: float) -> rest.StoredNowResponse:
