@@ -1,7 +1,10 @@
 """Usage in the ledger: whatever ends meanwhile, it is what clients were answered, and once."""
 
+import asyncio
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,9 +15,11 @@ from sqlalchemy import create_engine
 from sqlmodel import Session, SQLModel, select
 
 from skyrl.errors import RequestError
+from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.ledger import billing, charged_samples
 from skyrl.tinker.database.ledger.billing import Window
 from skyrl.tinker.database.ledger.charges import HOUR_S, Charge
+from skyrl.tinker.database.ledger.sample_charges import SampleCharges
 from skyrl.tinker.database.tables import ChargedSampleRow, CheckpointRow, UsageRow
 from skyrl.tinker.identity.callers import Caller
 from tests.fakes import ACTIVE_PARAMETERS
@@ -22,6 +27,7 @@ from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.test_api_checkpoints import save
 from tests.tinker.test_rest_checkpoints import url
+from tests.waiting import BOUND_S
 
 TOKENS = [1, 2, 3, 4, 5]
 
@@ -221,6 +227,31 @@ def test_storing_charges_of_samples_again_changes_nothing(ledger):
         charged_samples.add(ledger, charges)
     (row,) = ledger.exec(select(UsageRow)).all()
     assert (row.requests, row.sampled_tokens) == (1200, sum(range(1200)))
+
+
+SAMPLED = Charge("s", "", "t", "m", None, sampled_tokens=5)
+
+
+def unretrieved(database: Database) -> list[str]:
+    """Samples whose charges would be refunded if their clients were told that the answers are lost."""
+    return list(database.read_now(lambda session: session.exec(select(ChargedSampleRow.request_id)).all()))
+
+
+def test_a_sample_waits_for_its_charge_while_the_database_is_busy(tmp_path):
+    busy_s = 1.2
+    with closing(Database(f"sqlite:///{tmp_path / 'server.db'}")) as database:
+
+        async def charge() -> list[str]:
+            released = threading.Event()
+            busy = asyncio.create_task(database.write(lambda session: released.wait(BOUND_S)))
+            asyncio.get_running_loop().call_later(busy_s, released.set)
+            await SampleCharges(database).store("sample-0", SAMPLED)
+            found = unretrieved(database)
+            released.set()
+            await busy
+            return found
+
+        assert asyncio.run(charge()) == ["sample-0"]
 
 
 def test_what_a_session_used_moves_with_it_to_another_project(server):

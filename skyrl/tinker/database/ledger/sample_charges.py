@@ -1,8 +1,8 @@
 """Charges of samples, stored before the samples are answered, so every answered sample was charged.
 
 Charges that arrive during a database write are stored together by the next write, so a sample waits for at most two
-commits. If the database cannot store them immediately, samples are answered nevertheless, and the write is retried.
-Charges are lost only if this server exits before a retry succeeds.
+commits. If the first attempt to store them fails or takes more than a minute, samples are answered nevertheless, and
+the write is retried. Charges are lost only if this server exits before a retry succeeds.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from skyrl.tinker.identity.callers import Caller
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 1.0
-"""Maximum seconds that a sample waits for its charge to be stored."""
+PATIENCE_S = 60.0
+"""Maximum seconds that a sample waits for the first attempt to store its charge. SQLite gives up a lock after 10 s."""
 
 
 class _Batch:
