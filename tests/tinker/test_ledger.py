@@ -16,7 +16,7 @@ from sqlmodel import Session, SQLModel, select
 
 from skyrl.errors import RequestError
 from skyrl.tinker.database.database import Database
-from skyrl.tinker.database.ledger import billing, charged_samples
+from skyrl.tinker.database.ledger import billing, charged_samples, sample_charges
 from skyrl.tinker.database.ledger.billing import Window
 from skyrl.tinker.database.ledger.charges import HOUR_S, Charge
 from skyrl.tinker.database.ledger.sample_charges import SampleCharges
@@ -27,7 +27,7 @@ from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.test_api_checkpoints import save
 from tests.tinker.test_rest_checkpoints import url
-from tests.waiting import BOUND_S
+from tests.waiting import BOUND_S, until
 
 TOKENS = [1, 2, 3, 4, 5]
 
@@ -146,12 +146,12 @@ def test_a_window_that_begins_within_an_hour_is_refused_by_name(server):
 
 
 def test_a_sample_that_is_sent_again_is_charged_what_it_was_answered_last(tmp_path):
-    """As after the loss of an answer: the same place of the same sampler, and other tokens."""
+    """After the loss of an answer that was not retrieved: the same place of the same sampler, and other tokens."""
     with LiveServer(tmp_path) as server:
         wait_until_ready(server)
         session = server.session()
         sampler = server.sampler(session, 0, base_model="fake/model")
-        server.sample(sampler, 0)
+        wait_for_answer(server, server.submit_sample(sampler, 0)["request_id"])
     with LiveServer(tmp_path) as server:
         wait_until_ready(server)
         again = server.sample(sampler, 0, num_samples=3)
@@ -160,11 +160,16 @@ def test_a_sample_that_is_sent_again_is_charged_what_it_was_answered_last(tmp_pa
         assert tokens(server, "sampling_prefill") == 2 * 3
 
 
+def wait_for_answer(server: LiveServer, request_id: str) -> None:
+    """Wait until a sample has an answer, which is not retrieved."""
+    futures = server.app.state.server.queue.futures
+    until(lambda: futures.get(request_id).outcome is not None, "the sample has an answer")
+
+
 def forget(server: LiveServer, request_id: str) -> None:
     """Drop a sample's answer, as where there are too many."""
+    wait_for_answer(server, request_id)
     futures = server.app.state.server.queue.futures
-    while futures.get(request_id).outcome is None:
-        time.sleep(0.001)
     server.engine.loop.call_soon_threadsafe(futures.drop, request_id)
 
 
@@ -252,6 +257,32 @@ def test_a_sample_waits_for_its_charge_while_the_database_is_busy(tmp_path):
             return found
 
         assert asyncio.run(charge()) == ["sample-0"]
+
+
+def test_an_idle_server_records_that_an_answer_was_handed_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_charges, "RECORD_S", 0.0)
+    with closing(Database(f"sqlite:///{tmp_path / 'server.db'}")) as database:
+
+        async def hand_out() -> None:
+            charges = SampleCharges(database)
+            await charges.store("sample-0", SAMPLED)
+            charges.handed_out("sample-0")
+            await asyncio.to_thread(until, lambda: not unretrieved(database), "the delivery is recorded")
+
+        asyncio.run(hand_out())
+
+
+def test_a_server_that_stops_records_that_answers_were_handed_out(tmp_path):
+    with closing(Database(f"sqlite:///{tmp_path / 'server.db'}")) as database:
+
+        async def hand_out() -> None:
+            charges = SampleCharges(database)
+            await charges.store("sample-0", SAMPLED)
+            charges.handed_out("sample-0")
+            await charges.drain()
+
+        asyncio.run(hand_out())
+        assert unretrieved(database) == []
 
 
 def test_what_a_session_used_moves_with_it_to_another_project(server):

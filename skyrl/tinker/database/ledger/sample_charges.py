@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 """Maximum seconds that a sample waits for the first attempt to store its charge. SQLite gives up a lock after 10 s."""
+RECORD_S = 1.0
+"""Maximum seconds for which the delivery of an answer is not recorded, if the database responds."""
 
 
 class _Batch:
@@ -45,6 +47,9 @@ class SampleCharges:
         self._writer = RetryingWriter(database, DatabaseFull)
         self._next = _Batch()
         self._storing: asyncio.Task[None] | None = None
+        self._recording: asyncio.TimerHandle | None = None
+        """Next record of answers that were handed out, while no charges are stored."""
+        self._stopping = False
         self._since = time.monotonic()
         self._handed_out: set[str] = set()
         """Answered samples that are not recorded in the database yet."""
@@ -54,14 +59,17 @@ class SampleCharges:
         batch = self._next
         batch.charges[request_id] = charge
         self._handed_out.discard(request_id)
-        if self._storing is None:
-            self._storing = asyncio.create_task(self._store())
+        self._start()
         with suppress(TimeoutError):
             await asyncio.wait_for(batch.tried.wait(), PATIENCE_S)
 
     def handed_out(self, request_id: str) -> None:
-        """Record that a sample's answer is sent to its client. The database is updated with the next charges."""
+        """Record that a sample's answer is sent to its client.
+
+        The database is updated with the next charges, or after `RECORD_S`.
+        """
         self._handed_out.add(request_id)
+        self._record_soon()
 
     async def refund(self, request_id: str, caller: Caller) -> None:
         """Refund the charge of a sample whose answer was lost, before its client gets the error."""
@@ -71,27 +79,48 @@ class SampleCharges:
             await self._database.write(partial(charged_samples.refund, request_id=request_id, caller=caller))
 
     async def drain(self) -> None:
-        """Wait until all charges are stored or given up."""
+        """Wait until all charges and deliveries are stored or given up."""
         self._writer.stop()
+        self._stopping = True
         if self._storing is not None:
             await self._storing
+        if self._recording is not None:
+            self._recording.cancel()
+        if self._handed_out:
+            await self._store()
+
+    def _start(self) -> None:
+        """Start to store charges and deliveries, unless they are being stored."""
+        if self._recording is not None:
+            self._recording.cancel()
+            self._recording = None
+        if self._storing is None:
+            self._storing = asyncio.create_task(self._store())
+
+    def _record_soon(self) -> None:
+        if self._handed_out and self._storing is None and self._recording is None and not self._stopping:
+            self._recording = asyncio.get_running_loop().call_later(RECORD_S, self._start)
 
     async def _store(self) -> None:
         try:
-            while (batch := self._next).charges:
-                self._next = _Batch()
+            while True:
+                batch, self._next = self._next, _Batch()
                 await self._writer.attempt(partial(self._try, batch), "charges of samples are not stored")
+                if not self._next.charges:
+                    break
         except Stopped as error:
             log.warning("%s; they are lost", error)
         finally:
             self._storing = None
+            self._record_soon()
 
     async def _try(self, batch: _Batch) -> None:
         # By then, clients of the previous server have had time to retrieve or lose their answers.
         forgets, handed_out = time.monotonic() - self._since > charged_samples.KEPT_S, frozenset(self._handed_out)
 
         def store(session: Session) -> None:
-            charged_samples.add(session, batch.charges)
+            if batch.charges:
+                charged_samples.add(session, batch.charges)
             charged_samples.handed_out(session, handed_out)
             if forgets:
                 charged_samples.forget(session)
