@@ -91,9 +91,8 @@ def layout_of(facts: ModelFacts, kind: Kind) -> Layout:
             continue  # nothing requested is left out
         if getattr(config, name) and not any(target.group == group for target in facts.targets):
             raise RequestError(
-                f"lora_config.{name}=True: {facts.architecture} has no linear map there that an adapter could "
-                "be on, as stacked experts are none; set it to False, or use --backend jax if that supports the "
-                "architecture"
+                f"lora_config.{name}=True: {facts.architecture} has no linear map there that an adapter could be on "
+                "(stacked experts are none); set it to False, or use --backend jax if that supports the architecture"
             )
     return lora_layout(facts.targets, kind, facts.hidden_size)
 
