@@ -152,7 +152,7 @@ def packing(process: dict[str, Any], *, shape: str) -> dict[str, object]:
             seconds.append(statistics.median(timed(lambda: loaded.passes(models, [data])) for _ in range(repeats)))
     finally:
         attention.kernel = usual
-    used = usual.is_used
+    used = usual is not None and usual.is_used
     figures = {"used": used, "step_s": seconds[0], "step_s_one_by_one": seconds[1], "device": loaded.device}
     off = float(np.abs(losses[0] - losses[1]).mean() / np.abs(losses[1]).mean())
     problems = [f"losses differ by {off:.3f} of their size"] if off > CLOSE else []

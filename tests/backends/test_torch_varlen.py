@@ -12,6 +12,8 @@ from skyrl.backends.torch.base_model.attention import Packed
 from skyrl.backends.torch.base_model.loading import LoadOptions
 from skyrl.backends.torch.base_model.model import LoadedModel
 from skyrl.backends.torch.base_model.varlen import VarlenAttention, kernel_of
+from skyrl.backends.torch.config import TorchBackendConfig
+from skyrl.backends.torch.opening import worker_options
 
 LENGTHS = (5, 1, 23, 40)
 
@@ -107,6 +109,14 @@ def test_deterministic_algorithms_are_left_to_separate_calls():
         assert not attention(documented).serves(attend, *inputs(), None, None)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_option_deterministic_leaves_packed_sequences_to_separate_calls(tmp_path, deterministic):
+    config = TorchBackendConfig(deterministic=deterministic)
+    load = worker_options(config, make_model(tmp_path, "llama")).load
+    model = LoadedModel(tmp_path, torch.device("cpu"), load)
+    assert (model.attention.kernel is None) == deterministic
 
 
 def test_a_cpu_has_no_kernel():

@@ -177,7 +177,8 @@ class TorchBackendConfig(BaseModel):
     """Name of a critic's value head: `<value_head>.weight` is exported."""
 
     deterministic: bool = False
-    """Make results of sampling bit-identical whatever else is running. Results of training always are."""
+    """Make results bit-identical. Samples do not depend on concurrent requests. On a GPU, attention over packed
+    sequences takes a call for each sequence, because gradients of the kernel for all of them are not reproducible."""
 
     @model_validator(mode="after")
     def _check(self) -> "TorchBackendConfig":

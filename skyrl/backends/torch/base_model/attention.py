@@ -174,11 +174,15 @@ class DecodeBurst(Paged):
 
 
 class Attention:
-    """The attention of one loaded model. Set `view` to define what queries see, before the model is called."""
+    """The attention of one loaded model. Set `view` to define what queries see, before the model is called.
 
-    def __init__(self) -> None:
+    Args:
+        deterministic: Use no kernel for packed sequences, as the gradients of FlashAttention are not reproducible.
+    """
+
+    def __init__(self, deterministic: bool = False) -> None:
         self.view: Packed | Paged | PagedParts | None = None
-        self.kernel = VarlenAttention()
+        self.kernel = None if deterministic else VarlenAttention()
         self.name = f"skyrl_{next(NAMES)}"
         """Name in the registry of transformers."""
         self.recorded: dict[int, tuple[int, int, int]] | None = None

@@ -38,6 +38,8 @@ class LoadOptions:
     random_weights: bool = False
     gradient_checkpointing: Checkpointing = False
     """Recompute activations of layers in the backward pass. "auto" must be resolved before a model is loaded."""
+    deterministic: bool = False
+    """Use no kernel whose results are not bitwise reproducible."""
 
 
 def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:

@@ -83,7 +83,7 @@ class LoadedModel:
     ):
         in_parts = shards.tensor_parallel_size > 1
         self.device = torch.device("cpu") if in_parts else device  # the whole model may not fit on the device
-        self.attention = Attention()
+        self.attention = Attention(options.deterministic)
         self.attention.register()
         self._by_itself = False
         """True if the model uses the attention of transformers instead of ours."""
