@@ -35,7 +35,7 @@ class TorchBackendConfig(BaseModel):
     """Values that override those in the model's config.json, for training, sampling and exports."""
 
     device: str | None = None
-    """Device of the workers, such as cpu or cuda:0. None: one GPU per worker if there are GPUs, else the CPU."""
+    """Device of the workers: cpu, cuda (one GPU per worker) or cuda:0. None: cuda if there are GPUs, else cpu."""
 
     first_gpu: int = Field(default=0, ge=0)
     """Index of the first worker's GPU on this machine, if other processes use the GPUs before it. Ignored on Ray, which

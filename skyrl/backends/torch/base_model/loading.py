@@ -15,11 +15,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from skyrl.backends.base_folder import config_of
 from skyrl.errors import RequestError
 
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+"""Settings of config.json that must be at least 1."""
 RANDOM = ("dropout", "pdrop", "dropout_prob", "jitter_noise", "jitter_eps")
 """Endings of names of settings that make passes in training mode random."""
 NAMED = 3
@@ -61,7 +64,7 @@ def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
             model, report = loaded
             _check_complete(folder, report)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise RequestError(f"base_model={folder}: transformers cannot load it ({error})") from error
+        raise _cannot_load(folder, error) from error
     return model.eval()
 
 
@@ -117,8 +120,8 @@ def skeleton(folder: Path, device: torch.device, options: LoadOptions) -> Any:
     try:
         with _Unfilled():
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise RequestError(f"base_model={folder}: transformers cannot load it ({error})") from error
+    except (ValueError, KeyError, RuntimeError, TypeError, ArithmeticError, AttributeError) as error:
+        raise _cannot_load(folder, error) from error
     _check_linear(model, folder)
     return model.eval()
 
@@ -219,6 +222,32 @@ class WeightFiles:
         return values.to(self._device, like.dtype)  # shares the file's memory if nothing has to be converted
 
 
+def _check_config(folder: Path) -> None:
+    """Raise `RequestError` for a config.json with an unknown type of model, or with sizes below 1."""
+    from transformers import CONFIG_MAPPING, __version__
+
+    config = config_of(str(folder))
+    if (kind := config.get("model_type")) not in CONFIG_MAPPING:
+        raise RequestError(
+            f"base_model={folder}: config.json has model_type={kind!r}, unknown to transformers {__version__}; use "
+            "another model, or another version of transformers"
+        )
+    for name in SIZES:
+        size = config.get(name)
+        if isinstance(size, int) and size < 1:
+            raise RequestError(
+                f"base_model={folder}: config.json has {name}={size}, which must be at least 1; fetch the file again"
+            )
+
+
+def _cannot_load(folder: Path, error: Exception) -> RequestError:
+    """Error for a model that transformers rejects, in one line."""
+    reason = " ".join(str(error.__cause__ or error).split())
+    return RequestError(
+        f"base_model={folder}: transformers cannot load it ({reason}); fetch its files again, or use another model"
+    )
+
+
 class _Unfilled(TorchFunctionMode):
     """Mode in which `torch.empty` allocates on the meta device. Computed tensors are unaffected."""
 
@@ -235,7 +264,11 @@ def _settings(folder: Path, device: torch.device, options: LoadOptions) -> tuple
     from transformers.utils import logging as hf_logging
 
     hf_logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    _check_config(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of any type, as each configuration class has checks of its own
+        raise _cannot_load(folder, error) from error
     for name in vars(config):
         if name.endswith(RANDOM) and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)

@@ -114,24 +114,46 @@ def device_of(asked: str | None, rank: int, first: int = 0, gpus: int | None = N
     """Select the device of a rank: the configured one, else a GPU if there is one, else the CPU.
 
     Args:
-        asked: Name of a device, or None.
+        asked: Name of a device; "cuda": the rank's GPU; None: the rank's GPU, or the CPU if there is none.
         rank: Number of the rank, counted from the machine's first GPU.
         first: GPUs used by other groups, before those of this group.
         gpus: Number of GPUs of the machine; None: as detected by torch.
 
     Raises:
-        RequestError: No GPU is left for this group.
+        RequestError: There is no such device, or no GPU is left for this group.
     """
     if gpus is None:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked is not None or not gpus:
-        return torch.device(asked or "cpu")
+    if asked is not None and asked != "cuda":
+        return _checked_device(asked, gpus)
+    if asked == "cuda" and not gpus:
+        raise _no_device(asked, gpus)
+    if not gpus:
+        return torch.device("cpu")
     if first >= gpus:
         raise RequestError(
             f"first_gpu={first}: there are {gpus} GPU(s), and others compute on all of them; use fewer for the models "
             "before (trainer.placement), or leave models together (trainer.placement.colocate_all=true)"
         )
     return torch.device(f"cuda:{first + (rank - first) % (gpus - first)}")
+
+
+def _checked_device(asked: str, gpus: int) -> torch.device:
+    """Return the device with this name. Raises `RequestError` unless it is the CPU or one of the GPUs."""
+    try:
+        device = torch.device(asked)
+    except RuntimeError:
+        raise _no_device(asked, gpus) from None
+    if device.type != "cpu" and (device.type != "cuda" or device.index >= gpus):
+        raise _no_device(asked, gpus)
+    return device
+
+
+def _no_device(asked: str, gpus: int) -> RequestError:
+    found = f"{gpus} GPU(s) are found" if gpus else "no GPU is found"
+    return RequestError(
+        f"device={asked}: {found}; use cpu, cuda (a GPU for each worker) or cuda:<index>, or leave it out"
+    )
 
 
 def tile_tokens(asked: int, device_type: str) -> int:
