@@ -5,6 +5,7 @@ from typing import Any
 
 from skyrl.tx.design.design import Design
 from skyrl.tx.design.family import FAMILIES
+from skyrl.utils.files import hf_files
 
 
 def design_of(config: Any) -> Design:
@@ -24,10 +25,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     text = architectures()[architecture]
     if text == architecture:
         return dict(config)
-    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}  # precedes the text part's
-    shared = {name: config[name] for name in ("dtype", "torch_dtype", "eos_token_id") if name in config}
-    own = {name: value for name, value in config["text_config"].items() if name not in shared or value is not None}
-    return {**shared, **own, **tied, "architectures": [text]}
+    return hf_files.text_config(config, text)
 
 
 def check_known(config: Mapping[str, Any], where: str) -> None:

@@ -8,7 +8,7 @@ largest tensor. On an accelerator, it takes host memory for one parameter, stack
 import json
 import math
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from skyrl.tx.design.parameters import Param, parameters
 from skyrl.tx.families import check_known, text_config
 from skyrl.tx.io.peft import adapter_from_peft, adapter_to_peft
 from skyrl.tx.models.decoder import Decoder
-from skyrl.utils.files.hf_files import text_name
+from skyrl.utils.files.hf_files import text_names
 from skyrl.utils.files.tensor_file import TensorReader
 
 __all__ = ["adapter_from_peft", "adapter_to_peft", "load_model"]
@@ -202,16 +202,6 @@ def _base_dtype(asked: str | None, stored: str | None) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def _text_names(names: Iterable[str]) -> dict[str, str]:
-    """Map names of tensors in a text model to stored names. Of a multimodal model, only the text part is included."""
-    part = "language_model."
-    names = list(names)
-    if not any(part in name for name in names):
-        return {name: name for name in names}
-    text = {text_name(name): name for name in names if part in name}
-    return text | {name: name for name in names if name.startswith("lm_head.")}
-
-
 class _Tensors:
     """Tensors of a folder, opened lazily by name."""
 
@@ -226,7 +216,7 @@ class _Tensors:
             self.places = dict.fromkeys(self._open("model.safetensors").entries, "model.safetensors")
         else:
             raise StorageError(f"{path} has neither model.safetensors nor model.safetensors.index.json; convert it")
-        self.stored = _text_names(self.places)
+        self.stored = text_names(self.places)
         self.names = set(self.stored)
 
     def take(self, name: str, shape: tuple[int, ...], transposed: bool) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Files of models in Hugging Face format, and adapter configurations in PEFT format."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +46,24 @@ def text_name(name: str) -> str:
 def nested_name(name: str) -> str:
     """Return the name in a multimodal model for a name in a text model. The inverse of `text_name`."""
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """Map names of tensors in a text model to stored names. Of a multimodal model, only the text part is included."""
+    part = "language_model."
+    names = list(names)
+    if not any(part in name for name in names):
+        return {name: name for name in names}
+    text = {text_name(name): name for name in names if part in name}
+    return text | {name: name for name in names if name.startswith("lm_head.")}
+
+
+def text_config(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Return the config.json of the text part of a multimodal model, which has this architecture by itself."""
+    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}  # precedes the text part's
+    shared = {name: config[name] for name in ("dtype", "torch_dtype", "eos_token_id") if name in config}
+    own = {name: value for name, value in config["text_config"].items() if name not in shared or value is not None}
+    return {**shared, **own, **tied, "architectures": [architecture]}
 
 
 def files_beside(folder: Path) -> dict[str, bytes]:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from skyrl.backends.base_folder import config_of
 from skyrl.errors import RequestError
+from skyrl.utils.files.hf_files import text_config, text_names
 
 log = logging.getLogger(__name__)
 
@@ -172,13 +173,15 @@ class WeightFiles:
     def __init__(self, folder: Path, model: nn.Module, device: torch.device = CPU):
         self._device = device
         self._quantised = getattr(getattr(model, "config", None), "quantization_config", None) is not None
-        self._places: dict[str, Path] = {}
+        stored: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             try:
                 with safe_open(path, "pt") as file:
-                    self._places |= dict.fromkeys(file.keys(), path)
+                    stored |= dict.fromkeys(file.keys(), path)
             except SafetensorError as error:
                 raise RequestError(f"base_model={folder}: {path.name} cannot be read: {error}; fetch it") from error
+        self._places = {name: (stored[own], own) for name, own in text_names(stored).items()}
+        """File of each tensor, and its name there."""
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         """Modules of each parameter, by `id()`; a tied parameter has several."""
@@ -212,14 +215,34 @@ class WeightFiles:
                 buffer.copy_(self._read(name, buffer))  # on its current device, until the model moves
 
     def _read(self, name: str, like: Tensor) -> Tensor:
-        with safe_open(self._places[name], "pt") as file:  # an open file stays in memory
-            values = file.get_tensor(name)
+        path, stored = self._places[name]
+        with safe_open(path, "pt") as file:  # an open file stays in memory
+            values = file.get_tensor(stored)
         if values.shape != like.shape:
             raise RequestError(
                 f"base_model: {name} has shape {tuple(values.shape)} in its files and {tuple(like.shape)} by its "
                 "config.json; use files that belong together"
             )
         return values.to(self._device, like.dtype)  # shares the file's memory if nothing has to be converted
+
+
+def _text_part(config: Any, folder: Path) -> Any:
+    """Configuration of the text part of a multimodal model, or of the model itself.
+
+    Raises `RequestError` if transformers has no causal language model of the text part alone.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config()
+    if text is config:
+        return config
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise RequestError(
+            f"base_model={folder}: {config.model_type} is multimodal, and transformers has no causal language model "
+            f"of its text part, {text.model_type}; use a text model"
+        )
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__
+    return type(text).from_dict(text_config(config.to_dict() | {"text_config": text.to_dict()}, architecture))
 
 
 def _check_config(folder: Path) -> None:
@@ -269,6 +292,7 @@ def _settings(folder: Path, device: torch.device, options: LoadOptions) -> tuple
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # of any type, as each configuration class has checks of its own
         raise _cannot_load(folder, error) from error
+    config = _text_part(config, folder)
     for name in vars(config):
         if name.endswith(RANDOM) and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)

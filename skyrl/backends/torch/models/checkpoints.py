@@ -40,7 +40,7 @@ from skyrl.types import LoraConfig
 from skyrl.utils.adapters.fitting import fitted_adapter
 from skyrl.utils.adapters.naming import PREFIX
 from skyrl.utils.files.atomic_folders import Content, Entries, Parts, read_folder
-from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, peft_config
+from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, peft_config, text_config
 from skyrl.utils.files.tensor_file import Tensor, read_tensors, tensor_file
 
 TYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -204,6 +204,8 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         starts = dict(zip((part.name for part in layout.parts), _starts(layout), strict=True))
         shapes = dict(layout.parts)
         config = json.loads((self.folder / CONFIG).read_text())
+        if "text_config" in config:
+            config = text_config(config, facts.architecture)
         tensors: dict[str, Tensor] = {}
         for name, shape in facts.parameters.items():
             base = partial(self._parameter, name)
