@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import date
@@ -79,10 +80,14 @@ def run_sdk(version: str, torch: str, server: LocalServer) -> dict[str, Any]:
     return result
 
 
-def run_script(version: str, python: Path, server: LocalServer) -> dict[str, Any]:
-    """The outcomes of the script, run by the Python that has this SDK. Its output is beside the server's log."""
+def run_script(version: str, python: Path, server: LocalServer, only: Sequence[str] = ()) -> dict[str, Any]:
+    """The outcomes of the script, run by the Python that has this SDK. Its output is beside the server's log.
+
+    With `only`, these checks are run, without the others.
+    """
     out = server.folder / f"{version}.json"
     command = [str(python), str(SCRIPT), "--url", server.url, "--base-model", str(server.base_model), "--out", str(out)]
+    command += ["--only", *only] if only else []
     with (server.folder / f"{version}.log").open("w") as log:
         try:
             code = subprocess.run(

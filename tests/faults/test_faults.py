@@ -161,10 +161,13 @@ def test_kills_of_a_torch_engine_change_nothing_bit_for_bit(tmp_path, tiny_model
 
 
 @pytest.mark.timeout(900)
-def test_a_kill_of_an_engine_with_connectors_changes_nothing_bit_for_bit(tmp_path, tiny_model):
-    """Two equal models of one server, of which the second meets the kill between a pass and its step."""
+@pytest.mark.parametrize(("backend", "streams"), [("jax", 4), ("skyrl_train", 1)], ids=["connectors", "torch"])
+def test_a_kill_of_an_engine_between_a_pass_and_its_step_changes_nothing_bit_for_bit(
+    tmp_path, tiny_model, backend, streams
+):
+    """Two equal models of one server, of which the second meets the kill."""
     found = []
-    with Setting("jax", tiny_model, streams=4).server(tmp_path) as server, service(server) as client:
+    with Setting(backend, tiny_model, streams=streams).server(tmp_path) as server, service(server) as client:
         for is_killed in (False, True):
             trainer = new_trainer(client, server, seed=1)
             for n in range(6):
