@@ -376,7 +376,12 @@ class Fleet:
         except EngineDown as error:
             self._is_gone(engine, error)
         except Refused as error:
-            self._end(ticket, RequestError(f"the sampling engine refuses it: {error}"))
+            ticket.refused.add(engine.name)
+            keep(ticket, engine.name, self.engines[engine.name])
+            del self._drawing[ticket.request.request_id]
+            self.router.again(ticket)
+            if not self.router.servable(ticket):
+                self._end(ticket, RequestError(f"the sampling engine refuses it: {error}"))
         except Exception as error:
             if not isinstance(error, EngineFailed | Mismatch | StorageError):
                 log.exception("sampling engine %s returned an invalid response", engine.name)

@@ -45,6 +45,8 @@ class Ticket:
     """Failed attempts, including those on lost engines."""
     avoid: set[str] = field(default_factory=set)
     """Engines on which it failed. They are used again only if no other engine is available."""
+    refused: set[str] = field(default_factory=set)
+    """Engines that have rejected it. They are not asked again."""
     delivered: Drawn | None = None
     """Tokens delivered by previous engines."""
     pieces: list[Drawn] = field(default_factory=list)
@@ -115,7 +117,7 @@ class _ActiveEngine:
         return self.max_requests - len(self.running)
 
     def serves(self, ticket: Ticket) -> bool:
-        return ticket.served_by(self.features, self.longest)
+        return self.name not in ticket.refused and ticket.served_by(self.features, self.longest)
 
     def idle_adapter(self) -> str | None:
         """The least recently used adapter without running samples, or None."""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,12 @@ def app_of(engine: PretendEngine, key: str = SECRET) -> FastAPI:
         engine.restart()
         engine.fault, engine.after, engine.most_at_once, engine.most_adapters = None, 0, 0, 0
         engine.sizes = Sizes(**await request.json())
+        return Response()
+
+    @app.post("/sizes")
+    async def sizes(request: Request) -> Response:
+        """Change sizes while it runs, which no client is told."""
+        engine.sizes = replace(engine.sizes, **await request.json())
         return Response()
 
     @app.get("/told")

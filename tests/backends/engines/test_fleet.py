@@ -309,6 +309,17 @@ def test_a_request_that_engines_do_not_take_fails_in_their_words(folder):
         assert isinstance(outcome, RequestError) and "above 10" in str(outcome)
 
 
+def test_a_request_that_an_engine_does_not_take_is_drawn_by_another(folder):
+    engines = [PretendEngine(name, MarkerModel(), sizes=Sizes(longest=50)) for name in ("one", "two", "three")]
+    with fleet_of(engines, folder) as (fleet, answers):
+        for engine in engines[:2]:
+            engine.sizes.longest = 10  # unlike what it said
+        fleet.submit([ticket(str(number), max_tokens=20, prompt=(number, 2, 3)) for number in range(24)])
+        answers.wait(24)
+        assert {answers.drawn(str(number)).origins[0].engine for number in range(24)} == {"three"}
+        assert set(fleet.engines) == {"one", "two", "three"}
+
+
 def test_a_wrong_key_is_named(one, folder):
     options = options_of(one, api_key="wrong")
     with fleet_of(http(options), folder, options, wait=False) as (fleet, answers):

@@ -70,6 +70,22 @@ def test_samples_of_an_engine_that_stays_away_are_drawn_here(model, process, tmp
         assert {one.origins[0].engine for one in result.sequences} == {process.url}
 
 
+def test_a_sample_that_the_engine_does_not_take_is_drawn_here(model, process, tmp_path, caplog):
+    process.anew()
+    with caplog.at_level(logging.WARNING), opened(model, tmp_path / "e", process) as backend:
+        publish(backend, "one")
+        done(backend, sample("one"))
+        process.tell("/sizes", longest=10)  # unlike what it said
+        for _ in range(2):
+            (result,) = done(backend, sample("one"))
+            check_here(backend, model, "one", result)
+        (warning,) = warnings_of(caplog)
+        assert warning.endswith("engines refuse them")
+        (error,) = done(backend, sample("one", **UNDRAWABLE))
+        assert isinstance(error, ErrorResponse) and error.status == "user" and "above 10" in error.error
+    process.anew()
+
+
 def test_a_version_that_an_engine_has_wrong_is_drawn_here(model, process, tmp_path, fails_soon):
     process.anew()
     with opened(model, tmp_path / "e", process) as backend:
