@@ -9,6 +9,8 @@ from skyrl.backends.operations import Sample
 from skyrl.types import LoraConfig
 
 RAW, PROCESSED = "logprobs:raw", "logprobs:processed"
+RAW_MODE, PROCESSED_MODE = "raw_logprobs", "processed_logprobs"
+"""Values of vLLM's --logprobs-mode with these features. The first is its default."""
 BY_PLACE = "seeds by place"
 """Feature: each token depends only on seed, position and preceding tokens, so a sample that resumes on another such
 engine gets identical tokens."""
@@ -25,6 +27,12 @@ COLDEST = 0.01
 def adapter_feature(group: str) -> str:
     """Feature of engines that apply adapters to the modules of a group."""
     return f"adapter:{group}"
+
+
+def way_out(lacking: frozenset[str]) -> str:
+    """Advice to start engines that have these features. Empty if there is none."""
+    modes = [mode for feature, mode in ((RAW, RAW_MODE), (PROCESSED, PROCESSED_MODE)) if feature in lacking]
+    return f"; start them with --logprobs-mode {modes[0]}" if len(modes) == 1 else ""
 
 
 def needs_of_adapter(config: LoraConfig) -> frozenset[str]:

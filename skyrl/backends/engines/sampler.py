@@ -32,7 +32,7 @@ from skyrl.backends.engines.http_engine import HttpEngine
 from skyrl.backends.engines.launcher.hangs import Replacing
 from skyrl.backends.engines.launcher.launcher import Launcher
 from skyrl.backends.engines.launcher.vllm import RELOAD
-from skyrl.backends.engines.needs import has_scores, needs_of, needs_of_adapter
+from skyrl.backends.engines.needs import has_scores, needs_of, needs_of_adapter, way_out
 from skyrl.backends.engines.probes import Probes
 from skyrl.backends.engines.protocol import Admitted, Drawn, Engine, Mismatch, NoEngine
 from skyrl.backends.engines.requests import EngineRequest
@@ -278,7 +278,8 @@ class EngineSampler(Generic[Version]):
         able = [engine for engine in engines if needs <= engine.features]
         if not able:
             lacking = needs.difference(*(engine.features for engine in engines))
-            return f"no engine has {', '.join(sorted(lacking or needs))}" + ("" if lacking else " at once")
+            told = f"no engine has {', '.join(sorted(lacking or needs))}" + ("" if lacking else " at once")
+            return told + way_out(lacking)
         longest = max(engine.longest for engine in able)
         if len(request.prompt) + request.params.max_tokens > longest:
             return f"engines that have what it needs take sequences of {longest} tokens at most"

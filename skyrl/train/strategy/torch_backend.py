@@ -10,6 +10,7 @@ from typing import Any
 
 from skyrl.backends.registry import find_backend
 from skyrl.train.config import FSDPConfig, SFTConfig, SkyRLTrainConfig, TrainerConfig
+from skyrl.train.strategy.logprobs_mode import with_logprobs_mode
 from skyrl.train.strategy.strategy import Strategy, shared_problems
 from skyrl.train.strategy.torch_fields import TORCH_SUPPORT
 from skyrl.train.strategy.torch_options import (
@@ -56,7 +57,8 @@ class TorchStrategy(Strategy):
         context = {"max_context_length": generator.max_input_length + response}
         options = torch_options(config)
         if "engines" in options:
-            options["engines"] = {**options["engines"], **engines_of_a_run(config)}
+            engines = {**options["engines"], **engines_of_a_run(config)}
+            options["engines"] = with_logprobs_mode(engines, generator.sampling_params)
         return context | options
 
     def options_apart(self, config: SkyRLTrainConfig, model: str) -> dict[str, Any]:

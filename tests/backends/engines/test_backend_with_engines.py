@@ -176,6 +176,13 @@ def test_what_an_engine_cannot_do_is_drawn_here(backend, process, options):
     assert isinstance(result, SampleOutput) and process.ask()["drawn"] == before
 
 
+def test_the_option_of_vllm_that_a_sample_needs_is_named(model, process, tmp_path, caplog):
+    process.anew()
+    with caplog.at_level(logging.WARNING), opened(model, tmp_path / "engines", process) as backend:
+        done(backend, sample(None, tempered_logprobs=True, params={"temperature": 0.7}))
+    assert "no engine has logprobs:processed; start them with --logprobs-mode processed_logprobs" in caplog.text
+
+
 def test_eos_and_stop_lists_mean_what_they_mean_here(backend):
     """Rules of stopping are ours: sequences end where the backend's own would, with what is told of why."""
     (free,) = done(backend, sample("one", params={"temperature": 0, "stop": []}))

@@ -30,25 +30,25 @@ def newest(folder: Path) -> Path:
 
 
 def remove_all(folder: Path) -> None:
-    """Remove all folders, as a clean-up of /tmp does, those of test adapters too."""
+    """Remove all folders, those of test adapters too, as a clean-up of /tmp does."""
     for path in folder.glob("skyrl-*"):
         shutil.rmtree(path)
 
 
 def remove_files(folder: Path) -> None:
-    """Remove a file, as a clean-up of /tmp by the age of files does."""
+    """Remove a file, as a clean-up by age does."""
     (newest(folder) / "adapter_model.safetensors").unlink()
 
 
 def zero(folder: Path) -> None:
-    """Half of an adapter's weights are zeros, in a file of the same length."""
+    """Overwrite half of an adapter's weights by zeros."""
     path = newest(folder) / "adapter_model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2].ljust(len(content), b"\0"))
 
 
 def cut(folder: Path) -> None:
-    """A file of the same length that is no adapter."""
+    """Overwrite an adapter by zeros, which no engine can read."""
     path = newest(folder) / "adapter_model.safetensors"
     path.write_bytes(bytes(path.stat().st_size))
 

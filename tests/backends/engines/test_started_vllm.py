@@ -1,6 +1,7 @@
 """vLLM servers that are started from here: their command follows from the backend and from a trainer's fields."""
 
 import asyncio
+import logging
 
 import pytest
 from pydantic import ValidationError
@@ -150,6 +151,24 @@ def test_a_trainers_fields_are_arguments_of_the_engines():
     }
 
 
+@pytest.mark.filterwarnings("ignore:.*generator.sampling_params")
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [
+        ({}, None),
+        ({"temperature": 0.7}, "processed_logprobs"),
+        ({"temperature": 0.7, "top_p": 0.9}, None),
+        ({"temperature": 0.7, "additional_kwargs": "{presence_penalty: 0.5}"}, None),
+    ],
+)
+def test_engines_of_a_trainer_report_the_log_probabilities_that_it_trains_on(given, mode):
+    params = [f"generator.sampling_params.{name}={value}" for name, value in given.items()]
+    launch = options(*params).engines.launch
+    assert launch is not None and launch.arguments.get("logprobs_mode") == mode
+    launch = options(*params, f"{ENGINES}engine_init_kwargs={{logprobs_mode: raw_logprobs}}").engines.launch
+    assert launch is not None and launch.arguments["logprobs_mode"] == "raw_logprobs"
+
+
 def test_engines_of_a_run_have_gpus_beside_its_own():
     gpus = "trainer.placement.policy_num_gpus_per_node=2"
     launch = options(gpus, f"{REF}gpus_per_node=2", f"{ENGINES}tensor_parallel_size=2").engines.launch
@@ -206,16 +225,21 @@ def test_engines_end_with_a_backend_that_is_interrupted_as_it_opens(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rank", "colocated"), [(4, False), (0, False), (4, True)], ids=["adapter", "whole model", "colocated"]
+    ("rank", "colocated", "temperature"),
+    [(4, False, 0.7), (0, False, 1.0), (4, True, 1.0)],
+    ids=["adapter", "whole model", "colocated"],
 )
-def test_grpo_starts_its_engines_and_they_end_with_it(tmp_path, rank, colocated):
+def test_grpo_starts_its_engines_and_they_end_with_it(tmp_path, caplog, rank, colocated, temperature):
     model, python = make_tiny_model(tmp_path / "tiny"), interpreter(tmp_path)
     place = f"trainer.placement.colocate_all={str(colocated).lower()}"
     given = arguments(tmp_path, model, place, f"{LORA}rank={rank}", f"{LORA}lora_sync_path={tmp_path}/shared")
     given += [f"{ENGINES}num_engines=2", f"{ENGINES}max_num_seqs=16"]
     given += [f"trainer.fsdp2.engines={{max_loras: 2, launch: {{python: {python}}}}}"]
-    run = asyncio.run(train_rl(SkyRLTrainConfig.from_cli_overrides(given).resolve()))
+    given += [f"generator.sampling_params.temperature={temperature}"]
+    with caplog.at_level(logging.WARNING):
+        run = asyncio.run(train_rl(SkyRLTrainConfig.from_cli_overrides(given).resolve()))
     assert run.global_step == len(steps(tmp_path)) == 2
+    assert "are drawn by this backend" not in caplog.text
     starts = started(tmp_path)
     assert len(starts) == 2
     assert all(("VLLM_SERVER_DEV_MODE" in one["environment"]) is (colocated or not rank) for one in starts)
