@@ -66,8 +66,8 @@ def write_checkpoint(path: str, files: Mapping[str, Content]) -> Written:
     if is_url(path):
         suffix = path.removeprefix(without_suffix(path))
         raise RequestError(
-            f"path={path}: a tar is written to a local path only; use one, or a URL without {suffix}, which names a folder "
-            "in the bucket"
+            f"path={path}: a tar is written to a local path only; use one, or a URL without {suffix}, which names a "
+            "folder in the bucket"
         )
     archive = local_path(path).absolute()
     with _beside(archive.parent) as folder:
