@@ -6,7 +6,9 @@ manages its files.
 
 import asyncio
 import json
+import logging
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -42,6 +44,8 @@ from skyrl.utils.files.hf_files import peft_config
 from skyrl.utils.files.stored_folders import remove_stored, write_stored
 from skyrl.utils.files.tensor_file import LENGTH, Tensor, tensor_file
 
+log = logging.getLogger(__name__)
+
 KIND = "external_weights_upload_finish"
 NAME = "upload"
 """Name of the checkpoint of an upload."""
@@ -54,6 +58,8 @@ HEADER_BYTES = 512
 MOST_COPIES = 2
 """Maximum number of copies of vocabulary weights in an adapter's file: PEFT's default saves the base weights of each
 adapted vocabulary layer (lm_head, embed_tokens)."""
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+"""Name of a model on the hub: organisation and model."""
 WAYS_OUT = {
     PEFT_CONFIG: "save it with PEFT's save_pretrained",
     PEFT_TENSORS: "save the adapter alone, by PEFT's save_pretrained(save_embedding_layers=False), or send it by "
@@ -70,6 +76,15 @@ class StartedUpload:
     """Signed name of the upload."""
     files: dict[str, str]
     """Signed name of the destination of each file, by file name."""
+
+
+@dataclass(frozen=True)
+class FinishedUpload:
+    """An upload that is a checkpoint."""
+
+    path: TinkerPath
+    warning: str | None = None
+    """Reason to doubt that the adapter belongs to this base model."""
 
 
 def begin_upload(service: Service, caller: Caller, request: rest.UploadStartRequest, expires: int) -> StartedUpload:
@@ -144,8 +159,10 @@ def _request_id(upload: Upload) -> str:
     return f"{KIND}-{upload.id}"
 
 
-async def finish_upload(service: Service, caller: Caller, upload_id: str) -> TinkerPath:
+async def finish_upload(service: Service, caller: Caller, upload_id: str) -> FinishedUpload:
     """Create a checkpoint from an upload's files. Returns its path, also if the checkpoint exists already.
+
+    If the checkpoint exists already, there is no warning.
 
     Raises RequestError if the upload is unknown or expired, or if its files are not an adapter of the announced kind.
     Also raises StorageError and Busy.
@@ -163,7 +180,7 @@ async def finish_upload(service: Service, caller: Caller, upload_id: str) -> Tin
     async with service.uploads.turn_to_import(caller.sharer):  # of two equal requests the second finds the first
         before = await service.database.read(lambda session: earlier(session, place))
         if before is not None:
-            return before
+            return FinishedUpload(before)
         if upload.expires <= time.time():
             raise UnknownName("the upload has expired; start another")
         info, declared = service.info, LoraConfig(**claims["lora_config"])
@@ -173,7 +190,7 @@ async def finish_upload(service: Service, caller: Caller, upload_id: str) -> Tin
                 f"{info.base_model!r} now; start another upload"
             )
         folder = service.uploads.path(upload, PEFT_CONFIG).parent
-        config, files, size_bytes = await asyncio.to_thread(_converted, folder, declared, info)
+        config, files, size_bytes, warning = await asyncio.to_thread(_converted, folder, declared, info)
         await service.disk.make_room_for(size_bytes)
         checkpoint = CheckpointRow(
             model_id=place.model_id,
@@ -194,7 +211,9 @@ async def finish_upload(service: Service, caller: Caller, upload_id: str) -> Tin
             await asyncio.to_thread(remove_stored, path)
             raise
         await service.uploads.remove(upload)
-        return path_of(checkpoint)
+        if warning is not None:
+            log.warning("upload of %s as %s: %s", tenant, path_of(checkpoint), warning)
+        return FinishedUpload(path_of(checkpoint), warning)
 
 
 def upload_of(claims: dict[str, Any]) -> Upload:
@@ -214,8 +233,10 @@ def _header_bytes(info: BackendInfo) -> int:
     return 2**16 + HEADER_BYTES * 2 * len(info.adaptable)
 
 
-def _converted(folder: Path, declared: LoraConfig, info: BackendInfo) -> tuple[LoraConfig, dict[str, Content], int]:
-    """Return an upload's configuration, the files of its checkpoint, and their size in bytes."""
+def _converted(
+    folder: Path, declared: LoraConfig, info: BackendInfo
+) -> tuple[LoraConfig, dict[str, Content], int, str | None]:
+    """Return an upload's configuration, the files of its checkpoint, their size in bytes, and a warning."""
     with _opened(folder / PEFT_CONFIG, MAX_CONFIG_BYTES) as file:
         config = _config_of(file.read())
     rank = rank_of(config)
@@ -244,7 +265,20 @@ def _converted(folder: Path, declared: LoraConfig, info: BackendInfo) -> tuple[L
         PEFT_CONFIG: json.dumps(peft_config(info.base_model, found, list(pairs)), indent=1).encode(),
     }
     size = sum(map(len, small.values())) + most_numbers({module: info.adaptable[module] for module in pairs}, rank) * 4
-    return found, {**small, PEFT_TENSORS: tensor_file(made)}, size
+    return found, {**small, PEFT_TENSORS: tensor_file(made)}, size, _other_base(config, info)
+
+
+def _other_base(config: dict[str, Any], info: BackendInfo) -> str | None:
+    """Return a warning if an adapter names another base model by a hub id; None if it does not, or names a folder."""
+    named = config.get("base_model_name_or_path")
+    if not all(isinstance(name, str) and HUB_ID.fullmatch(name) for name in (named, info.base_model)):
+        return None
+    if str(named).casefold() == info.base_model.casefold():
+        return None
+    return (
+        f"{PEFT_CONFIG}: base_model_name_or_path={named!r}, and {info.base_model!r} is served; the shapes fit, but the "
+        "adapter computes something else if these have different weights"
+    )
 
 
 def _tensors_of(path: Path, info: BackendInfo) -> dict[str, np.ndarray]:

@@ -167,6 +167,8 @@ class UploadFinishResponse(BaseModel):
     """`external_weights_upload_finish`."""
 
     tinker_path: str
+    warning: str | None = None
+    """Reason to doubt that the adapter belongs to this base model. Not in the SDK's schema."""
 
 
 # -- downloads --------------------------------------------------------------------------------------------------------

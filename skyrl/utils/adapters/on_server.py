@@ -84,7 +84,7 @@ class Server:
 
 
 def upload(adapter: StoredAdapter, server: Server, base_model: str | None, project: str | None) -> str:
-    """Create a training checkpoint from an adapter. Returns its path.
+    """Create a training checkpoint from an adapter. Returns its path. Prints a warning of the server.
 
     Args:
         adapter: The adapter. Copies of base weights in it are left out.
@@ -104,7 +104,10 @@ def upload(adapter: StoredAdapter, server: Server, base_model: str | None, proje
     begun = server.ask("POST", "/external_weights_upload_start", body)
     for name, url in begun["urls"].items():
         server.send(url, files[name])
-    return server.ask("POST", "/external_weights_upload_finish", {"upload_id": begun["upload_id"]})["tinker_path"]
+    finished = server.ask("POST", "/external_weights_upload_finish", {"upload_id": begun["upload_id"]})
+    if (warning := finished.get("warning")) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
+    return finished["tinker_path"]
 
 
 def download(path: str, server: Server) -> StoredAdapter:

@@ -78,11 +78,12 @@ async def upload(token: str, name: str, request: Request, service: ServiceDepend
     await receive_file(service, claims, request.stream(), announced_length(request.scope))
 
 
-@router.post("/external_weights_upload_finish")
+@router.post("/external_weights_upload_finish", response_model_exclude_none=True)
 async def external_weights_upload_finish(
     service: ServiceDependency,
     caller: CallerDependency,
     request: Annotated[rest.UploadFinishRequest, json_body(rest.UploadFinishRequest)],
 ) -> rest.UploadFinishResponse:
     """Create a training checkpoint from the uploaded files."""
-    return rest.UploadFinishResponse(tinker_path=str(await finish_upload(service, caller, request.upload_id)))
+    finished = await finish_upload(service, caller, request.upload_id)
+    return rest.UploadFinishResponse(tinker_path=str(finished.path), warning=finished.warning)
