@@ -15,7 +15,10 @@ from hashlib import blake2b
 from itertools import chain
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from skyrl.backends.engines.protocol import Draw, Drawn
+from skyrl.backends.engines.recent_prompts import RecentPrompts
 from skyrl.backends.executor.fair_queue import FairQueue
 from skyrl.backends.operations import Sample
 
@@ -27,8 +30,6 @@ STICKY = 0.2
 """Affinity bonus of the preferred engine, in units of relative load."""
 LOADING, EVICTING = 0.3, 0.5
 """Cost of loading an adapter into a free slot, and of evicting another adapter first, in units of relative load."""
-PREFIX = 64
-"""Leading prompt tokens that define the affinity of samples."""
 
 
 @dataclass(eq=False)
@@ -55,6 +56,10 @@ class Ticket:
     """True if all delivered tokens are from engines that derive randomness from seed and position."""
     passed_by: int = 0
     """Later samples that started while this one found no slot."""
+    hashes: np.ndarray | None = None
+    """Hashes of the prefixes of its prompt, `[prompt]`, if it has no routing key."""
+    begin: int | None = None
+    """Hash of the longest recent prompt that its prompt begins with."""
 
     @property
     def adapter(self) -> str | None:
@@ -72,10 +77,14 @@ class Ticket:
 
     @cached_property
     def likeness(self) -> bytes:
-        """Affinity key, equal for samples that probably share a prefix."""
+        """Affinity key, equal for samples with the same routing key, or else with the same prompt."""
         key = self.request.routing_key
-        shared = self.request.prompt[:PREFIX].tobytes() if key is None else key.encode()
-        return b"\0".join((self.request.tenant.encode(), (self.adapter or "").encode(), shared))
+        return self.context + (self.request.prompt.tobytes() if key is None else key.encode())
+
+    @property
+    def context(self) -> bytes:
+        """Part of affinity keys: samples of different tenants or adapters share no prefix."""
+        return self.request.tenant.encode() + b"\0" + (self.adapter or "").encode() + b"\0"
 
 
 class Start(NamedTuple):
@@ -139,6 +148,7 @@ class Router:
         """Number of waiting samples by adapter."""
         self._closing: dict[str, tuple[str, str]] = {}
         """(engine, adapter) that is being drained, by the adapter that waits for its slot."""
+        self._recent = RecentPrompts()
 
     # -- engines ------------------------------------------------------------------------------------------------------
 
@@ -215,6 +225,9 @@ class Router:
 
     def add(self, ticket: Ticket) -> None:
         """Add a sample to the queue."""
+        if ticket.request.routing_key is None:
+            ticket.hashes = self._recent.hashes(ticket.context, ticket.request.prompt)
+            ticket.begin = self._recent.begin_of(ticket.hashes)
         self._line.add(ticket.request, ticket)
         self._wanted[ticket.adapter] += 1
 
@@ -324,10 +337,13 @@ class Router:
         return best[2]
 
     def _favourite(self, ticket: Ticket) -> str:
-        """Preferred engine for samples with this affinity key.
+        """Preferred engine for a sample: the one that sampled the beginning of its prompt, such as the previous turn of
+        its conversation, or else the engine of its affinity key.
 
-        It is chosen by rendezvous hashing, so few keys change their engine when engines join or leave.
+        The latter is chosen by rendezvous hashing, so few keys change their engine when engines join or leave.
         """
+        if ticket.begin is not None and (recent := self._recent.engine(ticket.begin)) in self._places:
+            return recent
         likeness = ticket.likeness
         return max(self._places, key=lambda name: blake2b(name.encode() + likeness, digest_size=8).digest())
 
@@ -338,6 +354,8 @@ class Router:
         else:
             self._line.begin(ticket.request.request_id)
         self._waits_no_more(ticket)
+        if ticket.hashes is not None:
+            self._recent.record(ticket.hashes, ticket.begin, engine)
         ticket.passed_by = 0
         place.running[ticket] = None
         self._running[ticket.request.request_id] = ticket, place

@@ -3,8 +3,10 @@
 import random
 from collections import Counter, deque
 
+import numpy as np
 import pytest
 
+from skyrl.backends.engines.recent_prompts import RecentPrompts
 from skyrl.backends.engines.router import Load, Router, Start, Ticket
 from tests.backends.engines.marked import ticket
 
@@ -43,6 +45,48 @@ def test_samples_that_are_alike_go_to_one_engine_while_it_has_no_more_to_do_than
     for number in range(12):
         router.add(ticket(str(number), key="one conversation", prompt=(number,)))
     assert len({engine for _, engine in started(router.moves())}) == 1
+
+
+def conversations(count: int, turns: int, system: tuple[int, ...]) -> tuple[float, Counter[str]]:
+    """Shuffled turns of conversations that share a system prompt, on four engines: the share of turns that went to the
+    engine of the turn before, and the turns of each engine.
+    """
+    chance, router = random.Random(0), router_of("a", "b", "c", "d", max_requests=32, longest=1000)
+    prompts = {number: (*system, number) for number in range(count)}
+    places: dict[int, str] = {}
+    same, load, running = 0, Counter[str](), []
+    order = [number for number in range(count) for _ in range(turns)]
+    chance.shuffle(order)
+    for turn, number in enumerate(order):
+        router.add(ticket(str(turn), prompt=prompts[number]))
+        prompts[number] = (*prompts[number], *(chance.randrange(100) for _ in range(chance.randrange(1, 9))))
+        for move in router.moves():
+            assert isinstance(move, Start)
+            same += places.get(number) == move.engine
+            places[number] = move.engine
+            load[move.engine] += 1
+            running.append(move.ticket)
+        if len(running) > 24:
+            router.ended(running.pop(chance.randrange(len(running))), 1, 0)
+    return same / (len(order) - count), load
+
+
+@pytest.mark.parametrize("system", [(), tuple(range(64))], ids=["no system prompt", "shared system prompt"])
+def test_turns_of_a_conversation_go_to_one_engine_and_conversations_to_all(system):
+    same, load = conversations(64, 20, system)
+    assert same > 0.95
+    assert len(load) == 4 and max(load.values()) < 1.5 * min(load.values())
+
+
+def test_recent_prompts_are_forgotten_in_order_of_their_use():
+    recent, prompt = RecentPrompts(most=2), np.arange(9, dtype=np.int32)
+    one, two, three = (recent.hashes(b"", prompt[:length]) for length in (3, 5, 7))
+    recent.record(one, None, "a")
+    recent.record(two, None, "b")
+    assert recent.begin_of(one) == one[-1] and recent.begin_of(three) == two[-1]
+    recent.record(three[:-1], recent.begin_of(one), "c")
+    assert recent.begin_of(two) == one[-1] and recent.engine(int(one[-1])) == "c"
+    assert recent.begin_of(recent.hashes(b"another tenant", prompt)) is None
 
 
 def test_a_busy_engine_does_not_keep_what_is_alike():
