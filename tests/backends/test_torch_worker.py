@@ -64,7 +64,7 @@ def trained(worker: Worker, kind: Kind, handle: int = 1) -> dict[str, torch.Tens
     layout = worker.model.layout(kind)
     rng = np.random.default_rng(1)
     flat = worker.get(handle, layout.size, "replicated")
-    worker.put(handle, (flat + 0.05 * rng.standard_normal(layout.size)).astype(np.float32), "replicated")
+    worker.put(handle, (flat + 0.05 * rng.standard_normal(layout.size)).astype(np.float32))
     return layout.views(torch.tensor(worker.get(handle, layout.size, "replicated")))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,23 @@ def test_each_rank_writes_its_parts_and_one_process_reads_the_whole(ranks, alone
     save(alone, tmp_path / "back", MODEL)
     here, there = training_state(tmp_path / "back"), training_state(tmp_path / "there")
     assert here and all(np.array_equal(here[name], there[name]) for name in here)
+
+
+def test_each_rank_that_loads_a_checkpoint_is_sent_only_its_parts(ranks, tmp_path, monkeypatch):
+    backend, shared = ranks
+    place = tmp_path / "there"
+    written = save(backend, place, MODEL)
+    sent: list[int] = []
+    post = backend.group._post
+
+    def weighed(rank, number, plan):
+        sent.append(len(pickle.dumps(plan)))
+        post(rank, number, plan)
+
+    monkeypatch.setattr(backend.group, "_post", weighed)
+    load(backend, place, MODEL)
+    copies = backend.group.world // shared
+    assert sum(sent) < 1.2 * copies * written.size_bytes
 
 
 @pytest.mark.parametrize("how", ["full disk", "SIGKILL"])

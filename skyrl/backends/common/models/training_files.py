@@ -52,7 +52,7 @@ class TrainingFiles:
     """Number of optimizer steps; 0 without the optimizer's state."""
     sequences: int | None
     """Number of sequences in the gradient sums; None: written by a version that did not count them."""
-    buffers: Mapping[BufferName, Arrays]
+    buffers: dict[BufferName, dict[str, np.ndarray]]
     """Buffers by name: the weights, moments if requested, gradient sums if there are any. Empty for an uploaded
     adapter."""
     files: Mapping[str, bytes]

@@ -84,10 +84,6 @@ class BaseWeights(ABC):
         """Return and clear this rank's part of the gradient from the last backward pass."""
 
     @abstractmethod
-    def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor with a parameter's shape."""
-
-    @abstractmethod
     def joined(self, part: Tensor, shape: Sequence[int]) -> Tensor:
         """Gather a whole tensor from the parts of all ranks."""
 
@@ -127,9 +123,6 @@ class Replicated(BaseWeights):
     def gradient(self, name: str) -> Tensor | None:
         gradient, self.parameters[name].grad = self.parameters[name].grad, None
         return gradient
-
-    def cut(self, whole: Tensor) -> Tensor:
-        return whole
 
     def joined(self, part: Tensor, shape: Sequence[int]) -> Tensor:
         return part
@@ -209,7 +202,6 @@ class Sharded(BaseWeights):
         sizes, names = ((copies, self.shards), ("replicate", "shard")) if copies > 1 else ((world,), ("shard",))
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
         self._shard_group = mesh.get_group("shard")
-        self._place = dist.get_rank(self._shard_group)
         self._reshards = bool(options.reshard_after_forward)
         self._device = device
         pinned = device.type != "cpu"
@@ -285,10 +277,6 @@ class Sharded(BaseWeights):
         if gradient is None:
             return None
         return gradient.to_local().to(self._device)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def cut(self, whole: Tensor) -> Tensor:
-        rows = -(-len(whole) // self.shards)
-        return whole[self._place * rows : (self._place + 1) * rows]
 
     def joined(self, part: Tensor, shape: Sequence[int]) -> Tensor:
         rows = -(-shape[0] // self.shards)

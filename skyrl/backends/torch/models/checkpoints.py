@@ -34,7 +34,7 @@ from skyrl.backends.common.models.training_files import (
 from skyrl.backends.torch.base_model.lora import Layout
 from skyrl.backends.torch.models.state import TorchState, TorchVersion, adaptable, layout_of
 from skyrl.backends.torch.workers.group import Buffer, WorkerGroup
-from skyrl.backends.torch.workers.worker import Spread
+from skyrl.backends.torch.workers.shares import Spread
 from skyrl.errors import RequestError
 from skyrl.types import LoraConfig
 from skyrl.utils.adapters.fitting import fitted_adapter
@@ -107,10 +107,11 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
             return TorchState(kind, version.weights, zeros(), zeros())
 
         def put(name: BufferName, spread: Spread) -> Buffer:
-            _check_fits(stored, stored.buffers[name], layout)
-            return self.group.put(_flat(layout, stored.buffers[name]), spread)
+            _check_fits(stored, buffers[name], layout)
+            return self.group.put(_ordered(layout, buffers.pop(name)), spread)
 
-        has_moments = "first_moment" in stored.buffers
+        buffers = stored.buffers
+        has_moments = "first_moment" in buffers
         state = TorchState(
             kind,
             put("weights", spreads.weights),
@@ -118,7 +119,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
             put("second_moment", spreads.moments) if has_moments else zeros(),
             stored.step,
         )
-        if "gradient_sums" in stored.buffers:
+        if "gradient_sums" in buffers:
             state.gradient_sums, state.sequences = put("gradient_sums", spreads.sums), stored.sequences
         return state
 
@@ -185,7 +186,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         layout = self._layout(kind)
         if {name: x.shape for name, x in tensors.items()} != dict(layout.parts):
             raise RequestError(f"path={path}: its tensors are not those of the base model that is served here")
-        return TorchVersion(kind, self.group.put(_flat(layout, tensors), self.group.spreads(kind).weights))
+        return TorchVersion(kind, self.group.put(_ordered(layout, tensors), self.group.spreads(kind).weights))
 
     def _peft_modules(self, layout: Layout) -> list[str]:
         """Names of the adapted modules: short names if those match exactly the adapted modules, else full paths."""
@@ -286,6 +287,5 @@ def _check_fits(stored: TrainingFiles, found: Arrays, layout: Layout) -> None:
     stored.check_fits(found, dict(layout.parts))
 
 
-def _flat(layout: Layout, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Concatenate tensors to one buffer."""
-    return np.concatenate([tensors[part.name].reshape(-1) for part in layout.parts]).astype(np.float32, copy=False)
+def _ordered(layout: Layout, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {part.name: tensors[part.name] for part in layout.parts}

@@ -108,8 +108,10 @@ def fresh_state(group: WorkerGroup, kind: Kind, seed: int) -> TorchState:
 
 def random_version(group: WorkerGroup, kind: Kind, scale: float) -> TorchVersion:
     """Create normally distributed weights, always the same. Raises the `RequestError`s of `layout_of`."""
-    numbers = np.random.default_rng(0).standard_normal(layout_of(group.facts, kind).size, np.float32)
-    return TorchVersion(kind, group.put(numbers * np.float32(scale), group.spreads(kind).weights))
+    draw = np.random.default_rng(0)
+    tensors = {name: draw.standard_normal(shape, np.float32) for name, shape in layout_of(group.facts, kind).parts}
+    scaled = {name: tensor * np.float32(scale) for name, tensor in tensors.items()}
+    return TorchVersion(kind, group.put(scaled, group.spreads(kind).weights))
 
 
 def adaptable(facts: ModelFacts) -> dict[str, Features]:

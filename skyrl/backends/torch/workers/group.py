@@ -11,16 +11,19 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.models.training_files import BufferName, part_name
 from skyrl.backends.torch.workers.agreement import NotBegun
 from skyrl.backends.torch.workers.model_facts import ModelFacts
-from skyrl.backends.torch.workers.worker import Command, Spread, Worker, WorkerOptions
+from skyrl.backends.torch.workers.shares import Spread, part_of
+from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
 from skyrl.errors import BackendLost
 from skyrl.utils.files.atomic_folders import TEMPORARY, Entries
 
@@ -222,10 +225,18 @@ class WorkerGroup(ABC):
         plans = [[command] for command in commands] + [[] for _ in range(self.world - len(commands))]
         return _mapped(self._send(plans), lambda answers: [rank[-1] for rank in answers[: len(commands)]])
 
-    def put(self, values: Any, spread: Spread) -> Buffer:
-        """Create a buffer with these values, float32 `[size]`."""
-        buffer = Buffer(self, len(values), spread)
-        self.tell("put", buffer.handle, values, spread)
+    def put(self, tensors: Mapping[str, np.ndarray], spread: Spread) -> Buffer:
+        """Create a buffer with these tensors, float32, in the order of its layout. From any thread.
+
+        Each rank gets only its part. Returns once they have it, so this process holds the parts of one buffer at most.
+        """
+        buffer = Buffer(self, sum(tensor.size for tensor in tensors.values()), spread)
+        count = self.parts(spread)
+        cut = [part_of(tensors, spread, place, count) for place in range(count)]
+        del tensors  # their memory, if the caller has no other use for them
+        ranks = [cut[rank % count] for rank in range(1 if spread == "partial" else self.world)]
+        sent = self._each([("put", buffer.handle, values) for values in ranks])
+        self.wait(sent, "put", 0 if spread == "partial" else None)
         return buffer
 
     def zeros(self, size: int, spread: Spread) -> Buffer:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import queue
 import shutil
 import signal
@@ -79,7 +80,7 @@ class LocalProcesses(RemoteWorkers):
     def _write(self, outbox: "queue.SimpleQueue[Any]", pipe: Connection) -> None:
         with contextlib.suppress(OSError):  # the process has exited, which `_read` reports
             while (message := outbox.get()) is not None:
-                pipe.send(message)
+                pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))  # one copy of arrays; `send` makes two
 
     def _read(self, rank: int, process: "subprocess.Popen[bytes]", pipe: Connection) -> None:
         with contextlib.suppress(EOFError, OSError):

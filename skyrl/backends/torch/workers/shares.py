@@ -3,9 +3,10 @@
 Ranks call the same methods in the same order.
 """
 
+from collections.abc import Mapping
 from math import ceil, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from skyrl.types import LoraConfig
 from skyrl.utils.files.atomic_folders import write_part
 from skyrl.utils.files.tensor_file import Tensor as StoredTensor
 from skyrl.utils.files.tensor_file import tensor_file
+
+Spread = Literal["replicated", "sharded", "partial", "by_parameter"]
+"""Placement of a buffer on ranks: replicated; a share each; partial sums; a part of each parameter."""
 
 
 class Shares:
@@ -40,12 +44,6 @@ class Shares:
         has_head = size > sum(prod(shape) for shape in self._model.base.shapes.values())
         kind = Kind(LoraConfig(rank=0), value_head=has_head)
         return self._model.layout(kind), self._model.part_layout(kind)
-
-    def parts(self, whole: Tensor) -> Tensor:
-        """This rank's parts of a full model."""
-        views = self.layouts(len(whole))[0].views(whole)
-        parts = [view if name == VALUE_HEAD else self._model.base.cut(view) for name, view in views.items()]
-        return torch.cat([part.reshape(-1) for part in parts])
 
     def joined(self, parts: Tensor, size: int) -> np.ndarray | None:
         """Gather a whole buffer on the first rank, one parameter at a time. None on other ranks."""
@@ -102,3 +100,28 @@ class Shares:
         if self._world > 1:
             dist.all_reduce(part)
         return part
+
+
+def part_of(tensors: Mapping[str, np.ndarray], spread: Spread, place: int, count: int) -> np.ndarray:
+    """Values of a buffer that the rank at a place holds, float32 `[part]`, computed in the driver.
+
+    Args:
+        tensors: Tensors of the buffer, in the order of its layout.
+        spread: Placement of the buffer. The first rank holds all of partial sums.
+        place: Position of the rank among those that hold one part each.
+        count: Number of parts.
+    """
+    if spread == "by_parameter":
+        tensors = {name: x if name == VALUE_HEAD else _rows_of(x, place, count) for name, x in tensors.items()}
+    flat = np.concatenate([tensor.reshape(-1) for tensor in tensors.values()]).astype(np.float32, copy=False)
+    if spread != "sharded":
+        return flat
+    share = ceil(len(flat) / count)
+    part = flat[place * share : (place + 1) * share]
+    return np.pad(part, (0, share - len(part)))
+
+
+def _rows_of(tensor: np.ndarray, place: int, count: int) -> np.ndarray:
+    """Rows of a parameter in a shard, as FSDP2 distributes them."""
+    rows = ceil(len(tensor) / count)
+    return tensor[place * rows : (place + 1) * rows]

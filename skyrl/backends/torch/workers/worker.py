@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,15 +41,13 @@ from skyrl.backends.torch.training.scores import Scoring, compiled_scores, score
 from skyrl.backends.torch.workers.buffers import Buffers
 from skyrl.backends.torch.workers.model_facts import ModelFacts
 from skyrl.backends.torch.workers.rendezvous import SAMPLING, STEPS, TILE, RendezvousPlan
-from skyrl.backends.torch.workers.shares import Shares
+from skyrl.backends.torch.workers.shares import Shares, Spread
 from skyrl.errors import BackendLost, RequestError
 
 Command = tuple[Any, ...]
 """Name of a method of `Worker`, and its arguments."""
 Named = tuple[Kind, int] | None
 """Kind of a version and handle of its weights; None: the base model."""
-Spread = Literal["replicated", "sharded", "partial", "by_parameter"]
-"""Placement of a buffer on ranks: replicated; a share each; partial sums; a part of each parameter."""
 MAKES = {"fresh", "zeros", "put", "add"}
 """Commands that create a buffer, whose handle is their first argument. If they fail, commands that use it fail."""
 
@@ -210,14 +208,8 @@ class Worker:
         own = self._shares.layouts(size)[1].size if spread == "by_parameter" else self._shares.share(size)
         self._buffers[handle] = torch.zeros(own, device=self.device)
 
-    def put(self, handle: int, values: np.ndarray, spread: Spread) -> None:
-        """Create a buffer with these values, float32 `[size]`."""
-        if spread == "by_parameter":
-            values = self._shares.parts(torch.from_numpy(values)).numpy()
-        elif spread == "sharded":
-            values = self._shares.own(torch.from_numpy(values)).numpy()
-        elif spread == "partial" and self.rank > 0:
-            values = np.zeros_like(values)
+    def put(self, handle: int, values: np.ndarray) -> None:
+        """Create a buffer with this rank's part of its values, float32 `[part]`, as `shares.part_of` returns it."""
         self._buffers[handle] = torch.tensor(values, device=self.device)
 
     def get(self, handle: int, size: int, spread: Spread) -> np.ndarray | None:
