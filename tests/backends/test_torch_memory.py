@@ -286,3 +286,27 @@ def test_other_phases_take_no_more_than_what_was_planned(medium, tmp_path):
         assert plan.cache / 1.3 < taken < plan.cache * 1.3
         every_row = taken_by(backend, sampling("v", num_samples=16, prompt=[5] * 240, max_tokens=16))
         assert plan.decoding / 1.3 < every_row < plan.decoding * 1.3  # the cache is there
+
+
+WHOLE = Kind(LoraConfig(rank=0))
+
+
+def test_a_step_of_a_fully_trained_model_takes_no_more_than_what_is_reserved_for_it(medium):
+    with opened(medium) as backend:
+        reserved = backend.nbytes_of(WHOLE) - COPIES * 4 * backend.group.worker.model.layout(WHOLE).size
+        create(backend, "whole", rank=0)
+        forward_backward(backend, [random_datum(20, 0, VOCAB)], "whole")
+        taken = taken_by(backend, stepping("whole", grad_clip_norm=1e-3))
+        assert reserved / 1.3 < taken < reserved * 1.01
+
+
+def test_a_run_has_room_for_the_models_that_it_holds_though_they_are_most_of_what_is_left(medium):
+    weights = 4 * skeleton_size(medium)
+    options = {"memory_limit_gib": 16 * weights / GIB, "train_tile_tokens": 32, "max_context_length": 32}
+    options |= {"kv_cache_gib": 1e-4, "sample_max_num_sequences": 2, "max_lora_rank": 1}
+    found = {}
+    for count in (0, 1, 2):
+        with closing(TorchBackend(str(medium), TorchBackendConfig(**options, full_models=count))) as backend:
+            found[count] = create(backend, rank=0)
+    assert isinstance(found[0], ErrorResponse) and "larger adapter_memory_gib" in found[0].error
+    assert not isinstance(found[1], ErrorResponse) and not isinstance(found[2], ErrorResponse)

@@ -7,6 +7,7 @@ import numpy as np
 from skyrl.backends.common.models.kind import Kind, check_selects
 from skyrl.backends.common.offload import ModelInfo
 from skyrl.backends.torch.base_model.lora import Layout, lora_layout, whole_layout
+from skyrl.backends.torch.base_model.memory import IN_A_STEP
 from skyrl.backends.torch.base_model.tensor_ranks import is_attention
 from skyrl.backends.torch.workers.group import Buffer, WorkerGroup
 from skyrl.backends.torch.workers.model_facts import ModelFacts
@@ -70,7 +71,11 @@ def state_bytes(kind: Kind, size: int, parts: int = 1, parts_of_moments: int = 1
         parts_of_moments: Number of workers that share each moment.
     """
     weights, moment = 4 * -(-size // parts), 4 * -(-size // parts_of_moments)
-    step = weights + 2 * moment if kind.is_whole else 0
+    step = 0
+    if kind.is_whole:
+        step = IN_A_STEP * moment
+        if parts_of_moments > parts:
+            step += 3 * weights  # the sum of gradients over workers, and new weights while they are gathered
     return 2 * weights + 2 * moment + step
 
 

@@ -260,5 +260,7 @@ def adamw(
         taken = taken * scale
     first = first * scalars.keep_first + taken * scalars.new_first
     second = second * scalars.keep_second + taken * taken * scalars.new_second
-    step = first * scalars.step_size / (second.sqrt() / scalars.root_correction + scalars.eps)
-    return weights * scalars.decay - step, first, second
+    root = second.sqrt().div_(scalars.root_correction).add_(scalars.eps)  # in place, for `memory.IN_A_STEP`
+    step = (first * scalars.step_size).div_(root)
+    del root
+    return (weights * scalars.decay).sub_(step), first, second

@@ -24,7 +24,6 @@ from torch import Tensor
 from skyrl.algorithms.objective import Objective
 from skyrl.backends.common.adamw import AdamScalars
 from skyrl.backends.common.dimuon import DimuonScalars
-from skyrl.backends.common.memory_plan import NEW_IN_A_STEP
 from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
 from skyrl.backends.common.models.training_files import BufferName
 from skyrl.backends.common.packing import TileArrays
@@ -33,7 +32,14 @@ from skyrl.backends.common.sampling.model_runner import Drawn, Rows
 from skyrl.backends.torch.base_model.base_weights import WHOLE, ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
 from skyrl.backends.torch.base_model.lora import initial_lora, initial_value_head
-from skyrl.backends.torch.base_model.memory import DEFAULTS, MemoryOptions, RankDevice, decided, device_of
+from skyrl.backends.torch.base_model.memory import (
+    DEFAULTS,
+    IN_A_STEP,
+    MemoryOptions,
+    RankDevice,
+    decided,
+    device_of,
+)
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.sampling_worker import SamplingWorker
 from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile
@@ -142,7 +148,7 @@ class Worker:
                 weights, sums, *moments = arguments[-3]
                 self._buffers.get(sums)  # this rank may have none
                 held = [self._buffers[handle] for handle in (weights, *moments)]
-                torch.empty(NEW_IN_A_STEP * len(held[0]), device=self.device)
+                torch.empty(IN_A_STEP * len(held[-1]), device=self.device)
             elif name == "get":
                 handle, _, spread = arguments
                 if handle in self._buffers or spread != "partial":
