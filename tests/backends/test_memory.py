@@ -132,6 +132,12 @@ def test_room_for_models_is_what_the_configuration_says_else_a_part_of_what_is_l
         assert plan.versions(1.5, (device, host)) == 1.5 * 2**30
 
 
+@pytest.mark.parametrize(("held", "room"), [(0, 20), (35, 35), (50, 40)])
+def test_models_that_a_run_holds_get_what_they_take_as_far_as_it_is_left(held, room):
+    plan = Plan(100 * 2**30, 10 * 2**30, 20 * 2**30, training=20 * 2**30, model=1, device="accelerator")
+    assert plan.on_device(0, held * 2**30) == room * 2**30
+
+
 def test_the_host_has_the_memory_that_the_kernel_says_or_its_control_group_less():
     total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
     assert 0 < available_memory() < host_memory() <= int(total.split()[1]) * 1024

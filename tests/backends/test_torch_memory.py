@@ -253,6 +253,11 @@ def opened(folder: Path, **options) -> Iterator[TorchBackend]:
         yield backend
 
 
+def skeleton_size(folder: Path) -> int:
+    """Number of parameters of a model."""
+    return sum(x.numel() for x in skeleton(folder, CPU, LoadOptions()).parameters())
+
+
 def taken_by(backend, operation) -> int:
     """Most bytes that there are beside those from before an operation."""
     with Allocations() as found:

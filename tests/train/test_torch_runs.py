@@ -9,7 +9,7 @@ import torch
 
 import oracle
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
-from skyrl.errors import ConfigError
+from skyrl.errors import ConfigError, RequestError
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.rl.run import train_rl
 from skyrl.train.sft.run import train_sft
@@ -53,6 +53,11 @@ def test_the_documented_defaults_train_all_weights_without_a_gpu(rows, tiny_mode
     assert "trainer.strategy=fsdp2: trainer.flash_attn: attention is the backend's own" in said
     assert "trainer.placement, num_engines: the same workers train and sample, and hold every model" in said
     assert "device cpu, base weights in float32" in said
+
+
+def test_a_model_without_room_is_refused_with_the_section_of_the_option(rows, tiny_model):
+    with pytest.raises(RequestError, match=r"larger adapter_memory_gib \(options of .* as trainer\.fsdp2\.<option>\)"):
+        asyncio.run(train_rl(rl(rows, tiny_model, "fsdp2.adapter_memory_gib=0.0001")))
 
 
 @pytest.mark.parametrize(("kind", "name"), [("gpt_neox", "GPTNeoXForCausalLM"), ("mamba", "MambaForCausalLM")])

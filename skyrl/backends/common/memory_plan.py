@@ -102,10 +102,11 @@ class Plan(NamedTuple):
         _check_room("adapter_host_memory_gib", host, beside)
         return on_device, int(host * GIB) or (min(self.left // 4, beside // 2) if shared else beside // 4)
 
-    def on_device(self, gib: float) -> int:
-        """The first value of `models`."""
+    def on_device(self, gib: float, held: int = 0) -> int:
+        """The first value of `models`, at least `held` bytes if they are left and no value is configured."""
         _check_room("adapter_memory_gib", gib, self.left)
-        return int(gib * GIB) or max(self.left // (4 if self.device == "host" else 2), self.model)
+        part = max(self.left // (4 if self.device == "host" else 2), self.model)
+        return int(gib * GIB) or max(part, min(held, self.left))
 
     def versions(self, gib: float, models: tuple[int, int]) -> int:
         """Bytes for published versions in memory.

@@ -188,8 +188,8 @@ class ModelOffload(Generic[State]):
         if nbytes > self.budget.device:
             raise RequestError(
                 f"a model of this rank takes {_mib(nbytes)} MiB and models may take {_mib(self.budget.device)} MiB of "
-                "the device; ask for a smaller rank (0 trains all weights, and takes most), or start the server with "
-                "more adapter_memory_gib"
+                "the device; ask for a smaller rank (0 trains all weights, and takes most), or set a larger "
+                "adapter_memory_gib"
             )
         in_memory = self.used_bytes("device") + self.used_bytes("host") + nbytes
         parent = self._files.path.parent

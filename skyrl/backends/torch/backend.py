@@ -52,7 +52,7 @@ from skyrl.backends.torch.runner import TorchRunner
 from skyrl.backends.torch.workers.group import Buffer, WorkerGroup
 from skyrl.backends.torch.workers.rendezvous import TILE, pass_of
 from skyrl.errors import RequestError
-from skyrl.types import BackendInfo
+from skyrl.types import BackendInfo, LoraConfig
 from skyrl.utils.adapters.fitting import Features
 from skyrl.utils.tokenizer import Tokenizer
 
@@ -107,7 +107,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         self._base_id = base_id(self._computed, random=config.load_format == "dummy")
         self._shape, self._forward_shape = self._shapes()
         try:
-            room = plan.on_device(config.adapter_memory_gib)
+            room = plan.on_device(config.adapter_memory_gib, self._held_bytes)
             version_bytes = plan.versions(config.version_memory_gib, (room, 0))
         except RequestError:
             self.group.close()
@@ -160,6 +160,12 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         if config.workers != "in_process":
             self.deadline_s = self.group.timeout_s = config.dispatch_timeout_s
             self.in_flight = 2
+
+    @property
+    def _held_bytes(self) -> int:
+        """Bytes of `full_models` on a worker."""
+        count = self.config.full_models
+        return count and count * self.nbytes_of(Kind(LoraConfig(rank=0), value_head=True))
 
     @property
     def _cache_bytes(self) -> int:

@@ -159,6 +159,10 @@ class TorchBackendConfig(BaseModel):
 
     version_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """GiB for published versions. Beyond that, versions that are on disk are evicted from memory, least recently used
+    full_models: int = Field(default=0, ge=0)
+    """Fully trained models that are open at the same time. Without `adapter_memory_gib`, models get memory for so many,
+    as far as it is left; otherwise half of what is left (a quarter on a CPU). Trainers set this themselves."""
+
     first. 0: planned from the remaining memory."""
 
     engines: EngineOptions = EngineOptions()

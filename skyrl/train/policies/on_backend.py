@@ -22,7 +22,7 @@ from skyrl.backends.operations import (
     Sample,
     SaveCheckpoint,
 )
-from skyrl.errors import WrongWeights
+from skyrl.errors import RequestError, WrongWeights
 from skyrl.train.config import SamplingParams as SamplingConfig
 from skyrl.train.policies.sampling_options import options_of
 from skyrl.train.rollouts.sampler import Sampled
@@ -45,10 +45,15 @@ _numbers = count()
 
 
 class BackendModels:
-    """The models of a run on one backend, in a separate thread. A context manager; its exit stops both."""
+    """The models of a run on one backend, in a separate thread. A context manager; its exit stops both.
 
-    def __init__(self, backend: AbstractBackend):
-        self._client = BackendClient(backend)
+    Args:
+        backend: The backend.
+        section: Section of the run's configuration with the options of the backend, for errors.
+    """
+
+    def __init__(self, backend: AbstractBackend, section: str = ""):
+        self._client, self._section = BackendClient(backend), section
 
     def __enter__(self) -> "BackendModels":
         return self
@@ -65,10 +70,10 @@ class BackendModels:
         self._client.backend.info().check_samples()
 
     def learner(self, model_id: str) -> "BackendLearner":
-        return BackendLearner(self._client, model_id)
+        return BackendLearner(self._client, model_id, self._section)
 
     def policy(self, model_id: str, seed: int) -> "BackendPolicy":
-        return BackendPolicy(self._client, model_id, seed)
+        return BackendPolicy(self._client, model_id, seed, self._section)
 
 
 class BackendLearner:
@@ -77,19 +82,26 @@ class BackendLearner:
     Args:
         client: Client of the backend.
         model_id: Name of the model there.
+        section: As for `BackendModels`.
     """
 
-    def __init__(self, client: BackendClient, model_id: str):
+    def __init__(self, client: BackendClient, model_id: str, section: str = ""):
         self._client = client
         self._model_id = model_id
+        self._section = section
 
     def info(self) -> BackendInfo:
         return self._client.backend.info()
 
     async def create(self, lora_config: LoraConfig, value_head: bool = False) -> None:
-        await self._client.run(
-            CreateModel(request_id=_new_id(), model_id=self._model_id, lora_config=lora_config, value_head=value_head)
+        operation = CreateModel(
+            request_id=_new_id(), model_id=self._model_id, lora_config=lora_config, value_head=value_head
         )
+        try:
+            await self._client.run(operation)
+        except RequestError as error:
+            where = f" (options of the backend are set as {self._section}.<option>)" if self._section else ""
+            raise RequestError(f"{error}{where}") from error
 
     async def forward_backward(self, data: list[Datum], loss: str | Objective) -> ForwardBackwardOutput:
         return await self._pass(data, loss, forward_only=False)
@@ -146,10 +158,11 @@ class BackendPolicy(BackendLearner):
         client: Client of the backend.
         model_id: Name of the model there.
         seed: Seed of all samples.
+        section: As for `BackendModels`.
     """
 
-    def __init__(self, client: BackendClient, model_id: str, seed: int):
-        super().__init__(client, model_id)
+    def __init__(self, client: BackendClient, model_id: str, seed: int, section: str = ""):
+        super().__init__(client, model_id, section)
         self._seed = seed
         self._version = -1
 

@@ -160,7 +160,7 @@ class Strategy(ABC):
 
         def load() -> BackendModels:
             try:
-                return BackendModels(backend(base_model, options, lambda message: log.info("%s", message)))
+                return BackendModels(backend(base_model, options, lambda message: log.info("%s", message)), section)
             except RequestError as error:
                 raise ConfigError(f"{error} (options of the backend are set as {section}.<option>)") from error
 

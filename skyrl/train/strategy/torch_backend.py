@@ -68,6 +68,8 @@ class TorchStrategy(Strategy):
         options: dict[str, Any] = {"max_context_length": config.max_length or 0}
         if config.model.lora.rank:
             options["max_lora_rank"] = config.model.lora.rank
+        else:
+            options["full_models"] = 1
         if not config.optimizer_config.offload_after_step:
             options["offload_after_step"] = False
         return options | config.fsdp2

@@ -56,6 +56,8 @@ def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, 
     if not trainer.policy.model.lora.rank and fsdp.fsdp_size != 1:
         options["float32_parts"] = True
     if not offloads(trainer, model):
+    if count := _full_models(trainer, model):
+        options["full_models"] = count
         options["offload_after_step"] = False
     if (asked := reduce_dtype(config, model)) is not None:
         options["reduce_dtype"] = PARAM_DTYPES.get(asked, asked)
@@ -124,6 +126,17 @@ def offloads(trainer: TrainerConfig, model: str) -> bool:
 def _dtype(config: SkyRLTrainConfig, model: str) -> str:
     asked = param_dtype(config, model)
     if asked is not None and not config.generator.inference_engine.is_given("model_dtype"):
+def _full_models(trainer: TrainerConfig, model: str) -> int:
+    """Return the number of fully trained models that the workers of `model` hold during a run.
+
+    A reference has weights of its own only if it becomes an earlier policy. Otherwise it is a base model.
+    """
+    held = [model] if model != "policy" else [name for name in trainer.models if name not in trainer.apart]
+    ranks = {"policy": trainer.policy, "critic": trainer.critic, "ref": trainer.policy}
+    trained = [name for name in held if name != "ref" or trainer.update_ref_every_epoch]
+    return sum(not ranks[name].model.lora.rank for name in trained)
+
+
         return PARAM_DTYPES.get(asked, asked)
     return base_dtype(config)
 
