@@ -9,6 +9,7 @@ import traceback
 from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from skyrl.backends.torch.workers.agreement import NotBegun
@@ -26,6 +27,18 @@ SENT_AS_THEY_ARE = (RequestError, StorageError, BackendLost, NotBegun)
 
 class WorkerError(RuntimeError):
     """A command that failed in another process, with its rank and traceback."""
+
+
+@dataclass
+class _Dispatched:
+    """Commands that ranks have not all answered."""
+
+    outcome: "Future[list[list[Any]]]"
+    plans: list[list[Command]]
+    answers: dict[int, list[Any]]
+    """Answers of ranks. A rank without commands has none."""
+    has_failed: bool = False
+    """True if a rank has reported the loss of the group, which follows."""
 
 
 class RemoteWorkers(WorkerGroup):
@@ -47,7 +60,8 @@ class RemoteWorkers(WorkerGroup):
         self._ended = threading.Event()
         self._lock = threading.RLock()
         self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[Future[list[list[Any]]], dict[int, list[Any]]]] = {}
+        self._waiting: dict[int, _Dispatched] = {}
+        """Dispatches by number, oldest first."""
 
     @abstractmethod
     def _post(self, rank: int, number: int, plan: list[Command]) -> None:
@@ -71,8 +85,10 @@ class RemoteWorkers(WorkerGroup):
             self._ended.set()
             waiting, self._waiting = list(self._waiting.values()), {}
         self._kill()
-        for future, _ in waiting:
-            future.set_exception(BackendLost(str(error), error.request_ids if error.request_ids != () else None))
+        for dispatched in waiting:
+            dispatched.outcome.set_exception(
+                BackendLost(str(error), error.request_ids if error.request_ids != () else None)
+            )
         self._lost(error)
 
     def close(self) -> None:
@@ -87,7 +103,8 @@ class RemoteWorkers(WorkerGroup):
                 outcome.set_exception(BackendLost(str(self._end)))
                 return outcome
             number = next(self._numbers)
-            self._waiting[number] = outcome, {rank: [] for rank, plan in enumerate(plans) if not plan}
+            idle: dict[int, list[Any]] = {rank: [] for rank, plan in enumerate(plans) if not plan}
+            self._waiting[number] = _Dispatched(outcome, plans, idle)
             for rank, plan in enumerate(plans):
                 if plan:
                     self._post(rank, number, plan)
@@ -97,18 +114,21 @@ class RemoteWorkers(WorkerGroup):
         with self._lock:
             if number not in self._waiting:
                 return
-            outcome, sofar = self._waiting[number]
-            sofar[rank] = answers
+            dispatched = self._waiting[number]
+            dispatched.answers[rank] = answers
             gone = [answer for answer in answers if isinstance(answer, BackendLost)]
-            if len(sofar) < self.world and not gone:
+            if gone and not dispatched.has_failed:  # other ranks may wait for it forever
+                dispatched.has_failed = True
+                threading.Thread(target=self._lost_by, args=(gone[0],), daemon=True).start()
+            if dispatched.has_failed or len(dispatched.answers) < self.world:
                 return
-            if not gone:
-                del self._waiting[number]
-        if gone:  # other ranks may wait for it forever
-            self._ended.wait(CAUSE_S)  # a killed process is the cause and reported first; this failure is a consequence
-            self.lost(gone[0])
-            return
-        outcome.set_result([sofar[rank] for rank in range(self.world)])
+            del self._waiting[number]
+        dispatched.outcome.set_result([dispatched.answers[rank] for rank in range(self.world)])
+
+    def _lost_by(self, failure: BackendLost) -> None:
+        """Report a failed collective, unless the exit of another process is reported meanwhile, which is its cause."""
+        self._ended.wait(CAUSE_S)
+        self.lost(failure)
 
 
 class RemoteWorker:
