@@ -4,7 +4,10 @@ A loss of the trainer's is code that workers run: here one that sets a trap, on 
 """
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +24,13 @@ from driver import create, finish, new_id, random_datum, sampling, stepping
 from skyrl.algorithms.objective import ForwardOnly
 from skyrl.backends.operations import ForwardBackward, Publish, SaveCheckpoint, SaveSnapshot
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
-from skyrl.errors import BackendLost
+from skyrl.backends.torch.base_model.loading import LoadOptions
+from skyrl.backends.torch.workers.processes import STACKS, check_gpus
+from skyrl.backends.torch.workers.remote import RemoteWorkers
+from skyrl.backends.torch.workers.worker import WorkerOptions
+from skyrl.errors import BackendLost, RequestError
+from skyrl.types import ErrorResponse
+from tests.waiting import BOUND_S
 
 TIMEOUT_S = 4
 NOTICED_S = {"SIGKILL": 5, "SIGSTOP": TIMEOUT_S + 5}
@@ -111,6 +120,8 @@ def backend(folder, tmp_path, monkeypatch):
     """Two ranks that share weights, of which nothing may be left in the end."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
+    (scratch / "skyrl-workers-killed").mkdir()
+    (scratch / "skyrl-workers-killed" / ".lock").touch()  # of a driver that was killed
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     backend = opened(folder)
     there = [psutil.Process(pid) for pid in backend.group.pids]
@@ -144,7 +155,28 @@ def test_a_rank_that_dies_or_stops_is_noticed(backend, tmp_path, phase, how):
     finish(backend, a_pass())
     finish(backend, a_pass(Trap(("logprobs",), place, how), forward_only=True))
     said = str(loss_of(backend, asked(tmp_path), NOTICED_S[how]))
-    assert ("rank 1" in said and "SIGKILL" in said) if how == "SIGKILL" else ("4 s" in said or "deadline_s=4" in said)
+    if how == "SIGKILL":
+        assert "rank 1" in said and "SIGKILL" in said
+    else:
+        assert "4 s" in said or "deadline_s=4" in said
+        assert re.search(r"no answer to \w+ from rank (0, )?1 of 2", said)
+
+
+def test_a_worker_goes_on_after_sigusr1(backend):
+    create(backend)
+    os.kill(backend.group.pids[1], signal.SIGUSR1)
+    assert not isinstance(finish(backend, a_pass()), ErrorResponse)
+
+
+def test_a_worker_prints_its_stacks_on_sigusr1():
+    program = f"{STACKS}; import sys; print(flush=True); sys.stdin.read()"
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGUSR1)
+        said = process.communicate(timeout=BOUND_S)[1]
+    assert b"(most recent call first)" in said and process.returncode == 0
 
 
 @pytest.mark.slow
@@ -187,3 +219,34 @@ def test_a_rank_that_dies_or_stops_while_it_loads_is_noticed(folder, tmp_path, m
     assert isinstance(caught[0], BackendLost), caught
     assert not any(process.is_running() for process in there)
     assert not list(tmp_path.glob("skyrl-workers-*"))
+
+
+class Nowhere(RemoteWorkers):
+    """Ranks that do nothing of what they are sent."""
+
+    def _post(self, rank, number, plan):
+        pass
+
+    def _kill(self):
+        pass
+
+
+def test_a_process_that_exits_is_blamed_though_the_failure_of_another_rank_is_reported_first():
+    """Both reports come in the same thread, as they do on Ray."""
+    group = Nowhere(2, 1.0, lambda error: None)
+    outcome = group._execute([[("tile",)], [("tile",)]])
+    group._answered(0, 0, [BackendLost("tile failed on rank 0: connection closed by peer")])
+    group.lost(BackendLost("worker of rank 1 is gone"))
+    assert str(outcome.exception(BOUND_S)) == "worker of rank 1 is gone"
+
+
+@pytest.mark.parametrize(("world", "first"), [(3, 0), (2, 1)])
+def test_more_workers_than_gpus_of_the_machine_are_refused(world, first):
+    options = WorkerOptions(Path("model"), LoadOptions(), 0, first_gpu=first)
+    with pytest.raises(RequestError, match=rf"num_workers={world} .*there are {2 - first} GPU\(s\) .*device=cpu"):
+        check_gpus(options, world, gpus=2)
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 2), (None, 0), (None, 8)])
+def test_workers_without_gpus_may_be_any_number(device, gpus):
+    check_gpus(WorkerOptions(Path("model"), LoadOptions(), 0, device), 8, gpus)

@@ -52,6 +52,9 @@ class Scripted:
     surcharges: dict[tuple[str, int], int] = field(default_factory=dict)
     """By request id and number."""
 
+    def hang(self) -> str:
+        return ""
+
     def begin(self, operation: ModelOperation) -> Work:
         self.said.append(f"begin {operation.request_id}")
         return self._work(operation.request_id)

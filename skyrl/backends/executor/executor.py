@@ -375,6 +375,10 @@ class Executor(AbstractBackend):
             self._wake.notify_all()
         self.on_wake()
 
+    def hang(self) -> str:
+        """Describe a dispatch that is late, as the end of an error message; empty if nothing is known."""
+        return ""
+
     def lose(self, error: BackendLost) -> None:
         """Report, from any thread, that the backend is lost.
 

@@ -133,6 +133,10 @@ class OperationRunner(Protocol):
     in_place: bool
     """True if a failed dispatch may have changed something, so it must not be retried."""
 
+    def hang(self) -> str:
+        """Describe a dispatch that is late, as the end of an error message; empty if nothing is known."""
+        ...
+
     def begin(self, operation: ModelOperation) -> Work:
         """Start an operation and return its generator. Raises the operation's failure."""
         ...
@@ -333,7 +337,7 @@ class WorkQueue:
         """
         self._told = ()
         if self.time_left() == 0 and not self._dispatches[0].answers.done():
-            why = f"a dispatch has not ended within deadline_s={self._computer.deadline_s:g}"
+            why = f"a dispatch has not ended within deadline_s={self._computer.deadline_s:g}{self._computer.hang()}"
             raise BackendLost(why, self._requests(self._dispatches[0].parts))
         over = [dispatch for dispatch in self._dispatches if dispatch.answers.done()]
         left = deque(dispatch for dispatch in self._dispatches if dispatch not in over)

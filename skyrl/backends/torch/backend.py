@@ -336,6 +336,9 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             answers = self._alone(quanta[0])
         return answers.result() if self.config.workers == "in_process" else answers
 
+    def hang(self) -> str:
+        return self.group.hang()
+
     def _alone(self, quantum: Quantum) -> "Future[list[Any]]":
         """Run a command on all ranks. If it fails, the exception is its result, as for tiles."""
         outcome: Future[list[Any]] = Future()

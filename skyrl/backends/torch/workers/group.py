@@ -127,10 +127,14 @@ class WorkerGroup(ABC):
             assert self.timeout_s is not None
             heard = min(self._heard.get(each, since) for each in ranks)
             if time.monotonic() - max(since, heard) >= self.timeout_s:
-                error = BackendLost(f"{name} on the workers has not ended within {self.timeout_s:g} s")
+                error = BackendLost(f"{name} on the workers has not ended within {self.timeout_s:g} s{self.hang()}")
                 self.lost(error)
                 raise error
         return outcome.result()
+
+    def hang(self) -> str:
+        """Describe which ranks have not answered which command, for an error, and have them print their stacks."""
+        return ""
 
     @property
     def notes(self) -> list[str]:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -23,6 +24,11 @@ from skyrl.utils.parent_death import die_with_parent
 
 class LocalProcesses(RemoteWorkers):
     """A process of this machine for each rank.
+STACKS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1)"
+"""Code after which SIGUSR1 makes a process print the stacks of its threads."""
+STACKS_S = 0.5
+"""Seconds for processes to print their stacks."""
+
 
     Raises:
         RequestError: The base model cannot be loaded.
@@ -59,7 +65,7 @@ class LocalProcesses(RemoteWorkers):
 
     def _start(self, rank: int) -> tuple[subprocess.Popen[bytes], Connection]:
         ours, its = socket.socketpair()
-        program = f"from skyrl.backends.torch.workers.processes import work; work({its.fileno()})"
+        program = f"{STACKS}; from skyrl.backends.torch.workers.processes import work; work({its.fileno()})"
         command = [sys.executable, "-c", program]
         threads = max(1, len(os.sched_getaffinity(0)) // self.world)
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -78,6 +84,12 @@ class LocalProcesses(RemoteWorkers):
         self._outboxes[rank].put((number, plan))
 
     def _write(self, outbox: "queue.SimpleQueue[Any]", pipe: Connection) -> None:
+    def _print_stacks(self) -> None:
+        for process, _ in self._ranks:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(STACKS_S)
+
         with contextlib.suppress(OSError):  # the process has exited, which `_read` reports
             while (message := outbox.get()) is not None:
                 pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))  # one copy of arrays; `send` makes two

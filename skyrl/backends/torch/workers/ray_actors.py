@@ -4,9 +4,11 @@ Ray places the actors, assigns devices, transports commands and answers, and rep
 node by node, and hold the rendezvous on the first rank's node.
 """
 
+import faulthandler
 import os
 import pickle
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -25,6 +27,8 @@ from skyrl.errors import BackendLost, RequestError
 THREADS = "OMP_NUM_THREADS"
 ACTOR: dict[str, Any] = {"max_restarts": 0, "concurrency_groups": {"life": 1}}
 """Options of an actor. The concurrency group is for a call that returns only when the actor dies."""
+STDERR = 2
+"""File descriptor of the log of an actor, which Ray replaces in `sys`."""
 LONGEST_CAUSE = 600
 """Maximum characters of Ray's message about an actor that died."""
 
@@ -199,6 +203,9 @@ class RankActor:
         threading.Event().wait()
 
     def meet(self, world: int, timeout_s: float) -> tuple[str, int]:
+    def __init__(self) -> None:
+        faulthandler.register(signal.SIGUSR1, STDERR)
+
         """Open a rendezvous for all ranks at a free port, with a timeout."""
         import ray
 

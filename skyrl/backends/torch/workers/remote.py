@@ -71,6 +71,19 @@ class RemoteWorkers(WorkerGroup):
     def _kill(self) -> None:
         """Kill all processes, whatever they do. From any thread."""
 
+    def _print_stacks(self) -> None:
+        """Have processes print the stacks of their threads to the log, as far as they can be reached from here."""
+
+    def hang(self) -> str:
+        with self._lock:
+            oldest = next(iter(self._waiting.values()), None)
+        if oldest is None or self._ended.is_set():
+            return ""
+        silent = [rank for rank in range(self.world) if rank not in oldest.answers]
+        names = sorted({command[0] for rank in silent for command in oldest.plans[rank]})
+        self._print_stacks()
+        return f" (no answer to {', '.join(names)} from rank {', '.join(map(str, silent))} of {self.world})"
+
     def _load(self) -> None:
         """Wait until all ranks have loaded the base model."""
         self.timeout_s = self._start_timeout_s
