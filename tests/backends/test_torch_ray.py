@@ -15,6 +15,7 @@ from driver import finish, new_id, random_datum, stepping
 from skyrl.algorithms.objective import ForwardOnly
 from skyrl.backends.operations import CreateModel, ForwardBackward
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+from skyrl.backends.torch.workers.ray_actors import ActorPlacement, _check_gpus
 from skyrl.backends.torch.workers.ray_cluster import CONNECTION, PATIENCE, Connection, patience
 from skyrl.errors import BackendLost, RequestError
 from skyrl.types import ErrorResponse, LoraConfig, OptimStepOutput
@@ -212,6 +213,12 @@ def test_a_cluster_of_our_own_ends_with_the_last_group(address, tiny_model):
     assert signal.getsignal(signal.SIGTERM) is handler
     backend.close()
     assert raylets() == before
+
+
+def test_workers_that_ray_gives_the_same_gpu_are_refused():
+    places = [ActorPlacement("10.0.0.1", "node", ("0",), pid, True) for pid in (1, 2)]
+    with pytest.raises(RequestError, match=r"ray_resources=\{'GPU': 0\.5\}: 2 of 2 workers have GPU 0 of 10\.0\.0\.1"):
+        _check_gpus(places, {"GPU": 0.5})
 
 
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "inf"])

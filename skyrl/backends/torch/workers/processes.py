@@ -4,45 +4,49 @@ import contextlib
 import os
 import pickle
 import queue
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from skyrl.backends.torch.workers.remote import RemoteWorker, RemoteWorkers
 from skyrl.backends.torch.workers.worker import Command, WorkerOptions
-from skyrl.errors import BackendLost
+from skyrl.errors import BackendLost, RequestError
+from skyrl.utils.locks.scratch import ScratchFolder
 from skyrl.utils.parent_death import die_with_parent
 
-
-class LocalProcesses(RemoteWorkers):
-    """A process of this machine for each rank.
 STACKS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1)"
 """Code after which SIGUSR1 makes a process print the stacks of its threads."""
 STACKS_S = 0.5
 """Seconds for processes to print their stacks."""
 
 
+class LocalProcesses(RemoteWorkers):
+    """A process of this machine for each rank.
+
     Raises:
-        RequestError: The base model cannot be loaded.
+        RequestError: The base model cannot be loaded, or there are fewer GPUs than ranks.
         BackendLost: A process exited at startup, or startup timed out.
     """
 
     def __init__(self, options: WorkerOptions, world: int, lost: Callable[[BackendLost], None]):
         super().__init__(world, options.start_timeout_s, lost)
-        self._folder = tempfile.mkdtemp(prefix="skyrl-workers-")
+        check_gpus(options, world)
+        self._folder = ScratchFolder(Path(tempfile.gettempdir()), "skyrl-workers-")
         self._ranks = [self._start(rank) for rank in range(world)]
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(world)]
         """Message queue of each rank. Sending blocks while a worker is busy, so a thread does it."""
         for rank, (process, pipe) in enumerate(self._ranks):
-            self._outboxes[rank].put((options, rank, world, f"file://{self._folder}/rendezvous"))
+            self._outboxes[rank].put((options, rank, world, f"file://{self._folder.path}/rendezvous"))
             threading.Thread(target=self._read, args=(rank, process, pipe), daemon=True).start()
             threading.Thread(target=self._write, args=(self._outboxes[rank], pipe), daemon=True).start()
         try:
@@ -61,7 +65,7 @@ STACKS_S = 0.5
         for (process, _), outbox in zip(self._ranks, self._outboxes, strict=True):
             outbox.put(None)
             process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def _start(self, rank: int) -> tuple[subprocess.Popen[bytes], Connection]:
         ours, its = socket.socketpair()
@@ -80,16 +84,16 @@ STACKS_S = 0.5
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def _post(self, rank: int, number: int, plan: list[Command]) -> None:
-        self._outboxes[rank].put((number, plan))
-
-    def _write(self, outbox: "queue.SimpleQueue[Any]", pipe: Connection) -> None:
     def _print_stacks(self) -> None:
         for process, _ in self._ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 process.send_signal(signal.SIGUSR1)
         time.sleep(STACKS_S)
 
+    def _post(self, rank: int, number: int, plan: list[Command]) -> None:
+        self._outboxes[rank].put((number, plan))
+
+    def _write(self, outbox: "queue.SimpleQueue[Any]", pipe: Connection) -> None:
         with contextlib.suppress(OSError):  # the process has exited, which `_read` reports
             while (message := outbox.get()) is not None:
                 pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))  # one copy of arrays; `send` makes two
@@ -115,3 +119,21 @@ def work(handle: int) -> None:
         while True:
             number, plan = pipe.recv()
             pipe.send((number, worker.execute(plan)))
+
+
+def check_gpus(options: WorkerOptions, world: int, gpus: int | None = None) -> None:
+    """Raise `RequestError` if this machine has GPUs, but not one for each rank.
+
+    Args:
+        options: Options of the workers. If they name a device, ranks may share it.
+        world: Number of ranks.
+        gpus: Number of GPUs of the machine; None: as detected by torch.
+    """
+    if gpus is None:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if options.device is None and options.first_gpu < gpus < options.first_gpu + world:
+        left = gpus - options.first_gpu
+        raise RequestError(
+            f"num_workers={world} (policy_num_gpus_per_node of trainer.placement): there are {left} GPU(s) for them on "
+            "this machine, and each worker needs its own; use at most that many, or device=cpu (0 GPUs per node)"
+        )

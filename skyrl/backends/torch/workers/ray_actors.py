@@ -110,6 +110,7 @@ class RayActors(RemoteWorkers):
         order = sorted(range(self.world), key=lambda number: (places[number].order, number))
         self._actors = [self._actors[number] for number in order]
         self.places = [places[number] for number in order]
+        _check_gpus(self.places, resources)
         blind = sorted({place.address for place in places if not place.sees_model})
         if blind:
             raise RequestError(
@@ -181,6 +182,18 @@ def _actors(group: Any, resources: dict[str, float], room: RayOptions, world: in
     ]
 
 
+def _check_gpus(places: list[ActorPlacement], resources: dict[str, float]) -> None:
+    """Raise `RequestError` if Ray assigned the same GPU to two ranks."""
+    shared = Counter((place.address, place.node, name) for place in places for name in place.devices)
+    for (address, _, name), count in shared.items():
+        if count > 1:
+            raise RequestError(
+                f"ray_resources={resources}: {count} of {len(places)} workers have GPU {name} of {address}, and each "
+                'needs its own; reserve whole ones ("GPU": 1), or use at most one worker for each GPU (num_workers, '
+                "ray_workers_per_node)"
+            )
+
+
 def _cause(error: BaseException | None) -> str:
     """Ray's message on one line, from the relevant part on."""
     said = " ".join(str(error).split())
@@ -189,6 +202,9 @@ def _cause(error: BaseException | None) -> str:
 
 class RankActor:
     """A worker in an actor. Commands run sequentially, in their order."""
+
+    def __init__(self) -> None:
+        faulthandler.register(signal.SIGUSR1, STDERR)
 
     def look(self, folder: Path) -> ActorPlacement:
         """Return the location of this actor."""
@@ -203,9 +219,6 @@ class RankActor:
         threading.Event().wait()
 
     def meet(self, world: int, timeout_s: float) -> tuple[str, int]:
-    def __init__(self) -> None:
-        faulthandler.register(signal.SIGUSR1, STDERR)
-
         """Open a rendezvous for all ranks at a free port, with a timeout."""
         import ray
 
