@@ -64,6 +64,8 @@ def test_a_cluster_that_the_environment_names_is_used_for_gpus_and_not_for_the_c
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert (options(gpus=1).workers, options(gpus=1).num_workers) == ("ray", 1)
     assert (options(gpus=2).workers, options(gpus=2).num_workers) == ("ray", 2)
+    assert options(gpus=2).ray_workers_per_node == 2
+    assert options("trainer.fsdp2={ray_strategy: SPREAD}", gpus=2).ray_workers_per_node == 0
     assert options(gpus=0).workers == "in_process"
 
 

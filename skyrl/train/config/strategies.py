@@ -36,8 +36,6 @@ def worker_options(nodes: int, gpus_per_node: int) -> dict[str, Any]:
     """
     options: dict[str, Any] = {} if gpus_per_node else {"device": "cpu"}
     count = max(1, gpus_per_node)
-    if nodes > 1:
+    if nodes > 1 or (gpus_per_node and os.environ.get("RAY_ADDRESS")):
         return options | {"workers": "ray", "num_workers": nodes * count, "ray_workers_per_node": count}
-    if gpus_per_node and os.environ.get("RAY_ADDRESS"):
-        return options | {"workers": "ray", "num_workers": count}
     return options | {"workers": "in_process" if count == 1 else "processes", "num_workers": count}

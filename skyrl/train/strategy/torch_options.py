@@ -77,6 +77,8 @@ def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, 
     if generator.inference_engine.external or launched(config):
         options["engines"] = _engines(config, given.pop("engines", {}))
     return options | given
+    if "ray_strategy" in given:  # it places workers instead
+        options.pop("ray_workers_per_node", None)
 
 
 class ModelFields(NamedTuple):
