@@ -12,6 +12,8 @@ from skyrl.backends.torch.base_model.loading import Checkpointing
 
 Workers = Literal["in_process", "processes", "ray"]
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+LONGEST_TIMEOUT_S = 10 * 24 * 3600
+"""Maximum of a timeout in seconds. Threads and process groups cannot wait for an unlimited time."""
 
 
 class TorchBackendConfig(BaseModel):
@@ -91,11 +93,11 @@ class TorchBackendConfig(BaseModel):
     """Ranks that share each matrix of the layers, by the model's plan in transformers. They compute and sample
     together, and train adapters only."""
 
-    dispatch_timeout_s: float = Field(default=600.0, gt=0)
+    dispatch_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_TIMEOUT_S, allow_inf_nan=False)
     """Timeout in seconds of a micro-batch or optimizer step of workers in other processes. When it expires, the engine
     is restarted."""
 
-    start_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    start_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_TIMEOUT_S, allow_inf_nan=False)
     """Timeout in seconds for workers in other processes to start and load the base model. Increase it for large models
     on slow disks."""
 
