@@ -244,6 +244,9 @@ def test_without_ray_the_error_says_what_installs_it(monkeypatch):
             {"workers": "ray", "ray_workers_per_node": 1, "ray_strategy": "SPREAD"},
             "ray_strategy=SPREAD is not read with ray_workers_per_node=1",
         ),
+        ({"workers": "ray", "ray_resources": {"cpu": 1}}, "ray_resources={'cpu': 1.0}: .* write CPU"),
+        ({"workers": "ray", "ray_resources": {"CPU": 1, "memory": 1e8}}, "memory is not reserved .* memory_limit_gib"),
+        ({"workers": "ray", "ray_resources": {"GPU": 1.5}}, "ray_resources={'GPU': 1.5}: .* use a whole number"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, said):

@@ -256,3 +256,17 @@ class TorchBackendConfig(BaseModel):
                 f"ray_strategy={self.ray_strategy} is not read with ray_workers_per_node={self.ray_workers_per_node}, "
                 "which says where workers are; leave one of them out"
             )
+        self._check_resources()
+
+    def _check_resources(self) -> None:
+        for name, amount in self.ray_resources.items():
+            given = f"ray_resources={self.ray_resources}"
+            if name not in ("CPU", "GPU") and name.upper() in ("CPU", "GPU"):
+                raise ValueError(f"{given}: Ray has no resource {name}; write {name.upper()}")
+            if name in ("memory", "object_store_memory"):
+                raise ValueError(
+                    f"{given}: {name} is not reserved for workers; leave it out, and limit what they plan with by "
+                    "memory_limit_gib"
+                )
+            if name == "GPU" and amount > 1 and amount != int(amount):
+                raise ValueError(f"{given}: above 1, Ray assigns whole GPUs; use a whole number, or a fraction below 1")
