@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import FSDPConfig, InferenceEngineConfig, SkyRLTrainConfig, TrainerConfig
+from skyrl.train.config.machinery.fields import specs_of
 from skyrl.train.config.strategies import NEEDS_OF_MEGATRON, worker_options
 from skyrl.train.strategy.shared_options import base_dtype, config_overrides, sampler_options
 from skyrl.train.strategy.support import Status, find
@@ -330,12 +331,13 @@ OF_TRAINERS = {
 """Reasons why a server rejects fields that a trainer supports, by prefix of the field."""
 
 
-def server_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a server for dotted overrides of a trainer's configuration.
+def server_options(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the options of a server for dotted overrides of a trainer's configuration. Sections may be mappings.
 
     Raises `ConfigError` for unknown fields, values of the wrong type, and fields that a server does not support.
     """
-    config = SkyRLTrainConfig.from_cli_overrides(dict(given))
+    given = dict(_flattened(given))
+    config = SkyRLTrainConfig.from_cli_overrides(given)
     problems = [problem for path in given for problem in _problems(config, path)] + [*engine_problems(config)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -378,3 +380,23 @@ def _at(config: SkyRLTrainConfig, path: str) -> Any:
             break
         value = getattr(value, name)
     return value
+def _flattened(given: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted paths of fields and their values, for sections that are given as mappings."""
+    for name, value in given.items():
+        path = f"{section}{name}"
+        if isinstance(value, Mapping) and _is_section(path):
+            yield from _flattened(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _is_section(path: str) -> bool:
+    cls: Any = SkyRLTrainConfig
+    for name in path.split("."):
+        spec = specs_of(cls).get(name)
+        if spec is None or spec.config_class is None:
+            return False
+        cls = spec.config_class
+    return True
+
+
