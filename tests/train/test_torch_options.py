@@ -190,7 +190,7 @@ def test_a_server_takes_from_a_field_what_follows_from_it_and_nothing_else(path)
     value, wanted = SERVED[path]
     folder = SkyRLTrainConfig().trainer.policy.model.lora.lora_sync_path
     wanted = {name: {**each, "folder": folder} if name == "engines" else each for name, each in wanted.items()}
-    assert server_options({path: value}) == wanted
+    assert server_options({path: value}, own={"num_workers": 4}) == wanted  # some need several workers
 
 
 def test_fields_together_ask_a_server_for_what_they_ask_a_trainer_for():

@@ -159,12 +159,12 @@ class TorchBackendConfig(BaseModel):
     """GiB on a worker for weights, gradient sums and moments of models. Models beyond that are moved to disk. 0:
     planned from the remaining memory."""
 
-    version_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """GiB for published versions. Beyond that, versions that are on disk are evicted from memory, least recently used
     full_models: int = Field(default=0, ge=0)
     """Fully trained models that are open at the same time. Without `adapter_memory_gib`, models get memory for so many,
     as far as it is left; otherwise half of what is left (a quarter on a CPU). Trainers set this themselves."""
 
+    version_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """GiB for published versions. Beyond that, versions that are on disk are evicted from memory, least recently used
     first. 0: planned from the remaining memory."""
 
     engines: EngineOptions = EngineOptions()
@@ -226,7 +226,17 @@ class TorchBackendConfig(BaseModel):
                 "float32_parts=True with fsdp_size=1: no weights are shared, and gradients are added up in float32 as "
                 "it is; leave it out, or set fsdp_size"
             )
+        if self.reduce_dtype != "float32" and ranks == 1:
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype} with fsdp_size=1: no weights are shared, and gradients are added up "
+                "in float32; leave it out, or set num_workers and fsdp_size of 2 or more"
+            )
         again = self.reshard_after_forward
+        if again is False and ranks == 1:
+            raise ValueError(
+                "reshard_after_forward=False with fsdp_size=1: no weights are shared, so none are gathered; leave it "
+                "out, or set num_workers and fsdp_size of 2 or more"
+            )
         if not isinstance(again, bool) and not (1 < again < ranks and ranks % again == 0):
             raise ValueError(
                 f"reshard_after_forward={again} is no divisor between 1 and the {ranks} ranks that share weights; use "
@@ -246,6 +256,7 @@ class TorchBackendConfig(BaseModel):
             raise ValueError(
                 f"device={self.device} with workers=ray: Ray gives each worker its GPU; leave it out, or set it to cpu"
             )
+        self._check_resources()
         if self.ray_workers_per_node and self.num_workers % self.ray_workers_per_node:
             raise ValueError(
                 f"ray_workers_per_node={self.ray_workers_per_node} does not divide num_workers={self.num_workers}; "
@@ -256,7 +267,6 @@ class TorchBackendConfig(BaseModel):
                 f"ray_strategy={self.ray_strategy} is not read with ray_workers_per_node={self.ray_workers_per_node}, "
                 "which says where workers are; leave one of them out"
             )
-        self._check_resources()
 
     def _check_resources(self) -> None:
         for name, amount in self.ray_resources.items():

@@ -19,6 +19,6 @@ def native(given: Any) -> Any:
     own = {name: value for name, value in given.items() if name not in dotted}
     if dotted and "engines" in own:  # fields of engines can be dotted overrides too
         dotted["trainer.fsdp2.engines"] = own.pop("engines")
-    options = server_options(dotted) if dotted else {}
+    options = server_options(dotted, own) if dotted else {}
     both = {name for name in own.keys() & options.keys() if isinstance(own[name], Mapping)}
     return options | own | {name: {**options[name], **own[name]} for name in both}

@@ -16,7 +16,6 @@ from skyrl.train.strategy.torch_fields import TORCH_SUPPORT
 from skyrl.train.strategy.torch_options import (
     MICRO_TRAIN,
     PARAM_DTYPES,
-    RESHARDING,
     SEQUENCES,
     SHARDING,
     engine_problems,
@@ -25,6 +24,7 @@ from skyrl.train.strategy.torch_options import (
     options_apart,
     param_dtype,
     reduce_dtype,
+    sharing_problems,
     torch_options,
     urls_of,
 )
@@ -92,7 +92,7 @@ class TorchStrategy(Strategy):
                 "(trainer.placement.policy_num_gpus_per_node of 0 or 1)"
             )
         for model in ("policy", *config.trainer.apart):
-            yield from _sharing(config.trainer, model)
+            yield from sharing_problems(config, model)
             yield from _format_problems(config, model)
         yield from _other_models(config)
         policy, critic = (getattr(config.trainer, name).model.path for name in ("policy", "critic"))
@@ -136,27 +136,6 @@ def _held(trainer: TrainerConfig) -> str:
     if not trainer.apart:
         return "every model"
     return f"the policy; workers of their own have {' and '.join(trainer.apart)}"
-
-
-def _sharing(trainer: TrainerConfig, model: str) -> Iterator[str]:
-    """Yield messages about sharding options that do not fit the number of ranks."""
-    fsdp, path = getattr(trainer, model).fsdp_config, f"trainer.{model}.fsdp_config"
-    again, workers = fsdp.reshard_after_forward, max(1, trainer.gpus(model))
-    shares = fsdp.is_given(SHARDING) or not trainer.policy.model.lora.rank
-    asked = fsdp.fsdp_size if shares else 0
-    if model == "policy":
-        asked = trainer.fsdp2.get(SHARDING, asked)
-    ranks = workers if asked in (-1, 0) else asked
-    if fsdp.cpu_offload and ranks == 1:
-        yield (
-            f"{path}.cpu_offload=True, and no ranks share weights: all are used where they are; leave it out, or give "
-            f"{path}.{SHARDING} of 2 or more"
-        )
-    if not isinstance(again, bool) and not (1 < again < ranks and ranks % again == 0):
-        yield (
-            f"{path}.{RESHARDING}={again} is no divisor between 1 and the {ranks} rank(s) that share weights "
-            f"({path}.{SHARDING}); use one, or true or false"
-        )
 
 
 def _format_problems(config: SkyRLTrainConfig, model: str) -> Iterator[str]:

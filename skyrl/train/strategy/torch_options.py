@@ -56,9 +56,9 @@ def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, 
         options["cpu_offload"] = True
     if not trainer.policy.model.lora.rank and fsdp.fsdp_size != 1:
         options["float32_parts"] = True
-    if not offloads(trainer, model):
     if count := _full_models(trainer, model):
         options["full_models"] = count
+    if not offloads(trainer, model):
         options["offload_after_step"] = False
     if (asked := reduce_dtype(config, model)) is not None:
         options["reduce_dtype"] = PARAM_DTYPES.get(asked, asked)
@@ -77,9 +77,9 @@ def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, 
     given = {name: value for name, value in trainer.fsdp2.items() if model == "policy" or name not in SHARED_WORK}
     if generator.inference_engine.external or launched(config):
         options["engines"] = _engines(config, given.pop("engines", {}))
-    return options | given
     if "ray_strategy" in given:  # it places workers instead
         options.pop("ray_workers_per_node", None)
+    return options | given
 
 
 class ModelFields(NamedTuple):
@@ -126,9 +126,6 @@ def offloads(trainer: TrainerConfig, model: str) -> bool:
     return all(getattr(trainer, name).optimizer_config.offload_after_step for name in names)
 
 
-def _dtype(config: SkyRLTrainConfig, model: str) -> str:
-    asked = param_dtype(config, model)
-    if asked is not None and not config.generator.inference_engine.is_given("model_dtype"):
 def _full_models(trainer: TrainerConfig, model: str) -> int:
     """Return the number of fully trained models that the workers of `model` hold during a run.
 
@@ -140,6 +137,9 @@ def _full_models(trainer: TrainerConfig, model: str) -> int:
     return sum(not ranks[name].model.lora.rank for name in trained)
 
 
+def _dtype(config: SkyRLTrainConfig, model: str) -> str:
+    asked = param_dtype(config, model)
+    if asked is not None and not config.generator.inference_engine.is_given("model_dtype"):
         return PARAM_DTYPES.get(asked, asked)
     return base_dtype(config)
 
@@ -271,6 +271,48 @@ def engine_problems(config: SkyRLTrainConfig) -> Iterator[str]:
             )
 
 
+def sharing_problems(
+    config: SkyRLTrainConfig, model: str = "policy", own: Mapping[str, Any] | None = None
+) -> Iterator[str]:
+    """Yield messages about sharding options that do not fit the number of ranks.
+
+    Args:
+        config: The configuration.
+        model: As for `torch_options`.
+        own: Options of a server that were given by their own names, and override the configuration.
+    """
+    trainer, options = config.trainer, {**torch_options(config, model), **(own or {})}
+    fsdp, path = own_of(trainer, model).fsdp, f"trainer.{model}.fsdp_config"
+    workers, asked = options["num_workers"], options.get(SHARDING, 0)
+    given = {name: f"{OWN}.{name}" for name in (trainer.fsdp2 if model == "policy" else ())}
+    given |= {name: name for name in own or ()}
+    size = given.get(SHARDING, f"{path}.{SHARDING}")
+    count = given.get("num_workers", f"trainer.placement.{model}_num_nodes x {model}_num_gpus_per_node")
+    there = f"the {workers} worker(s) ({count})"
+    if (sequences := options[SEQUENCES]) > 1 and workers % sequences:
+        yield f"trainer.{model}.{SEQUENCES}={sequences} does not divide {there}; use a divisor of {workers}"
+    if asked > 0 and workers % asked:
+        yield f"{size}={asked} does not divide {there}; use a divisor of {workers}, or -1 for all workers"
+        return
+    ranks = workers if asked in (-1, 0) else asked
+    alone = f"and no ranks share weights ({size}, of {there})"
+    again, summed = fsdp.reshard_after_forward, reduce_dtype(config, model)
+    if ranks == 1 and fsdp.cpu_offload:
+        yield f"{path}.cpu_offload=True, {alone}: all are used where they are; leave it out, or use 2 workers or more"
+    if ranks == 1 and fsdp.is_given(RESHARDING) and again is False:
+        yield f"{path}.{RESHARDING}=False, {alone}: none are gathered; leave it out, or use 2 workers or more"
+    if ranks == 1 and PARAM_DTYPES.get(summed or "fp32") == "bfloat16":
+        yield (
+            f"{path}.mixed_precision.reduce_dtype={summed}, {alone}: gradients are added up in fp32; leave it out, or "
+            "use 2 workers or more"
+        )
+    if not isinstance(again, bool) and not (1 < again < ranks and ranks % again == 0):
+        yield (
+            f"{path}.{RESHARDING}={again} is no divisor between 1 and the {ranks} rank(s) that share weights "
+            f"({size}); use one, or true or false"
+        )
+
+
 ENGINE, FSDP = "generator.inference_engine.", "trainer.policy.fsdp_config."
 WORKERS = ("workers", "num_workers", "ray_workers_per_node", "device")
 FOLLOWING: dict[str, tuple[str, ...]] = {
@@ -334,19 +376,41 @@ OF_TRAINERS = {
 def server_options(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the options of a server for dotted overrides of a trainer's configuration. Sections may be mappings.
 
-    Raises `ConfigError` for unknown fields, values of the wrong type, and fields that a server does not support.
+    `own` are options that were given by their own names. Raises `ConfigError` for unknown fields, values of the wrong
+    type, and fields that a server does not support.
     """
     given = dict(_flattened(given))
     config = SkyRLTrainConfig.from_cli_overrides(given)
     problems = [problem for path in given for problem in _problems(config, path)] + [*engine_problems(config)]
+    problems += sharing_problems(config, own=own)
     if problems:
         raise ConfigError("\n".join(problems))
     followed = torch_options(config)
     if launched(config) and "trainer.policy.model.lora.lora_sync_path" not in given:
-        own = config.trainer.fsdp2["engines"]
-        followed["engines"] = {**followed["engines"], "folder": own.get("folder")}  # the default is for a run
+        engines = config.trainer.fsdp2["engines"]
+        followed["engines"] = {**followed["engines"], "folder": engines.get("folder")}  # the default is for a run
     names = {name for path in given for name in _following(path)} | set(config.trainer.fsdp2)
     return {name: value for name, value in followed.items() if name in names}
+
+
+def _flattened(given: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted paths of fields and their values, for sections that are given as mappings."""
+    for name, value in given.items():
+        path = f"{section}{name}"
+        if isinstance(value, Mapping) and _is_section(path):
+            yield from _flattened(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _is_section(path: str) -> bool:
+    cls: Any = SkyRLTrainConfig
+    for name in path.split("."):
+        spec = specs_of(cls).get(name)
+        if spec is None or spec.config_class is None:
+            return False
+        cls = spec.config_class
+    return True
 
 
 def _following(path: str) -> tuple[str, ...]:
@@ -380,23 +444,3 @@ def _at(config: SkyRLTrainConfig, path: str) -> Any:
             break
         value = getattr(value, name)
     return value
-def _flattened(given: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted paths of fields and their values, for sections that are given as mappings."""
-    for name, value in given.items():
-        path = f"{section}{name}"
-        if isinstance(value, Mapping) and _is_section(path):
-            yield from _flattened(value, f"{path}.")
-        else:
-            yield path, value
-
-
-def _is_section(path: str) -> bool:
-    cls: Any = SkyRLTrainConfig
-    for name in path.split("."):
-        spec = specs_of(cls).get(name)
-        if spec is None or spec.config_class is None:
-            return False
-        cls = spec.config_class
-    return True
-
-
