@@ -124,8 +124,16 @@ def _more(shape: str, decoded: Decoded = ((32, 16), (400, 16))) -> Iterator[Case
     yield Case(f"{shape} profile", shape, partial(run, function="kernels:profile", shape=shape), 40, 180, start_s)
 
 
+SHARED_BY_TWO = {
+    "sequences": {"fsdp_size": 1, "sequence_parallel_size": 2},
+    "matrices": {"tensor_parallel_size": 2},
+    "offloaded weights": {"fsdp_size": -1, "cpu_offload": True},
+}
+"""Options of the torch backend with which two GPUs share a step, by name."""
+
+
 def _torch(shape: str, several: int = 4) -> Iterator[Case]:
-    """The torch backend: training, packing, decoding, weights shared by several devices. Not yet run on a GPU."""
+    """The torch backend: training, packing, decoding, steps shared by several devices. Not yet run on a GPU."""
     group, size, start_s = f"torch {shape}", _billions(shape), _start_s(shape)
     for adapters in (1, several):
         job = partial(run, function="torch_speed:train", shape=shape, adapters=adapters)
@@ -135,6 +143,9 @@ def _torch(shape: str, several: int = 4) -> Iterator[Case]:
     for what in ("packing", "decode", "shared"):
         job = partial(run, function=f"torch_speed:{what}", shape=shape)
         yield Case(f"{group} {what}", group, job, 30 + 5 * size, 300, start_s)
+    for name, options in SHARED_BY_TWO.items():
+        job = partial(run, function="torch_speed:shared", shape=shape, most=2, options=options)
+        yield Case(f"{group} shared: {name}", group, job, 30 + 5 * size, 300, start_s)
 
 
 def _decoding(shape: str, decoded: Decoded) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""The torch backend with one shape: training, decoding, and base weights shared by several devices.
+"""The torch backend with one shape: training, decoding, and steps that several devices share.
 
 Fractions refer to the rate of torch's bfloat16 products in the same process.
 """
@@ -7,6 +7,7 @@ import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +34,9 @@ LOWEST_MFU = {"0.6B": 0.1, "4B": 0.2}
 LEAST_GAIN = 5.0
 """Minimum speed of `ROWS` concurrent samples, relative to one at a time."""
 CLOSE = 0.02
-"""Maximum relative difference of losses, in bfloat16, between shared and whole weights."""
+"""Maximum relative difference of losses, in bfloat16, between a shared step and one worker's."""
+WEIGHTS = {"fsdp_size": -1}
+"""Options with which all GPUs share the base weights."""
 
 
 class LoadedTorch(Loaded):
@@ -107,13 +110,23 @@ def decode(process: dict[str, Any], *, shape: str) -> dict[str, object]:
     return figures | ({"problems": [f"{rows} rows are {many / one:.1f} times as fast as one"]} if slow else {})
 
 
-def shared(process: dict[str, Any], *, shape: str) -> dict[str, object]:
-    """Compare losses of a step if all GPUs share the base weights (CPU: two processes) with those of one worker."""
+def shared(
+    process: dict[str, Any], *, shape: str, most: int = 0, options: Mapping[str, Any] = WEIGHTS
+) -> dict[str, object]:
+    """Compare losses of a step that several GPUs share (CPU: two processes) with those of one worker.
+
+    Args:
+        process: As in `Case.run`.
+        shape: Name of the model's shape.
+        most: Maximum number of GPUs; 0: all.
+        options: Options of the torch backend about what they share.
+    """
     alone = LoadedTorch.of(process, shape)
-    several = 2 if alone.tiny else torch.cuda.device_count()
+    there = 2 if alone.tiny else torch.cuda.device_count()
+    several = min(there, most or there)
     if several < 2:
-        return {"workers": several, "device": alone.device, "note": "one GPU has nobody to share weights with"}
-    together = LoadedTorch(shape, workers="processes", num_workers=several, fsdp_size=-1)
+        return {"workers": several, "device": alone.device, "note": "not run: one GPU has nobody to share with"}
+    together = LoadedTorch(shape, workers="processes", num_workers=several, **options)
     data = [alone.datum(100 if alone.tiny else LENGTH) for _ in range(2 * several)]
     losses, seconds = [], []
     try:
