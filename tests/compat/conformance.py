@@ -548,7 +548,7 @@ class Checks:
 
 
 def run(url: str, base_model: str, only: list[str]) -> dict[str, Any]:
-    """The outcome of every check, or only of these ones, the values, and the models whose requests tell how data were split."""
+    """Outcomes of these checks (all if none are named), values, and models whose requests tell how data were split."""
     checks = Checks(url, base_model)
     outcomes: dict[str, Any] = {}
     for name in [name for name in CHECKS if not only or name in only]:

@@ -8,7 +8,6 @@ import pytest
 from skyrl.tinker.local_server import LocalServer
 from tests.compat import run
 
-
 PART = ["train", "losses", "save", "resume", "sampling", "logprobs", "errors", "finish"]
 """Checks that need no others than these."""
 

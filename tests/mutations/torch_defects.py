@@ -303,8 +303,8 @@ TORCH_DEFECTS = [
         [
             Edit(
                 TORCH + "base_model/loading.py",
-                "            values = file.get_tensor(name)\n",
-                "            values = {each: file.get_tensor(each).clone() for each in file.keys()}[name]\n",
+                "            values = file.get_tensor(stored)\n",
+                "            values = {each: file.get_tensor(each).clone() for each in file.keys()}[stored]\n",
             )
         ],
         ["tests/backends/test_torch_loading.py::test_a_load_takes_the_memory_of_the_model_and_of_one_tensor[bfloat16]"],

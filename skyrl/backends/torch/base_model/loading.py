@@ -241,8 +241,8 @@ def _text_part(config: Any, folder: Path) -> Any:
             f"base_model={folder}: {config.model_type} is multimodal, and transformers has no causal language model "
             f"of its text part, {text.model_type}; use a text model"
         )
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__
-    return type(text).from_dict(text_config(config.to_dict() | {"text_config": text.to_dict()}, architecture))
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    return type(text).from_dict(text_config(config.to_dict() | {"text_config": text.to_dict()}, model.__name__))
 
 
 def _check_config(folder: Path) -> None:
