@@ -7,7 +7,7 @@ disk at each step, and keeps prefix cache entries of its old weights.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -39,10 +39,18 @@ REFUSED = (400, 413, 422)
 
 
 class HttpEngine(Engine):
-    """An engine at a URL."""
+    """An engine at a URL.
 
-    def __init__(self, url: str, options: EngineOptions):
-        self.name = url
+    Args:
+        name: Name for messages, and the URL without `address`.
+        options: Key, limits and timeouts.
+        address: Returns the present URL of an engine whose URL changes when it is started again.
+    """
+
+    def __init__(self, name: str, options: EngineOptions, address: Callable[[], str] | None = None):
+        self.name = name
+        self._address = address or (lambda: name)
+        self._url = self._address()
         self.max_requests, self.max_loras = options.max_requests, options.max_loras
         self.max_logprobs = options.max_logprobs
         self._options = options
@@ -54,7 +62,7 @@ class HttpEngine(Engine):
         self._heard = 0.0
         """Time of the last chunk of any sample, or of the start of the first stream, on the loop's clock."""
         self._client = httpx.AsyncClient(
-            base_url=url,
+            base_url=self._url,
             headers={"Authorization": f"Bearer {options.key}"} if options.key else {},
             timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
             limits=httpx.Limits(
@@ -65,6 +73,7 @@ class HttpEngine(Engine):
 
     async def facts(self) -> EngineFacts:
         self._base, self._fingerprint, self.base_id = None, None, ""
+        self._client.base_url = self._url = self._address()
         served = (await self._call("GET", "/v1/models", self._options.timeout_s))["data"]
         version = (await self._call("GET", "/version", self._options.timeout_s))["version"]
         base = next((card for card in served if card.get("parent") is None), None)
@@ -198,7 +207,9 @@ class HttpEngine(Engine):
 
     @asynccontextmanager
     async def _talking(self, path: str, limit_s: float) -> AsyncIterator[None]:
-        """Convert transport errors and timeouts to `EngineDown`."""
+        """Convert transport errors and timeouts to `EngineDown`. An engine whose URL has changed is down too."""
+        if self._address() != self._url:
+            raise EngineDown(f"{self.name} was started again, at {self._address()}")
         try:
             async with asyncio.timeout(limit_s):
                 yield

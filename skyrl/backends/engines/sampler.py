@@ -95,8 +95,7 @@ class EngineSampler(Generic[Version]):
             assert options.folder is not None
             folder = Path(options.folder).expanduser().absolute()
             self._launcher = Launcher(options.launch, folder.with_name(f"{folder.name}.engines"))
-            urls = self._launcher.start()
-            options = options.model_copy(update={"urls": (*options.urls, *urls)})
+            self._launcher.start()
         self._options, self._own, self._versions, self._exports = options, own, versions, exports
         self._tokenizer, self._notify = tokenizer, notify
         self._requests: dict[str, EngineRequest] = {}
@@ -118,7 +117,7 @@ class EngineSampler(Generic[Version]):
         probes = Probes(probe, exports, versions, self._score, info, options.logprob_bound)
         prompt = FixedPrompt(info, self._score)
         self.fleet = Fleet(
-            [self._engine(url) for url in options.urls],
+            [self._engine(name) for name in self._names],
             options,
             admit=self._replacing(Admission(options, info, exports, prompt, probes, base)),
             check=SyncCheck(options, prompt, exports, versions) if options.check_every_sync else None,
@@ -135,8 +134,8 @@ class EngineSampler(Generic[Version]):
 
         Raises `RequestError` if no engine joins in time, or if an engine serves other weights than ours.
         """
-        urls, until = self._options.urls, time.monotonic() + self._options.start_timeout_s
-        progress(f"waiting for {len(urls)} sampling engine(s): {', '.join(urls)}")
+        names, until = self._names, time.monotonic() + self._options.start_timeout_s
+        progress(f"waiting for {len(names)} sampling engine(s): {', '.join(names)}")
         self.fleet.start()
         while True:
             troubles = list(self.fleet.troubles.values())
@@ -145,7 +144,7 @@ class EngineSampler(Generic[Version]):
                 raise RequestError(
                     str(mismatch or f"no sampling engine is there after start_timeout_s: {self._why_absent()}")
                 )
-            if self.fleet.engines and {*list(self.fleet.engines), *list(self.fleet.troubles)} >= set(urls):
+            if self.fleet.engines and {*list(self.fleet.engines), *list(self.fleet.troubles)} >= set(names):
                 if self._options.colocated:
                     self._first_sleep()
                 return
@@ -176,14 +175,21 @@ class EngineSampler(Generic[Version]):
             return admission
         return Replacing(admission, self._launcher, self._options.timeout_s, self._options.start_timeout_s)
 
-    def _engine(self, url: str) -> Engine:
-        engine = HttpEngine(url, self.options_of(url))
+    @property
+    def _names(self) -> list[str]:
+        """Names of all engines: addresses, and names of engines that we launched."""
+        return [*self._options.urls, *([] if self._launcher is None else self._launcher.names)]
+
+    def _engine(self, name: str) -> Engine:
+        launcher = self._launcher
+        address = None if launcher is None or name not in launcher.names else partial(launcher.url, name)
+        engine = HttpEngine(name, self.options_of(name), address)
         return ReservedEngine(engine) if self._options.whole else engine
 
-    def options_of(self, url: str) -> EngineOptions:
+    def options_of(self, name: str) -> EngineOptions:
         """Options for an engine; engines that we launched have their own key."""
         launcher = self._launcher
-        if launcher is None or url not in launcher.urls:
+        if launcher is None or name not in launcher.names:
             return self._options
         own: dict[str, Any] = {"api_key": launcher.key}
         if self._options.launch is not None and self._options.launch.python is not None:

@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from tests.backends.engines.engine_server import ROOT
 from tests.backends.engines.marked import OPTIONS, admit, fleet_of, ticket, write_marker
 from tests.backends.engines.test_backend_with_engines import check, done, sample, train
 from tests.live import make_tiny_model
+from tests.waiting import BOUND_S
 
 SERVER = [sys.executable, "-m", "tests.backends.engines.engine_server", "{port}"]
 SERVER += [json.dumps({"model": None, "base": "base", "sizes": {"max_loras": 2}})]
@@ -45,8 +48,12 @@ def launched(folder: Path, command: list[str], count: int = 1) -> Iterator[Launc
 
 
 def options_of(launcher: Launcher, **changes: Any) -> EngineOptions:
-    given = OPTIONS.model_dump() | {"urls": launcher.urls, "api_key": launcher.key, "max_loras": 2, "max_requests": 8}
+    given = OPTIONS.model_dump() | {"api_key": launcher.key, "max_loras": 2, "max_requests": 8}
     return EngineOptions.model_validate(given | changes)
+
+
+def engines_of(launcher: Launcher, options: EngineOptions) -> list[HttpEngine]:
+    return [HttpEngine(name, options, partial(launcher.url, name)) for name in launcher.names]
 
 
 def processes(folder: Path) -> dict[int, ProcessIdentity]:
@@ -69,20 +76,22 @@ def test_engines_that_we_start_serve_and_end_with_us(tmp_path):
     versions = {write_marker(folder, marker): marker for marker in (1, 2, 3)}
     with launched(tmp_path / "engines", SERVER, 2) as launcher:
         options = options_of(launcher)
-        with fleet_of([HttpEngine(url, options) for url in options.urls], folder, options, wait=False) as (
-            fleet,
-            answers,
-        ):
-            answers.until(lambda: set(fleet.engines), set(launcher.urls), 240)
+        with fleet_of(engines_of(launcher, options), folder, options, wait=False) as (fleet, answers):
+            before = launcher.url(launcher.names[0])
+            answers.until(lambda: set(fleet.engines), set(launcher.names), 240)
             fleet.submit([ticket(f"{number} {name}", name) for number in range(5) for name in versions])
             answers.wait(15)
             assert all(answers.marker(f"0 {name}") == marker for name, marker in versions.items())
             running = processes(tmp_path / "engines")
             os.kill(running[0].pid, signal.SIGKILL)
-            answers.until(lambda: set(fleet.engines), {launcher.urls[1]}, 240)
+            answers.until(lambda: set(fleet.engines), {launcher.names[1]}, 240)
             fleet.submit([ticket(f"after {number}", name) for number, name in enumerate(versions)])
             answers.wait(18)
-            answers.until(lambda: set(fleet.engines), set(launcher.urls), 240)
+            answers.until(lambda: set(fleet.engines), set(launcher.names), 240)
+            assert launcher.url(launcher.names[0]) != before
+            fleet.submit([ticket(f"again {number}", prompt=(number,)) for number in range(40)])
+            drawn = answers.wait(58)
+            assert {drawn[f"again {number}"].origins[0].engine for number in range(40)} == set(launcher.names)
         replaced = processes(tmp_path / "engines")
         assert replaced[0] != running[0] and replaced[1] == running[1]
     until(lambda: not any(process.runs for process in replaced.values()))
@@ -94,7 +103,7 @@ def test_engines_of_a_driver_that_was_killed_are_taken_over_or_ended(tmp_path, s
     program = (
         "import os, signal, sys; from pathlib import Path; from skyrl.backends.engines.launcher.launcher import *;"
         f"launcher = Launcher(LaunchOptions(command={tuple(SLEEPS)}, count=2, env={ALONE}), Path(sys.argv[1]));"
-        "launcher.start(); print(launcher.key, *launcher.urls, flush=True); sys.stdin.read()"
+        "launcher.start(); print(launcher.key, *map(launcher.url, launcher.names), flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     environment = {**os.environ, **ALONE}
@@ -110,7 +119,7 @@ def test_engines_of_a_driver_that_was_killed_are_taken_over_or_ended(tmp_path, s
     with launched(tmp_path, SLEEPS if same else [*SLEEPS, "other"], 2) as launcher:
         until(lambda: len(processes(tmp_path)) == 2)
         assert (processes(tmp_path) == before) is same
-        assert (launcher.key == key, launcher.urls == urls) == (same, same)
+        assert (launcher.key == key, [*map(launcher.url, launcher.names)] == urls) == (same, same)
         assert all(process.runs is same for process in before.values())
         now = processes(tmp_path)
         os.kill(now[0].pid, signal.SIGKILL)
@@ -124,10 +133,10 @@ def test_an_engine_that_hangs_is_replaced(tmp_path):
     name = write_marker(folder, 5)
     with launched(tmp_path / "engines", SERVER) as launcher:
         options = options_of(launcher, timeout_s=5, connect_timeout_s=5)
-        engine = HttpEngine(launcher.urls[0], options)
+        (engine,) = engines_of(launcher, options)
         admission = Replacing(admit, launcher, hang_s=5, start_s=240)
         with fleet_of([engine], folder, options, wait=False, admit=admission) as (fleet, answers):
-            answers.until(lambda: set(fleet.engines), set(launcher.urls), 240)
+            answers.until(lambda: set(fleet.engines), set(launcher.names), 240)
             (before,) = processes(tmp_path / "engines").values()
             os.kill(before.pid, signal.SIGSTOP)
             fleet.submit([ticket("one", name)])
@@ -147,12 +156,34 @@ def test_all_processes_of_an_engine_end_with_it(tmp_path):
     until(lambda: not child.runs)
 
 
+def test_an_engine_that_finds_its_port_taken_gets_another_at_its_next_start(tmp_path):
+    ports = tmp_path / "ports"
+    program = "import socket, sys, time; held = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(1000)"
+    first = f"if [ ! -e {ports} ]; then echo {{port}} > {ports}; until [ -e {tmp_path}/taken ]; do sleep 0.01; done; fi"
+    command = ["sh", "-c", f'{first}; {sys.executable} -c "{program}" {{port}}']
+    with launched(tmp_path / "engines", command) as launcher:
+        until(lambda: ports.exists() and ports.read_text().strip())
+        with socket.create_server(("127.0.0.1", int(ports.read_text()))):
+            (tmp_path / "taken").touch()
+            (name,) = launcher.names
+            until(lambda: not launcher.url(name).endswith(f":{ports.read_text().strip()}"))
+            until(lambda: _accepts(launcher.url(name)))
+
+
+def _accepts(url: str) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=BOUND_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(tmp_path):
     with launched(tmp_path, ["sh", "-c", "echo no such model at {port}; exit 3"]) as launcher:
         until(lambda: launcher.troubles)
         (trouble,) = launcher.troubles
         until(lambda: "no such model" in launcher.troubles[0])
-        assert launcher.urls[0] in trouble and str(tmp_path / "engine-0.log") in trouble
+        assert launcher.names[0] in trouble and str(tmp_path / "engine-0.log") in trouble
 
 
 def test_an_engine_is_expected_until_three_starts_have_failed(tmp_path):
@@ -160,12 +191,12 @@ def test_an_engine_is_expected_until_three_starts_have_failed(tmp_path):
     held.touch()
     command = ["sh", "-c", f": {{port}}; if [ -e {held} ]; then exec sleep 1000; fi; exit 3"]
     with launched(tmp_path / "engines", command) as launcher:
-        (url,) = launcher.urls
-        assert launcher.expects(url) and not launcher.expects("http://elsewhere")
-        launcher.has_joined(url)
+        (name,) = launcher.names
+        assert launcher.expects(name) and not launcher.expects("http://elsewhere")
+        launcher.has_joined(name)
         held.unlink()
-        launcher.replace(url)
-        until(lambda: not launcher.expects(url))
+        launcher.replace(name)
+        until(lambda: not launcher.expects(name))
         (engine,) = launcher._engines
         assert engine.failures >= 1 + 3, "the end of one that was in use counts for none"
 
@@ -193,7 +224,7 @@ def test_a_backend_samples_with_engines_that_it_has_started(tmp_path):
         (result,) = done(backend, sample("one"))
         check(backend, "one", result)
         ((origin,),) = {sequence.origins for sequence in result.sequences}
-        assert origin.engine is not None and origin.engine.startswith("http://127.0.0.1:")
+        assert origin.engine == "launched-0"
         (process,) = processes(tmp_path / "adapters.engines").values()
         assert process.runs
     finally:

@@ -41,7 +41,7 @@ class Replacing:
             admitted = await self._admit(engine)
         except EngineDown as error:
             limit = self._hang_s if engine.name in self._used else self._start_s
-            if time.monotonic() - since >= limit and engine.name in self._launcher.urls:
+            if time.monotonic() - since >= limit and engine.name in self._launcher.names:
                 log.error("sampling engine %s has not answered for %g s and is replaced: %s", engine.name, limit, error)
                 self._launcher.replace(engine.name)
                 self._used.discard(engine.name)
@@ -52,5 +52,6 @@ class Replacing:
             raise
         del self._silent[engine.name]
         self._used.add(engine.name)
-        self._launcher.has_joined(engine.name)
+        if engine.name in self._launcher.names:
+            self._launcher.has_joined(engine.name)
         return admitted

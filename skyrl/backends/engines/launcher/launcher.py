@@ -1,8 +1,9 @@
 """Launched engines: adopted after a restart of the driver, restarted if they exit, stopped on shutdown.
 
-An engine is a command with a port of this machine. Its record is a file with its process identity, port, key, and hash
-of the command. Loading a model takes minutes, so a driver adopts a running engine whose record has the same command.
-It kills all other engines that a killed driver left.
+An engine is a command with a port of this machine, which is another one at each start: nothing reserves it until the
+engine has loaded its model. Its record is a file with its process identity, port, key, and hash of the command. Loading
+a model takes minutes, so a driver adopts a running engine whose record has the same command. It kills all other engines
+that a killed driver left.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ TAIL = 2000
 
 @dataclass
 class _Launched:
-    """One engine, across restarts."""
+    """One engine, across restarts. Its port changes, its name does not."""
 
     number: int
     port: int
@@ -58,6 +59,10 @@ class _Launched:
     """True if it has been in use since its last start."""
     unused_starts: int = 0
     """Consecutive starts that ended before the engine was in use."""
+
+    @property
+    def name(self) -> str:
+        return f"launched-{self.number}"
 
     @property
     def url(self) -> str:
@@ -93,7 +98,7 @@ class Launcher:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> list[str]:
-        """Adopt running engines, start the others, and restart any that exit. Returns their addresses."""
+        """Adopt running engines, start the others, and restart any that exit. Returns their names."""
         records = {path: _record(path) for path in sorted(self._folder.glob("engine-*.json"))}
         usable = [record for record in records.values() if self._is_ours(record)][: self._options.count]
         if usable:
@@ -106,17 +111,17 @@ class Launcher:
         taken = {record["number"]: record for record in usable}
         for number in range(self._options.count):
             record = taken.get(number)
-            engine = _Launched(number, _free_port() if record is None else record["port"], self._folder)
+            engine = _Launched(number, 0 if record is None else record["port"], self._folder)
             if record is not None:
                 engine.identity = _identity(record)
-                log.info("sampling engine %s is taken over (process %d)", engine.url, record["pid"])
+                log.info("sampling engine %s is taken over (process %d)", engine.name, record["pid"])
             else:
                 self._launch(engine)
             self._engines.append(engine)
             self._threads.append(threading.Thread(target=self._watch, args=[engine], daemon=True))
         for thread in self._threads:
             thread.start()
-        return self.urls
+        return self.names
 
     def close(self) -> None:
         """Stop all engines."""
@@ -131,32 +136,37 @@ class Launcher:
         os.close(self._stop)
         os.close(self._stopped)
 
-    def replace(self, url: str) -> None:
+    def replace(self, name: str) -> None:
         """Kill a hung engine. It is then restarted like an engine that exited."""
-        for engine in self._engines:
-            if engine.url == url and (identity := engine.identity) is not None:
-                end_group(identity)
+        if (identity := self._named(name).identity) is not None:
+            end_group(identity)
 
-    def has_joined(self, url: str) -> None:
+    def has_joined(self, name: str) -> None:
         """Record that an engine is in use."""
-        for engine in self._engines:
-            if engine.url == url:
-                engine.used, engine.unused_starts = True, 0
+        engine = self._named(name)
+        engine.used, engine.unused_starts = True, 0
 
-    def expects(self, url: str) -> bool:
+    def expects(self, name: str) -> bool:
         """Return True if an engine is ours and has not failed to start `TRIES` times in a row."""
-        return any(engine.url == url and engine.unused_starts < TRIES for engine in self._engines)
+        return name in self.names and self._named(name).unused_starts < TRIES
+
+    def url(self, name: str) -> str:
+        """Present address of an engine."""
+        return self._named(name).url
 
     @property
-    def urls(self) -> list[str]:
-        """Addresses of the engines."""
-        return [engine.url for engine in self._engines]
+    def names(self) -> list[str]:
+        """Names of the engines."""
+        return [engine.name for engine in self._engines]
+
+    def _named(self, name: str) -> _Launched:
+        return next(engine for engine in self._engines if engine.name == name)
 
     @property
     def troubles(self) -> list[str]:
         """Messages about engines that exited soon after their start."""
         return [
-            f"{engine.url} has ended {engine.failures} times; the end of {engine.log}: "
+            f"{engine.name} has ended {engine.failures} times; the end of {engine.log}: "
             f"{engine.log.read_text(errors='replace')[-TAIL:]}"
             for engine in self._engines
             if engine.failures
@@ -172,7 +182,7 @@ class Launcher:
             engine.failures = engine.failures + 1 if time.monotonic() - begun < STEADY_S else 0
             engine.unused_starts = 0 if engine.used else engine.unused_starts + 1
             engine.used = False
-            log.warning("sampling engine %s has ended (log: %s) and is started again", engine.url, engine.log)
+            log.warning("sampling engine %s has ended (log: %s) and is started again", engine.name, engine.log)
             pause = pause_s(engine.failures - 1, FIRST_PAUSE_S, LONGEST_PAUSE_S) if engine.failures else 0.0
             if self._closes_within(pause):
                 return
@@ -196,6 +206,7 @@ class Launcher:
         return self._stop in readable
 
     def _launch(self, engine: _Launched) -> None:
+        engine.port = _free_port()
         start = secrets.token_hex(8)
         facts = {"number": engine.number, "port": engine.port, "key": self.key, "command": self._hash, "start": start}
         replace_file(engine.record, json.dumps(facts).encode())

@@ -40,8 +40,8 @@ class LaunchOptions(BaseModel):
 
     command: tuple[str, ...] = ()
     """Command of any other engine, such as [/opt/vllm/bin/python, -m, vllm.entrypoints.openai.api_server, --model,
-    MODEL, --host, 127.0.0.1, --port, "{port}", --enable-lora]. `{port}` is replaced by a free port, the same across
-    restarts of the engine, and `{number}` by the engine's number from 0. The environment contains our key as
+    MODEL, --host, 127.0.0.1, --port, "{port}", --enable-lora]. `{port}` is replaced by a free port, another
+    one at each start, and `{number}` by the engine's number from 0. The environment contains our key as
     VLLM_API_KEY, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
 
     count: int = Field(default=1, ge=1)
