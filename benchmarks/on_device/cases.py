@@ -75,6 +75,7 @@ def _all() -> Iterator[Case]:
     for shape in ("0.6B", "4B"):
         yield from _torch(shape)
     yield _tests("torch", TORCH_TESTS, 60, 300)
+    yield _vllm("0.6B", 150)
     yield _tests("backend", BACKEND_TESTS, 150, 400, only=IN_ONE_PROCESS)
     yield _tests("sampler", SAMPLER_TESTS, 100, 300)
     yield _tests("models", MODEL_TESTS, 100, 300)
@@ -94,6 +95,7 @@ def _tiny() -> Iterator[Case]:
     yield _tests("kernels", KERNEL_TESTS[:1], 10, 120, tiny=True)
     yield from _speed("tiny", several=4, decoded=((8, 1), (12, 4)))
     yield from _torch("tiny", several=4)
+    yield _vllm("tiny", 60)
     yield Case("tiny out of memory", "tiny", partial(run, function="correctness:out_of_memory", shape="tiny"), 20, 120)
     yield from _more("tiny", decoded=((4, 4),))
     yield Case("skyrl demo", "server", partial(run, function="server:demo"), 40, 240)
@@ -146,6 +148,11 @@ def _torch(shape: str, several: int = 4) -> Iterator[Case]:
     for name, options in SHARED_BY_TWO.items():
         job = partial(run, function="torch_speed:shared", shape=shape, most=2, options=options)
         yield Case(f"{group} shared: {name}", group, job, 30 + 5 * size, 300, start_s)
+
+
+def _vllm(shape: str, estimate_s: float) -> Case:
+    """A vLLM server beside the torch backend, if `VLLM_PYTHON` names one. Not yet run on a GPU."""
+    return Case(f"{shape} vLLM", f"vLLM {shape}", partial(run, function="engines:vllm", shape=shape), estimate_s, 600)
 
 
 def _decoding(shape: str, decoded: Decoded) -> Iterator[Case]:
