@@ -106,7 +106,8 @@ class EngineOptions(BaseModel):
     """Timeout in seconds for the first engine to answer at startup."""
 
     absent_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    """Seconds that samples wait while no engine that could draw them is available."""
+    """Seconds that samples wait while no engine that could draw them is available. Then the backend draws them itself.
+    The time does not run while an engine that we launched is being restarted."""
 
     def check(self) -> None:
         """Raise `RequestError` if a required option is missing."""
