@@ -52,7 +52,7 @@ def conversations(count: int, turns: int, system: tuple[int, ...]) -> tuple[floa
     engine of the turn before, and the turns of each engine.
     """
     chance, router = random.Random(0), router_of("a", "b", "c", "d", max_requests=32, longest=1000)
-    prompts = {number: (*system, number) for number in range(count)}
+    prompts: dict[int, tuple[int, ...]] = {number: (*system, number) for number in range(count)}
     places: dict[int, str] = {}
     same, load, running = 0, Counter[str](), []
     order = [number for number in range(count) for _ in range(turns)]
