@@ -1,14 +1,16 @@
 """The text part of multimodal checkpoints on torch: loaded, trained and exported as a text model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from peft import PeftModel
 from torch_models import CONFIGS, VOCAB, make_model
 
-from driver import create, forward_backward, optim_step, publish, random_datum, sample
+from driver import create, finish, forward_backward, optim_step, publish, random_datum, sample, sampling, train
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.base_model.loading import LoadOptions, load, load_by_layers, load_onto
 from skyrl.errors import RequestError
@@ -63,6 +65,26 @@ def test_a_trained_text_part_is_exported_as_a_text_model(whole, tmp_path):
     assert not report["missing_keys"] and not report["unexpected_keys"]
     with torch.no_grad():
         assert (model.eval()(TOKENS).logits - logits).abs().max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's, of models that it does not know
+def test_an_adapter_is_exported_by_the_names_that_transformers_loads(whole, tmp_path):
+    folder, logits = whole
+    backend = TorchBackend(str(folder), TorchBackendConfig(max_lora_rank=8))
+    create(backend)
+    train(backend, learning_rate=0.05)
+    publish(backend, "trained", tmp_path)
+    request = replace(sampling("trained", tmp_path, prompt=TOKENS[0].tolist()), prompt_logprobs=True)
+    ours = finish(backend, request).prompt_logprobs[1:]
+    backend.close()
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = PeftModel.from_pretrained(base, tmp_path).eval()
+    assert not [name for name, _ in model.named_parameters() if "lora_" in name and "vision" in name]
+    with torch.no_grad():
+        found = model(TOKENS).logits
+    assert (found - logits).abs().max() > 1e-3
+    wanted = found[0, :-1].log_softmax(-1).gather(-1, TOKENS[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.as_tensor(ours), wanted, rtol=0, atol=1e-4)
 
 
 def test_a_multimodal_model_is_sampled(whole):

@@ -245,6 +245,20 @@ def _text_part(config: Any, folder: Path) -> Any:
     return type(text).from_dict(text_config(config.to_dict() | {"text_config": text.to_dict()}, model.__name__))
 
 
+def has_nested_names(folder: Path) -> bool:
+    """Return True if AutoModelForCausalLM loads a folder as a multimodal model, in which the text part's names differ.
+
+    PEFT loads an adapter onto that model, so files of adapters need its names (`hf_files.nested_name`).
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    text = config.get_text_config()
+    if text is config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] is not MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+
+
 def _check_config(folder: Path) -> None:
     """Raise `RequestError` for a config.json with an unknown type of model, or with sizes below 1."""
     from transformers import CONFIG_MAPPING, __version__

@@ -28,7 +28,13 @@ from skyrl.backends.torch.base_model.base_weights import (
     ShardOptions,
     TensorParallel,
 )
-from skyrl.backends.torch.base_model.loading import LoadOptions, layers_of, load_by_layers, load_onto
+from skyrl.backends.torch.base_model.loading import (
+    LoadOptions,
+    has_nested_names,
+    layers_of,
+    load_by_layers,
+    load_onto,
+)
 from skyrl.backends.torch.base_model.lora import Hooks, Layout, lora_layout, targets_of, whole_layout
 from skyrl.backends.torch.base_model.sequence_ranks import looks_at_longest, sequence_ranks
 from skyrl.backends.torch.base_model.tensor_ranks import tensor_ranks
@@ -93,6 +99,7 @@ class LoadedModel:
         else:
             self.hf, fill = load_onto(self.device, folder, device, options), None
         self.config = self.hf.config
+        self.nested_names = has_nested_names(folder)
         self._head: nn.Module = self.hf.get_output_embeddings()
         if self._head is None:
             raise RequestError(f"base_model={folder} has no vocabulary projection, so it is no causal language model")

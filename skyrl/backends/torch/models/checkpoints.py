@@ -40,7 +40,7 @@ from skyrl.types import LoraConfig
 from skyrl.utils.adapters.fitting import fitted_adapter
 from skyrl.utils.adapters.naming import PREFIX
 from skyrl.utils.files.atomic_folders import Content, Entries, Parts, read_folder
-from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, peft_config, text_config
+from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, nested_name, peft_config, text_config
 from skyrl.utils.files.tensor_file import Tensor, read_tensors, tensor_file
 
 TYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -134,7 +134,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         start = 0
         for part in layout.parts:
             make = partial(_piece, read, version.weights, start, part.shape)
-            tensors[f"{PREFIX}{part.name}.weight"] = Tensor(
+            tensors[f"{PREFIX}{self._file_name(part.name)}.weight"] = Tensor(
                 part.shape[::-1], FLOAT32, lambda make=make: np.ascontiguousarray(make().T)
             )
             start += int(np.prod(part.shape))
@@ -189,11 +189,20 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         return TorchVersion(kind, self.group.put(_ordered(layout, tensors), self.group.spreads(kind).weights))
 
     def _peft_modules(self, layout: Layout) -> list[str]:
-        """Names of the adapted modules: short names if those match exactly the adapted modules, else full paths."""
+        """Names of the adapted modules: short names if those match exactly the adapted modules, else full paths.
+
+        Other parts of a multimodal model may have the same short names.
+        """
         trained = {part.name.rpartition(".")[0] for part in layout.parts}
         names = {module.rpartition(".")[2] for module in trained}
         alike = {target.module for target in self.group.facts.targets if target.module.rpartition(".")[2] in names}
-        return sorted(names if alike == trained else trained)
+        if alike == trained and not self.group.facts.nested_names:
+            return sorted(names)
+        return sorted(map(self._file_name, trained))
+
+    def _file_name(self, name: str) -> str:
+        """Name of a module or its part in files of adapters."""
+        return nested_name(name) if self.group.facts.nested_names else name
 
     def _layout(self, kind: Kind) -> Layout:
         return layout_of(self.group.facts, kind)

@@ -31,6 +31,8 @@ class ModelFacts(NamedTuple):
     """Number of consecutive ranks that compute each micro-batch together."""
     trains_whole: bool
     """True if models can be fully trained."""
+    nested_names: bool
+    """True if files of adapters have the names of a multimodal model."""
     cache_shapes: tuple[tuple[int, int, int], ...]
     """(key heads, key width, value width) of each layer; empty if the model cannot be sampled."""
     decided: WorkerMemory
@@ -54,6 +56,7 @@ class ModelFacts(NamedTuple):
             is_sharded=model.base.is_sharded,
             tile_ranks=model.tile_ranks,
             trains_whole=model.tensor_ranks.size == 1,
+            nested_names=model.nested_names,
             cache_shapes=model.cache_shapes,
             decided=decided,
         )
