@@ -240,9 +240,9 @@ def test_a_process_that_exits_is_blamed_though_the_failure_of_another_rank_is_re
     assert str(outcome.exception(BOUND_S)) == "worker of rank 1 is gone"
 
 
-@pytest.mark.parametrize(("world", "first"), [(3, 0), (2, 1)])
-def test_more_workers_than_gpus_of_the_machine_are_refused(world, first):
-    options = WorkerOptions(Path("model"), LoadOptions(), 0, first_gpu=first)
+@pytest.mark.parametrize(("world", "first", "device"), [(3, 0, None), (2, 1, None), (3, 0, "cuda")])
+def test_more_workers_than_gpus_of_the_machine_are_refused(world, first, device):
+    options = WorkerOptions(Path("model"), LoadOptions(), 0, device, first_gpu=first)
     with pytest.raises(RequestError, match=rf"num_workers={world} .*there are {2 - first} GPU\(s\) .*device=cpu"):
         check_gpus(options, world, gpus=2)
 

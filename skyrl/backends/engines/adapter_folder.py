@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
 from skyrl.backends.common.models.store import ModelFormat
@@ -23,6 +23,7 @@ from skyrl.types import LoraConfig
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.files.atomic_folders import (
     Content,
+    StoredFile,
     folder_bytes,
     inspect_folder,
     open_folder,
@@ -106,7 +107,7 @@ class AdapterFolder:
             return False
         try:
             with open_folder(self._path / name) as files:
-                return all(_sha256(file.reader) == file.sha256 for file in files)
+                return all(_sha256(file) == file.sha256 for file in files)
         except (StorageError, OSError):
             return False
 
@@ -215,8 +216,5 @@ class Exports(Generic[Version]):
         return self.folder.write(dict(self._format.pack_version(version, self.lora_of(version))))
 
 
-def _sha256(reader: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while chunk := reader.read(2**20):
-        digest.update(chunk)
-    return digest.hexdigest()
+def _sha256(file: StoredFile) -> str:
+    return hashlib.file_digest(file.reader, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]

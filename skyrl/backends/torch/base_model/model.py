@@ -242,8 +242,8 @@ class LoadedModel:
             wanted = torch.cat([self.hf(input_ids=row, use_cache=False).logits[0].float() for row in rows])
         finally:
             hook.remove()
-        own = torch.cat([self.logits(x)[0].float() for x in hidden])
-        if not _agree(wanted, own, HEAD_ROUNDING * torch.finfo(self.dtype).eps):
+        own = [self.logits(x)[0].float() for x in hidden]
+        if not own or not _agree(wanted, torch.cat(own), HEAD_ROUNDING * torch.finfo(self.dtype).eps):
             raise self._not_served(folder)
         return wanted
 

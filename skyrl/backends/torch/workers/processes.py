@@ -125,13 +125,13 @@ def check_gpus(options: WorkerOptions, world: int, gpus: int | None = None) -> N
     """Raise `RequestError` if this machine has GPUs, but not one for each rank.
 
     Args:
-        options: Options of the workers. If they name a device, ranks may share it.
+        options: Options of the workers. If they name one device, such as cuda:0, ranks may share it.
         world: Number of ranks.
         gpus: Number of GPUs of the machine; None: as detected by torch.
     """
     if gpus is None:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if options.device is None and options.first_gpu < gpus < options.first_gpu + world:
+    if options.device in (None, "cuda") and options.first_gpu < gpus < options.first_gpu + world:
         left = gpus - options.first_gpu
         raise RequestError(
             f"num_workers={world} (policy_num_gpus_per_node of trainer.placement): there are {left} GPU(s) for them on "

@@ -162,7 +162,7 @@ class RemoteWorker:
         self._worker: Worker | Exception
         try:
             if world > 1:
-                backend = "nccl" if torch.cuda.is_available() and options.device is None else "gloo"
+                backend = "nccl" if torch.cuda.is_available() and options.device in (None, "cuda") else "gloo"
                 dist.init_process_group(backend, rank=rank, world_size=world, **rendezvous)
             self._worker = Worker(options, rank, world)
         except Exception as error:
