@@ -33,6 +33,8 @@ from skyrl.utils.parent_death import die_with_parent
 from tests.backends.engines.numpy_models import MarkerModel, NumpyQwen3
 from tests.backends.engines.pretend_engine import PretendEngine, Sizes, facts_of
 
+LONGEST = 64
+"""Context length of the engine that tests share, in tokens."""
 SECRET = "a secret of this test"
 ROOT = Path(__file__).parents[3]
 

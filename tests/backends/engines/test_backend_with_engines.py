@@ -31,23 +31,10 @@ from skyrl.types import (
     SamplingOptions,
     SamplingParams,
 )
-from tests.backends.engines.engine_server import SECRET, EngineProcess, engine_process
-from tests.live import make_tiny_model
+from tests.backends.engines.engine_server import LONGEST, SECRET, EngineProcess, engine_process
 
-LONGEST = 64
 PROMPT = np.asarray([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
 CLOSE = 2e-3
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def process(model) -> Iterator[EngineProcess]:
-    with engine_process(model, base=str(model), max_loras=2, longest=LONGEST) as process:
-        yield process
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,21 +11,9 @@ from skyrl.backends.operations import ForwardBackward, Publish
 from skyrl.backends.torch import TorchBackend
 from skyrl.errors import RequestError
 from skyrl.types import Datum, Result, SampleOutput
-from tests.backends.engines.engine_server import EngineProcess, engine_process
-from tests.backends.engines.test_backend_with_engines import LONGEST, check, done, opened, sample, train
-from tests.live import make_tiny_model
+from tests.backends.engines.engine_server import EngineProcess
+from tests.backends.engines.test_backend_with_engines import check, done, opened, sample, train
 from tests.waiting import BOUND_S
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def process(model):
-    with engine_process(model, base=str(model), max_loras=2, longest=LONGEST) as process:
-        yield process
 
 
 def publish(backend: TorchBackend, *names: str) -> None:

@@ -1,28 +1,15 @@
 """Adapters whose files are removed or damaged: engines get them again from the version in memory."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from skyrl.backends.engines.adapter_folder import AdapterFolder
 from skyrl.backends.operations import Publish
-from tests.backends.engines.engine_server import EngineProcess, engine_process
 from tests.backends.engines.marked import write_marker
-from tests.backends.engines.test_backend_with_engines import LONGEST, check, done, opened, sample, train
-from tests.live import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def process(model) -> Iterator[EngineProcess]:
-    with engine_process(model, base=str(model), max_loras=2, longest=LONGEST) as process:
-        yield process
+from tests.backends.engines.test_backend_with_engines import check, done, opened, sample, train
 
 
 def newest(folder: Path) -> Path:

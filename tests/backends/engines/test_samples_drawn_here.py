@@ -1,7 +1,6 @@
 """Samples that engines do not draw, though one could: the backend's own sampler draws them, from the right version."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,10 @@ from skyrl.backends.engines import fleet as fleet_module
 from skyrl.backends.operations import Publish
 from skyrl.backends.torch import TorchBackend
 from skyrl.types import ErrorResponse, Origin, SamplingOptions
-from tests.backends.engines.engine_server import EngineProcess, engine_process
-from tests.backends.engines.test_backend_with_engines import LONGEST, check, done, opened, sample, train
-from tests.live import make_tiny_model
+from tests.backends.engines.test_backend_with_engines import check, done, opened, sample, train
 
 UNDRAWABLE = {"options": SamplingOptions(min_tokens=1, stop_token_ids=tuple(range(40)))}
 """More stop tokens than our own sampler can suppress. Engines can."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def process(model) -> Iterator[EngineProcess]:
-    with engine_process(model, base=str(model), max_loras=2, longest=LONGEST) as process:
-        yield process
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ from skyrl.backends.operations import Publish
 from skyrl.backends.torch import TorchBackend
 from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import SampleOutput
-from tests.backends.engines.engine_server import engine_process
+from tests.backends.engines.engine_server import LONGEST, engine_process
 from tests.backends.engines.test_backend_with_engines import (
     CLOSE,
-    LONGEST,
     done,
     opened,
     sample,
