@@ -100,7 +100,8 @@ def test_critics_learn_as_on_one_worker(backends, tmp_path):
         for x in DATA
     ]
     critic = values, ValueObjective(value_clip=0.2), True
-    assert_equal(learned(pair, ADAPTER, tmp_path / "a", *critic), learned(alone, ADAPTER, tmp_path / "b", *critic))
+    found, wanted = (learned(one, ADAPTER, tmp_path / name, *critic) for one, name in ((pair, "a"), (alone, "b")))
+    assert_equal(found, wanted, precision=2e-5)  # olmo2: 1.2e-5 in a moment
 
 
 def test_rows_of_two_adapters_and_the_base_model_are_sampled_as_on_one_worker(backends, tmp_path):
