@@ -557,7 +557,7 @@ def describe(error: ValidationError, origins: Mapping[str, str] | None = None, k
 
     Args:
         error: Validation error of a configuration.
-        origins: Names of options as the user wrote them.
+        origins: Name of each option as the user wrote it (a flag, a variable), by path of the field.
         known: Names of options, from which to suggest a correction of an unknown one.
     """
     problems = []

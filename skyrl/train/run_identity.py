@@ -9,7 +9,7 @@ from skyrl.train.config import SkyRLLoraConfig, SkyRLTrainConfig
 
 
 class Fields(NamedTuple):
-    """Names of a run's settings in messages; those of RL by default."""
+    """Names by which error messages call the settings of a run. Defaults: the names of RL runs."""
 
     ckpt_path: str = "trainer.ckpt_path"
     own_folder: str = "trainer.run_name or a trainer.ckpt_path"

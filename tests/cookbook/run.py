@@ -1,10 +1,10 @@
 """Runs recipes of tinker-cookbook, as they are, against a live server, and reads in their own metrics what they learnt.
 
-Run: `python -m tests.cookbook.run [RECIPE ...]` in the project's folder; `make cookbook` does. `--backend` is that of
-`skyrl serve`. Needs no network once the environment is made. Writes `build/cookbook.json`, for the table in
-docs/compatibility.md. Exits with status 1 if a recipe fails, if its loss does not fall or its reward does not rise, if
-the server logged an error, or if a file of the cookbook is not the one of its wheel. That it can fail is shown by
-`--option learning_rate=0`, with which every recipe must whose metric has to change.
+Run: `python -m tests.cookbook.run [RECIPE ...]` in the project's folder; `make cookbook` does. `--backend` and
+`--backend-config` are those of `skyrl serve`. Needs no network once the environment is made. Writes
+`build/cookbook.json`, for the table in docs/compatibility.md. Exits with status 1 if a recipe fails, if its loss does
+not fall or its reward does not rise, if the server logged an error, or if a file of the cookbook is not the one of its
+wheel. That it can fail is shown by `--option learning_rate=0`: every recipe whose metric has to change must fail.
 """
 
 import argparse
@@ -247,6 +247,7 @@ def main() -> int:
         "--prepared", type=Path, help="a folder that prepare.py made before; copied, so it stays as it is"
     )
     parser.add_argument("--backend", help="of the server; jax if none is given")
+    parser.add_argument("--backend-config", metavar="JSON", help="options of the backend")
     parser.add_argument("--torch", default=TORCH, help="what pip calls the torch to install")
     parser.add_argument("--out", type=Path, default=Path("build/cookbook.json"))
     arguments = parser.parse_args()
@@ -268,9 +269,8 @@ def main() -> int:
         else:
             subprocess.run([str(python), str(PREPARE), "--out", str(work)], check=True, env=variables())
         prepared = time.monotonic()
-        options = {"model-aliases": f"{MODEL},{TEACHER}"} | (
-            {"backend": arguments.backend} if arguments.backend else {}
-        )
+        given = {"backend": arguments.backend, "backend-config": arguments.backend_config}
+        options = {"model-aliases": f"{MODEL},{TEACHER}"} | {name: value for name, value in given.items() if value}
         with LocalServer(Path(name) / "server", str(work / MODEL), options) as server:
             results = Runner(python, work, server.url, overridden).run_all(chosen)
             errors = errors_of(server)

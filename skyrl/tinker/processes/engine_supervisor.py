@@ -106,7 +106,7 @@ class EngineSupervisor:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the first engine and supervise it in the background. Returns at once; `Ready` arrives as a frame."""
+        """Start the first engine and supervise it in the background. Returns at once. `Ready` arrives as a message later."""
         self._task = asyncio.create_task(self._supervise(), name="engine supervisor")
         self._task.add_done_callback(self._supervision_ended)
 

@@ -67,7 +67,7 @@ class Checkpoint(BaseModel):
 
 
 class CheckpointsListResponse(BaseModel):
-    """`checkpoints` and `training_runs/{run_id}/checkpoints`, newest first."""
+    """Response of `checkpoints` and of `training_runs/{run_id}/checkpoints`. Newest checkpoints first."""
 
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
@@ -91,7 +91,7 @@ class TrainingRun(BaseModel):
 
 
 class TrainingRunsResponse(BaseModel):
-    """`training_runs`, newest first."""
+    """Response of `training_runs`. Newest runs first."""
 
     training_runs: list[TrainingRun]
     cursor: Cursor
@@ -201,7 +201,7 @@ class ExternalWeightsUrlsResponse(BaseModel):
 
 
 class ListSessionsResponse(BaseModel):
-    """`sessions`, newest first."""
+    """Response of `sessions`. Newest sessions first."""
 
     sessions: list[str]
 

@@ -160,7 +160,7 @@ class Rollouts:
 
 
 def _ending_at(params: SamplingParams, token: int | None) -> SamplingParams:
-    """Add a token that ends a response to the parameters."""
+    """Return the parameters with one more stop token. None: unchanged."""
     if token is None:
         return params
     more = params.additional_kwargs or {}

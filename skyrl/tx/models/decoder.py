@@ -38,7 +38,7 @@ Caches = dict[str, list[Cached]]
 
 
 class Decoder(ModelForCausalLM):
-    """Model of a configuration with a registered family."""
+    """Decoder-only language model of any registered family, built from its configuration."""
 
     def __init__(self, config: "ModelConfig", *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config, self.design = config, design_of(config)

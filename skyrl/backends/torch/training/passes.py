@@ -40,9 +40,9 @@ def run_tile(
 
     Args:
         model: The base model.
-        weights: Weights of the model; None: the base model.
-        tile: The tile; its sequences begin at the first cell.
-        objective: None: a loss of the protocol, which the tile names.
+        weights: Trained weights to compute with, an adapter or all weights. None: the base model alone.
+        tile: The tile. Its sequences start at position 0, without padding before them.
+        objective: Objective to compute. None: the loss that the tile names.
         forward_only: True for a pass without gradients.
         scoring: As in `token_scores`.
         idle: If True, this rank only takes part in collectives, with zero gradients.
