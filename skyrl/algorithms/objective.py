@@ -170,7 +170,7 @@ def policy_objective(options: Mapping[str, Any], on_policy: bool = False) -> Pol
     """Return the objective for the algorithm's options.
 
     Args:
-        options: `trainer.algorithm` as a mapping with its sections as nested mappings: `policy_loss_type` and its
+        options: `trainer.algorithm` as a mapping, with nested mappings as sections. Used: `policy_loss_type` and its
             settings, `use_kl_loss`, `kl_loss_coef`, `kl_estimator_type`, `use_entropy_loss`, `entropy_loss_coef`.
         on_policy: See `PolicyObjective.on_policy`.
 

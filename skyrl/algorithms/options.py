@@ -17,7 +17,7 @@ def pick_options(
 
     Args:
         function: Function of an algorithm.
-        options: The algorithm's configuration as a mapping with its sections as nested mappings.
+        options: The algorithm's configuration as a mapping, with nested mappings as sections.
         section: Name of the section of this algorithm.
 
     Raises ValueError if an argument without a default is missing in the options.

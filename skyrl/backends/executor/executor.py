@@ -288,8 +288,8 @@ class Executor(AbstractBackend):
     def sleep(self, phase: Phase) -> Future[Any] | None:
         """Release the device memory of a phase, which has no work in flight.
 
-        This method and the next three are called only if training and sampling share devices (`phases`). At first both
-        phases are asleep and the sampler is paused. If a method returns a future, the executor waits for it.
+        This method and the next three are called only if `_phases` is set: training and sampling share devices. At
+        first both phases are asleep and the sampler is paused. If a method returns a future, the executor waits for it.
         """
 
     def wake(self, phase: Phase) -> Future[Any] | None:

@@ -222,7 +222,7 @@ def upload_of(claims: dict[str, Any]) -> Upload:
 
 
 def _limits(info: BackendInfo) -> dict[str, int]:
-    """Maximum size of each file in bytes: the largest adapter in float32, and copies of vocabulary weights."""
+    """Maximum bytes of each file by name. Weights: the largest adapter in float32 plus copies of vocabulary weights."""
     numbers = most_numbers(info.adaptable, info.max_lora_rank)
     projections = (features for features in info.adaptable.values() if features.group == "unembed")
     numbers += MOST_COPIES * sum(features.inner * features.outer for features in projections)

@@ -60,7 +60,7 @@ class EngineSupervisor:
         on_frame: Called on the loop with every frame of the engine.
         on_crash: Called with the reason when an engine exits unexpectedly; its running work is lost.
         on_failure: Called once, with a message for the user who started the server, if no engine can be started.
-            With `again=True`, another API process may succeed.
+            If `again` is True, only this API process may have the problem, and a new one may succeed.
         first: Process of the first engine, if it was started already.
         again: True if an engine with this configuration was ready before. Failures to start then count as
             temporary, and the supervisor retries without limit.
@@ -106,7 +106,7 @@ class EngineSupervisor:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the first engine and supervise it in the background. Returns at once. `Ready` arrives as a message later."""
+        """Start the first engine and supervise it in the background. Returns at once; `on_frame` gets `Ready` later."""
         self._task = asyncio.create_task(self._supervise(), name="engine supervisor")
         self._task.add_done_callback(self._supervision_ended)
 

@@ -178,7 +178,7 @@ class SampleQueue:
         return schemas.RetrieveFuturesResponse(completions=ends, cursor=completions.cursor)
 
     def cancel(self, request_id: str, caller: Caller) -> None:
-        """Drop a pending sample on behalf of its client. Other requests are ignored."""
+        """Drop a pending sample of the caller. Does nothing if the request is not one."""
         future = self._futures.get(request_id)
         if future is None or not caller.may_touch(future.tenant) or request_id not in self._pending:
             return

@@ -44,7 +44,7 @@ PACKED_BYTES = 8
 
 
 def address_of(body: bytes, whole: bool = True) -> bytes:
-    """Extract the address fields of a request, encoded as a request. Raises `DecodeError` if the body is not protobuf.
+    """Return an encoded request with only the address fields of `body`. Raises `DecodeError` if it is not protobuf.
 
     Args:
         body: Encoded request, or its beginning.

@@ -104,7 +104,7 @@ async def check_environments(config: SkyRLTrainConfig, prompts: Sequence[Prompt]
 def _reference_loader(
     config: SkyRLTrainConfig, strategy: Strategy, tokenizer: ChatTokenizer
 ) -> Callable[[], AbstractContextManager[Models]]:
-    """Return the loader of a reference that is a different model, with the policy's tokenizer and sequence lengths.
+    """Return the loader of a reference model other than the policy's. It gets the policy's tokenizer and lengths.
 
     Raises ConfigError for an incompatible model.
     """

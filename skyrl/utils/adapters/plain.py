@@ -109,7 +109,7 @@ def _positive(name: str, value: Any, is_rank: bool, where: object) -> float:
 
 
 def _check_patterns(config: Mapping[str, Any], where: object) -> None:
-    """Raise RequestError unless patterns are names or simple regular expressions, with positive numbers."""
+    """Raise RequestError unless each pattern is a name or a simple regular expression, with a positive number."""
     for option in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(option) or {}
         if not isinstance(pattern, dict):

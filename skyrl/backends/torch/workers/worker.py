@@ -304,13 +304,13 @@ class Worker:
         after: tuple[int, int, int],
         scalars: AdamScalars,
     ) -> float:
-        """Take an AdamW step. Returns the global norm of the divided gradients.
+        """Take an AdamW step. Returns the global gradient norm, after division by `scalars.gradient_divisor`.
 
         Args:
             size: Number of parameters of the model.
             spread: Placement of its weights.
-            before: Weights, gradient sums (None: zero), first and second moments.
-            after: New weights, first and second moments.
+            before: Handles of the buffers of weights, gradient sums (None: zero), first and second moments.
+            after: Handles of the buffers for new weights, first and second moments.
             scalars: Hyperparameters.
         """
         if spread == "by_parameter":
@@ -337,8 +337,8 @@ class Worker:
 
         Args:
             shapes: Shapes of its matrices.
-            before: Weights, gradient sums (None: zero) and momentum.
-            after: New weights and momentum.
+            before: Handles of the buffers of weights, gradient sums (None: zero) and momentum.
+            after: Handles of the buffers for new weights and momentum.
             scalars: Hyperparameters.
         """
         weights, sums, momentum = before
