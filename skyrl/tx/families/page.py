@@ -27,8 +27,9 @@ and exported as a text model; images are rejected.
 
 **LongRoPE** has one set of factors per server or run, as in vLLM: `long_factor` for sequences of all lengths if
 `max_context_length` is above `original_max_position_embeddings`, and `short_factor` otherwise. transformers chooses by
-the length of each sequence, so its results differ for short sequences of a server for long ones. The server logs a
-line when it loads such a model. For `short_factor`, set `max_context_length` to at most the original length.
+the length of each sequence. If a server uses `long_factor`, its results for short sequences therefore differ from those
+of transformers. The server logs a line when it loads such a model. For `short_factor`, set `max_context_length` to at
+most the original length.
 
 **Loading** reads one tensor at a time. On a CPU, it needs the memory of the loaded model and of its largest tensor.
 On an accelerator, the host needs the memory of one parameter, stacked over all layers.
@@ -44,14 +45,15 @@ family have connectors between several residual streams.
 **Routing.** A token has the same experts in training and sampling if the gap of its router scores is above
 {float32:g} with a float32 base model, or above {bfloat16:g} with a bfloat16 one (`benchmarks/bench_routing.py` counts
 the remaining tokens). The gap is the difference between the last chosen expert, or group of experts, and the first
-one that is not chosen; scores are softmax probabilities, or sigmoids with the router's correction bias. The bounds do
-not cover the effects of a token that is routed differently on later layers and on later tokens of its sequence.
+one that is not chosen; scores are softmax probabilities, or sigmoids with the router's correction bias. A token that is
+routed differently also affects later layers and later tokens of its sequence. The bounds do not cover these effects.
 
 **Layers that predict tokens further ahead**, in DeepSeek-V3 and Qwen3.5, are skipped on loading.
 
 **PEFT with experts.** PEFT fuses the gate and up projections of experts into one weight, so an adapter of rank r
-has rank 2r on it. It would skip shared experts and dense layers; the exported `adapter_config.json` therefore lists
-them in `target_parameters`. `skyrl adapter convert` also writes [PEFT's fused form](adapters.md#experts).
+has rank 2r on this weight. From the names in `target_modules`, PEFT would adapt only the fused experts, and skip shared
+experts and dense layers; the exported `adapter_config.json` therefore lists these in `target_parameters`.
+`skyrl adapter convert` also writes [PEFT's fused form](adapters.md#experts).
 
 **Gated DeltaNet layers** (Qwen3.5) keep a fixed-size recurrent state per sequence. A prompt needs one state, and each
 of its samples needs another. The number of states is at most twice the number of sequences decoded at once. States
