@@ -230,4 +230,37 @@ ENGINE_DEFECTS = [
         ],
         [BACKEND + "test_adapters_that_an_engine_lacks_are_sampled_here[ignored]"],
     ),
+    Defect(
+        "EN22",
+        "a sample is not tried elsewhere although one engine rejects it",
+        [Edit(ENGINES + "router.py", "self.name not in ticket.refused and ticket", "not ticket.refused and ticket")],
+        [FLEET + "test_a_request_that_an_engine_does_not_take_is_drawn_by_another"],
+    ),
+    Defect(
+        "EN23",
+        "turns of a conversation go to engines without their prefix",
+        [
+            Edit(
+                ENGINES + "router.py",
+                "(recent := self._recent.engine(ticket.begin)) in self._places:",
+                "(recent := None) in self._places:",
+            )
+        ],
+        [ROUTER + "test_turns_of_a_conversation_go_to_one_engine_and_conversations_to_all"],
+    ),
+    Defect(
+        "EN24",
+        "an engine whose port is taken is started on the same port again",
+        [
+            Edit(
+                ENGINES + "launcher/launcher.py",
+                "        engine.port = _free_port()\n",
+                "        engine.port = engine.port or _free_port()\n",
+            )
+        ],
+        [
+            "tests/backends/engines/test_started_engines.py"
+            "::test_an_engine_that_finds_its_port_taken_gets_another_at_its_next_start"
+        ],
+    ),
 ]
