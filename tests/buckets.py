@@ -11,9 +11,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Literal
+from uuid import uuid4
+
+import pytest
 
 from skyrl.utils.files.object_store import ObjectStore
+from skyrl.utils.locks.remote_claim import release_claims
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 START_S = 120
@@ -46,6 +51,18 @@ def s3_server() -> Iterator[str]:
 
 def make_bucket(address: str, name: str) -> None:
     urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method="PUT")).close()
+
+
+@contextmanager
+def empty_bucket(address: str, data: Path) -> Iterator[str]:
+    """URL of an empty bucket for this process and those that it starts, as a machine with the data folder `data`."""
+    name = f"bucket-{uuid4().hex}"
+    make_bucket(address, name)
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in {**environment(address), "SKYRL_DATA": str(data)}.items():
+            patch.setenv(variable, value)
+        yield f"s3://{name}"
+        release_claims()
 
 
 def environment(address: str, retry_s: float = 60) -> dict[str, str]:

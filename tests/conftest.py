@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -193,18 +192,12 @@ def s3_address() -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(s3_address, monkeypatch, tmp_path_factory) -> Iterator[str]:
+def bucket(s3_address, tmp_path_factory) -> Iterator[str]:
     """URL of an empty bucket, which this process and those that it starts can use, as a machine of its own."""
-    from skyrl.utils.locks.remote_claim import release_claims
-    from tests.buckets import environment, make_bucket
+    from tests.buckets import empty_bucket
 
-    name = f"bucket-{uuid4().hex}"
-    make_bucket(s3_address, name)
-    for variable, value in environment(s3_address).items():
-        monkeypatch.setenv(variable, value)
-    monkeypatch.setenv("SKYRL_DATA", str(tmp_path_factory.mktemp("data")))
-    yield f"s3://{name}"
-    release_claims()
+    with empty_bucket(s3_address, tmp_path_factory.mktemp("data")) as url:
+        yield url
 
 
 @pytest.fixture

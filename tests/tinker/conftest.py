@@ -7,20 +7,41 @@ import pytest
 
 from tests.tinker.engine_bench import Bench
 from tests.tinker.harness import LiveServer, wait_until_ready
+from tests.tinker.stores import Store, disk, in_bucket
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    stores = getattr(metafunc.module, "STORES", None)
+    marks = metafunc.definition.iter_markers("parametrize")
+    if stores and "store" in metafunc.fixturenames and not any(mark.args[0] == "store" for mark in marks):
+        metafunc.parametrize("store", stores, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[LiveServer]:
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """Where servers of the module save: on the disk, if it does not say more with `STORES`."""
+    if getattr(request, "param", "disk") == "disk":
+        yield disk
+        return
+    from tests.buckets import empty_bucket
+
+    with empty_bucket(request.getfixturevalue("s3_address"), tmp_path_factory.mktemp("data")) as url:
+        yield in_bucket(url)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, store: Store) -> Iterator[LiveServer]:
     """A server that the tests of a module share, each with sessions of its own."""
-    with LiveServer(tmp_path_factory.mktemp("server")) as server:
+    folder = tmp_path_factory.mktemp("server")
+    with LiveServer(folder, **store(folder)) as server:
         wait_until_ready(server)
         yield server
 
 
 @pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[LiveServer]:
+def own_server(tmp_path: Path, store: Store) -> Iterator[LiveServer]:
     """A server for one test."""
-    with LiveServer(tmp_path) as server:
+    with LiveServer(tmp_path, **store(tmp_path)) as server:
         wait_until_ready(server)
         yield server
 

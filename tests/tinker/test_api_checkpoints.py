@@ -6,6 +6,9 @@ from uuid import uuid4
 import pytest
 
 from skyrl.tinker.identity import ids
+from tests.tinker.stores import BOTH, stored_files, stored_folders
+
+STORES = BOTH
 
 
 def save(server, model: str, seq_id: int, name: str = "a", **options) -> str:
@@ -33,6 +36,12 @@ def saved(server) -> tuple[str, str]:
     return model, server.result(save(server, model, seq_id))["path"]
 
 
+def folders_of(server, model: str) -> list[str]:
+    """Names of the folders of a model's training checkpoints."""
+    names = [name.split("/") for name in stored_files(server.config)]
+    return sorted({name[2] for name in names if name[:2] == [model.replace(":", "-"), "weights"]})
+
+
 def test_save_answers_the_path(server):
     model, path = saved(server)
     assert path == f"tinker://{model}/weights/a"
@@ -40,8 +49,7 @@ def test_save_answers_the_path(server):
 
 def test_files_lie_below_the_checkpoints_folder(server):
     model, _ = saved(server)
-    folder = Path(server.config.checkpoints_base) / model.replace(":", "-") / "weights"
-    assert [entry.name for entry in folder.iterdir()] == ["a@3"]
+    assert folders_of(server, model) == ["a@3"]
 
 
 def test_load_in_place_restores_the_weights(server):
@@ -130,9 +138,8 @@ def test_save_that_lost_its_name_leaves_no_files(own_server):
     model = own_server.model()
     first, second = save(own_server, model, 1), save(own_server, model, 2)
     own_server.result(first), own_server.failure(second)
-    with_folder = own_server.folder
     own_server.__exit__()
-    assert [entry.name for entry in (with_folder / "checkpoints").glob("*/weights/*")] == ["a@1"]
+    assert stored_folders(own_server.config, "weights") == ["a@1"]
     own_server.__enter__()
 
 
@@ -155,8 +162,7 @@ def test_overwrite_replaces_the_checkpoint(server):
 def test_overwrite_removes_the_files_that_were_replaced(server):
     model, _ = saved(server)
     server.result(save(server, model, 4, overwrite=True))
-    folder = Path(server.config.checkpoints_base) / model.replace(":", "-") / "weights"
-    while len(left := [entry.name for entry in folder.iterdir()]) > 1:
+    while len(left := folders_of(server, model)) > 1:
         server.logprobs(server.model(), 1)
     assert left == ["a@4"]
 

@@ -14,9 +14,11 @@ import pytest
 from skyrl.tinker.processes.messages import Enqueue, Revive
 from tests.tinker.harness import BASE_MODEL, PROTOBUF, LiveServer, loss_request, pass_request, wait_until_ready
 from tests.tinker.in_process import InProcessServer
+from tests.tinker.stores import BOTH
 from tests.tinker.test_api_checkpoints import load, publish, save
 from tests.tinker.test_api_sampling import snapshot, trained
 
+STORES = BOTH
 REFUSED = ("custom", "cross_entropy")
 
 

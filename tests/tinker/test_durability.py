@@ -5,7 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
+from tests.tinker.stores import BOTH
 
+STORES = BOTH
 ADAM = {"learning_rate": 0.1}
 
 
@@ -138,8 +140,8 @@ def slow_unless(quick: bool, *values: object) -> object:
     ("name", "snapshots"),
     [slow_unless((name, way) in QUICK, name, way) for name in DISTURBANCES for way in SNAPSHOTS],
 )
-def test_a_disturbance_after_every_answer_changes_nothing(undisturbed, tmp_path, name, snapshots):
-    with LiveServer(tmp_path, **snapshots) as server:
+def test_a_disturbance_after_every_answer_changes_nothing(undisturbed, tmp_path, store, name, snapshots):
+    with LiveServer(tmp_path, **snapshots, **store(tmp_path)) as server:
         wait_until_ready(server)
         script = Script(server)
         while script.submit():
@@ -156,8 +158,9 @@ def test_a_disturbance_after_every_answer_changes_nothing(undisturbed, tmp_path,
         for count in (1, 3, LENGTH)
     ],
 )
-def test_a_disturbance_while_requests_are_pending_changes_nothing(undisturbed, tmp_path, name, pipelined):
-    with LiveServer(tmp_path, snapshot_every_steps=2, backend_config={"quanta_per_pass": 20}) as server:
+def test_a_disturbance_while_requests_are_pending_changes_nothing(undisturbed, tmp_path, store, name, pipelined):
+    options = {"snapshot_every_steps": 2, "backend_config": {"quanta_per_pass": 20}, **store(tmp_path)}
+    with LiveServer(tmp_path, **options) as server:
         wait_until_ready(server)
         script = Script(server)
         for disturbed in range(LENGTH // pipelined):

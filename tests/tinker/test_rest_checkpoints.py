@@ -2,20 +2,23 @@
 
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
 from skyrl.tinker.database.queries.checkpoint_rows import find_checkpoint_or_expired
 from skyrl.tinker.identity.ids import TinkerPath
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
+from tests.tinker.stores import BOTH, stored_files, stored_folders
 from tests.tinker.test_api_checkpoints import load_as_new, publish, save
+
+STORES = BOTH
 
 
 @pytest.fixture(scope="module")
-def locked(tmp_path_factory):
+def locked(tmp_path_factory, store):
     """A server with two keys."""
-    with LiveServer(tmp_path_factory.mktemp("locked"), api_keys=["tml-a", "tml-b"]) as server:
+    folder = tmp_path_factory.mktemp("locked")
+    with LiveServer(folder, api_keys=["tml-a", "tml-b"], **store(folder)) as server:
         wait_until_ready(server)
         yield server
 
@@ -86,9 +89,10 @@ def test_checkpoint_entry_says_what_was_saved(server):
 def test_size_of_a_checkpoint_is_that_of_its_files(server):
     path = saved(server)
     model, kind, _ = path.removeprefix("tinker://").split("/")
-    folder = Path(server.config.checkpoints_base) / model.replace(":", "-") / kind / "a@1"
-    files = [entry for entry in folder.iterdir() if entry.name != "manifest.json"]
-    assert listed(server, path)["size_bytes"] == sum(entry.stat().st_size for entry in files)
+    sizes = {tuple(name.split("/")): size for name, size in stored_files(server.config).items()}
+    of_this = {name[3]: size for name, size in sizes.items() if name[:3] == (model.replace(":", "-"), kind, "a@1")}
+    assert of_this.pop("manifest.json") and of_this
+    assert listed(server, path)["size_bytes"] == sum(of_this.values())
 
 
 def test_checkpoints_are_listed_newest_first_in_pages(own_server):
@@ -162,7 +166,7 @@ def test_deleted_checkpoint_is_gone_with_its_files(own_server):
     assert own_server.http.delete(url(path)).status_code == 204
     assert listed(own_server, path) is None
     assert own_server.failure(load_as_new(own_server, path))["category"] == "user"
-    assert list(Path(own_server.config.checkpoints_base).glob("*/weights/*")) == []
+    assert stored_folders(own_server.config, "weights") == []
 
 
 def test_name_of_a_deleted_checkpoint_can_be_used_again(server):

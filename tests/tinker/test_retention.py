@@ -20,8 +20,10 @@ from skyrl.tinker.processes.messages import Park
 from skyrl.utils.files.atomic_folders import write_folder
 from tests.tinker.harness import LiveServer, loss_request, wait_until_ready
 from tests.tinker.processes import ROOT, command, running
+from tests.tinker.stores import BOTH, Store, stored_folders
 from tests.waiting import BOUND_S, until
 
+STORES = BOTH
 LONG_AGO = 1000.0
 DAY_S = 24 * 3600
 
@@ -82,9 +84,18 @@ def own_server(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture
+def saving(tmp_path: Path, store: Store) -> Iterator[Server]:
+    """The same, on the disk and on S3."""
+    options = {"session_cleanup_interval_sec": -1, "ephemeral_grace_sec": 0, **store(tmp_path)}
+    with Server(tmp_path, **options) as server:
+        wait_until_ready(server)
+        yield server
+
+
 def folders(server: Server, kind: str) -> list[str]:
     """Names of what is saved of any model."""
-    return sorted(path.name for path in (server.folder / "checkpoints").glob(f"*/{kind}/*"))
+    return stored_folders(server.config, kind)
 
 
 def session_of(model: str) -> str:
@@ -217,14 +228,14 @@ def test_custom_losses_stay_while_a_request_of_their_session_is_logged(own_serve
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def test_expired_checkpoint_goes_with_its_files(own_server):
-    model = own_server.model()
-    path = own_server.save(model, 1, "a")
-    own_server.save(model, 2, "b")
-    own_server.sql("UPDATE checkpoints SET expires_at = ? WHERE name = 'a'", LONG_AGO)
-    assert f"expired checkpoint {path}" in own_server.collect()
-    assert folders(own_server, "weights") == ["b@2"]
-    assert own_server.sql("SELECT name FROM checkpoints") == [("b",)]
+def test_expired_checkpoint_goes_with_its_files(saving):
+    model = saving.model()
+    path = saving.save(model, 1, "a")
+    saving.save(model, 2, "b")
+    saving.sql("UPDATE checkpoints SET expires_at = ? WHERE name = 'a'", LONG_AGO)
+    assert f"expired checkpoint {path}" in saving.collect()
+    assert folders(saving, "weights") == ["b@2"]
+    assert saving.sql("SELECT name FROM checkpoints") == [("b",)]
 
 
 def put_load(server: Server, model: str, folder: str) -> None:
@@ -237,32 +248,32 @@ def put_load(server: Server, model: str, folder: str) -> None:
     )
 
 
-def test_checkpoint_that_a_revival_would_load_again_outlives_its_time(own_server):
-    model = own_server.model()
-    own_server.save(model, 1, "a")
-    [(folder,)] = own_server.sql("SELECT folder FROM checkpoints")
-    own_server.sql("UPDATE checkpoints SET expires_at = ?", LONG_AGO)
-    put_load(own_server, model, folder)
-    own_server.collect()
-    assert folders(own_server, "weights") == ["a@1"]
-    own_server.sql("UPDATE models SET snapshot_seq_id = 9")
-    own_server.collect()
-    assert folders(own_server, "weights") == []
+def test_checkpoint_that_a_revival_would_load_again_outlives_its_time(saving):
+    model = saving.model()
+    saving.save(model, 1, "a")
+    [(folder,)] = saving.sql("SELECT folder FROM checkpoints")
+    saving.sql("UPDATE checkpoints SET expires_at = ?", LONG_AGO)
+    put_load(saving, model, folder)
+    saving.collect()
+    assert folders(saving, "weights") == ["a@1"]
+    saving.sql("UPDATE models SET snapshot_seq_id = 9")
+    saving.collect()
+    assert folders(saving, "weights") == []
 
 
-def test_sampler_of_an_expired_checkpoint_says_so(own_server):
-    model = own_server.model()
+def test_sampler_of_an_expired_checkpoint_says_so(saving):
+    model = saving.model()
     body = {"model_id": model, "seq_id": 1, "path": "a"}
-    path = own_server.run("/save_weights_for_sampler", body)["path"]
-    sampler = own_server.sampler(session_of(model), 1, model_path=path)
-    own_server.sample(sampler, 1)
-    own_server.sql("UPDATE checkpoints SET expires_at = ?", LONG_AGO)
-    own_server.collect()
-    assert f"{path} was deleted or has expired" in failure_of_sample(own_server, sampler, 2)
+    path = saving.run("/save_weights_for_sampler", body)["path"]
+    sampler = saving.sampler(session_of(model), 1, model_path=path)
+    saving.sample(sampler, 1)
+    saving.sql("UPDATE checkpoints SET expires_at = ?", LONG_AGO)
+    saving.collect()
+    assert f"{path} was deleted or has expired" in failure_of_sample(saving, sampler, 2)
 
 
-def test_only_the_newest_checkpoints_of_each_kind_are_kept_and_public_ones(tmp_path):
-    with Server(tmp_path, session_cleanup_interval_sec=-1, keep_last_checkpoints=2) as server:
+def test_only_the_newest_checkpoints_of_each_kind_are_kept_and_public_ones(tmp_path, store):
+    with Server(tmp_path, session_cleanup_interval_sec=-1, keep_last_checkpoints=2, **store(tmp_path)) as server:
         wait_until_ready(server)
         model, other = server.model(), server.model()
         for seq_id, name in enumerate("abcd", 1):
@@ -278,28 +289,28 @@ def test_only_the_newest_checkpoints_of_each_kind_are_kept_and_public_ones(tmp_p
 # -- versions without a name ------------------------------------------------------------------------------------------
 
 
-def test_version_of_a_running_session_stays(own_server):
-    sampler = own_server.publish(own_server.model(), 1)
-    own_server.collect()
-    assert own_server.sample(sampler, 1)
+def test_version_of_a_running_session_stays(saving):
+    sampler = saving.publish(saving.model(), 1)
+    saving.collect()
+    assert saving.sample(sampler, 1)
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "inflight"])
-def test_version_goes_when_its_session_has_ended_and_its_sampler_says_so(own_server, kind):
-    model = own_server.model()
-    sampler = own_server.publish(model, 1, kind=kind)
-    own_server.sample(sampler, 1)
-    own_server.written()
-    own_server.sql("UPDATE sessions SET finished_at = ?", time.time() - 10)
-    own_server.collect()
-    assert folders(own_server, "ephemeral") == [] and own_server.sql("SELECT * FROM versions") == []
-    own_server.sql("UPDATE sessions SET finished_at = NULL")  # else the session's end is what a sample is told
-    own_server.app.state.server.service.directory.forget(session_of(model))
-    assert "kept for 0 seconds after their session" in failure_of_sample(own_server, sampler, 2)
+def test_version_goes_when_its_session_has_ended_and_its_sampler_says_so(saving, kind):
+    model = saving.model()
+    sampler = saving.publish(model, 1, kind=kind)
+    saving.sample(sampler, 1)
+    saving.written()
+    saving.sql("UPDATE sessions SET finished_at = ?", time.time() - 10)
+    saving.collect()
+    assert folders(saving, "ephemeral") == [] and saving.sql("SELECT * FROM versions") == []
+    saving.sql("UPDATE sessions SET finished_at = NULL")  # else the session's end is what a sample is told
+    saving.app.state.server.service.directory.forget(session_of(model))
+    assert "kept for 0 seconds after their session" in failure_of_sample(saving, sampler, 2)
 
 
-def test_version_stays_for_the_grace_period(tmp_path):
-    with Server(tmp_path, session_cleanup_interval_sec=-1, ephemeral_grace_sec=3600) as server:
+def test_version_stays_for_the_grace_period(tmp_path, store):
+    with Server(tmp_path, session_cleanup_interval_sec=-1, ephemeral_grace_sec=3600, **store(tmp_path)) as server:
         wait_until_ready(server)
         model = server.model()
         server.publish(model, 1)
@@ -309,17 +320,17 @@ def test_version_stays_for_the_grace_period(tmp_path):
         assert folders(server, "ephemeral") == ["1"]
 
 
-def test_version_of_a_session_that_was_silent_for_a_day_goes_unless_the_server_was_down(own_server):
-    model = own_server.model()
-    own_server.publish(model, 1)
-    own_server.written()
-    own_server.collect()  # what was heard of until now is stored
-    own_server.sql("UPDATE sessions SET created_at = ?, last_seen_at = ?", LONG_AGO, LONG_AGO)
-    own_server.collect()
-    assert folders(own_server, "ephemeral") == ["1"]
-    own_server.listens_since(time.time() - 2 * DAY_S)
-    own_server.collect()
-    assert folders(own_server, "ephemeral") == []
+def test_version_of_a_session_that_was_silent_for_a_day_goes_unless_the_server_was_down(saving):
+    model = saving.model()
+    saving.publish(model, 1)
+    saving.written()
+    saving.collect()  # what was heard of until now is stored
+    saving.sql("UPDATE sessions SET created_at = ?, last_seen_at = ?", LONG_AGO, LONG_AGO)
+    saving.collect()
+    assert folders(saving, "ephemeral") == ["1"]
+    saving.listens_since(time.time() - 2 * DAY_S)
+    saving.collect()
+    assert folders(saving, "ephemeral") == []
 
 
 def test_a_machine_that_slept_for_a_day_does_not_take_that_for_silence(own_server):
@@ -345,37 +356,37 @@ def test_session_that_was_heard_of_a_moment_ago_is_not_taken_for_silent(own_serv
     assert folders(own_server, "ephemeral") == ["1"]
 
 
-def test_inflight_version_goes_when_a_newer_one_has_replaced_it(own_server):
-    model = own_server.model()
-    sampler = own_server.publish(model, 1, kind="inflight")
-    own_server.publish(model, 2, number=2, kind="inflight")
-    own_server.written()
-    own_server.collect()
-    assert folders(own_server, "ephemeral") == ["2"]
-    assert own_server.sample(sampler, 1)
+def test_inflight_version_goes_when_a_newer_one_has_replaced_it(saving):
+    model = saving.model()
+    sampler = saving.publish(model, 1, kind="inflight")
+    saving.publish(model, 2, number=2, kind="inflight")
+    saving.written()
+    saving.collect()
+    assert folders(saving, "ephemeral") == ["2"]
+    assert saving.sample(sampler, 1)
 
 
 # -- sessions, snapshots, files without a name ------------------------------------------------------------------------
 
 
-def test_rows_of_a_session_that_ended_long_ago_go_but_for_its_checkpoint_and_what_that_is_of(own_server):
-    gone, kept = own_server.model(), own_server.model()
-    own_server.train(gone, 1)
-    own_server.save(kept, 1, "a")
-    own_server.sql("UPDATE sessions SET finished_at = ?", LONG_AGO)
-    own_server.everything_later()
-    own_server.collect()
-    assert own_server.sql("SELECT session_id FROM sessions") == [(session_of(kept),)]
-    assert own_server.sql("SELECT model_id FROM models") == [(kept,)]
-    assert own_server.sql("SELECT model_id FROM requests") == []
-    assert own_server.http.get(f"/training_runs/{gone}").status_code == 404
+def test_rows_of_a_session_that_ended_long_ago_go_but_for_its_checkpoint_and_what_that_is_of(saving):
+    gone, kept = saving.model(), saving.model()
+    saving.train(gone, 1)
+    saving.save(kept, 1, "a")
+    saving.sql("UPDATE sessions SET finished_at = ?", LONG_AGO)
+    saving.everything_later()
+    saving.collect()
+    assert saving.sql("SELECT session_id FROM sessions") == [(session_of(kept),)]
+    assert saving.sql("SELECT model_id FROM models") == [(kept,)]
+    assert saving.sql("SELECT model_id FROM requests") == []
+    assert saving.http.get(f"/training_runs/{gone}").status_code == 404
 
 
 @pytest.fixture
-def silent(tmp_path: Path) -> Iterator[tuple[Server, str, str]]:
+def silent(tmp_path: Path, store: Store) -> Iterator[tuple[Server, str, str]]:
     """(server, model with a snapshot and a checkpoint, path of that); its session was not finished."""
     options = {"session_cleanup_interval_sec": -1, "ephemeral_grace_sec": 0, "snapshot_every_steps": 1}
-    with Server(tmp_path, **options) as server:
+    with Server(tmp_path, **options, **store(tmp_path)) as server:
         wait_until_ready(server)
         model = server.model()
         seq_id = server.train(model, 1)
@@ -589,17 +600,18 @@ def test_snapshot_of_an_unloaded_model_goes(own_server):
     assert not path.exists() and own_server.sql("SELECT snapshot_folder FROM models") == [(None,)]
 
 
-def test_snapshot_of_a_finished_session_goes_and_its_checkpoint_stays(tmp_path):
-    with Server(tmp_path, session_cleanup_interval_sec=-1, ephemeral_grace_sec=0, snapshot_every_steps=1) as server:
+def test_snapshot_of_a_finished_session_goes_and_its_checkpoint_stays(tmp_path, store):
+    options = {"session_cleanup_interval_sec": -1, "ephemeral_grace_sec": 0, "snapshot_every_steps": 1}
+    with Server(tmp_path, **options, **store(tmp_path)) as server:
         wait_until_ready(server)
         model = server.model()
         server.save(model, server.train(model, 1), "a")
-        (snapshot,) = server.snapshots()
+        server.snapshots()
         server.finish(session_of(model))
         server.sql("UPDATE sessions SET finished_at = ?", LONG_AGO)
         server.everything_later()
         server.collect()
-        assert not (tmp_path / "checkpoints" / snapshot).exists()
+        assert folders(server, "snapshots") == []
         assert server.sql("SELECT snapshot_folder, snapshot_bytes FROM models") == [(None, None)]
         assert server.sql("SELECT request_id FROM requests WHERE length(body) > 0") == []
         assert server.http.get(f"/training_runs/{model}/checkpoints").json()["checkpoints"]
@@ -607,23 +619,23 @@ def test_snapshot_of_a_finished_session_goes_and_its_checkpoint_stays(tmp_path):
 
 @pytest.mark.parametrize(("finished", "loaded", "stays"), [(1, 0, False), (0, 0, True), (1, 1, True)])
 def test_overwritten_checkpoint_goes_when_no_running_session_samples_it_and_no_revival_would_load_it(
-    own_server, finished, loaded, stays
+    saving, finished, loaded, stays
 ):
-    model = own_server.model()
-    samples = own_server.session()
-    path = own_server.run("/save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"})["path"]
-    sampler = own_server.sampler(samples, 0, model_path=path)
-    own_server.sample(sampler, 1)
-    [(folder,)] = own_server.sql("SELECT folder FROM checkpoints")
-    own_server.sql("UPDATE checkpoints SET version = 'other', folder = 'other'")  # as a later save of that name does
+    model = saving.model()
+    samples = saving.session()
+    path = saving.run("/save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"})["path"]
+    sampler = saving.sampler(samples, 0, model_path=path)
+    saving.sample(sampler, 1)
+    [(folder,)] = saving.sql("SELECT folder FROM checkpoints")
+    saving.sql("UPDATE checkpoints SET version = 'other', folder = 'other'")  # as a later save of that name does
     if loaded:
-        put_load(own_server, model, folder)
+        put_load(saving, model, folder)
     if finished:
-        own_server.finish(samples)
-        own_server.sql("UPDATE sessions SET finished_at = ? WHERE session_id = ?", time.time() - DAY_S, samples)
-    own_server.collect()
-    assert (own_server.folder / "checkpoints" / folder).exists() == stays
-    assert own_server.sql("SELECT folder FROM samplers") == [(folder if stays else None,)]
+        saving.finish(samples)
+        saving.sql("UPDATE sessions SET finished_at = ? WHERE session_id = ?", time.time() - DAY_S, samples)
+    saving.collect()
+    assert bool(folders(saving, "sampler_weights")) == stays
+    assert saving.sql("SELECT folder FROM samplers") == [(folder if stays else None,)]
 
 
 def test_space_in_the_database_is_given_back(own_server):
