@@ -3,7 +3,7 @@
     cli          the commands: serve, train, demo, ...
     demos        the demos of `make demo` and `make demo-rl`
     tinker       the server                     train   the trainers; neither imports the other
-    backends     their common backend interface, and its implementations
+    backends     the backend interface that server and trainers share, and its implementations
     tx           models in JAX                  algorithms   losses, advantages, filters      envs   environments
     types, errors, utils                        no jax, no torch
 

@@ -2,8 +2,8 @@
 
 A `RequestError` is reported to the client verbatim, so its message names the field, its value, the rule and a way out.
 A `ConfigError` is the counterpart for a configuration. All other exceptions are internal errors: the client gets
-"internal error (request ...)", and the log has the traceback. `BackendLost` is not caused by a request; it ends the
-process.
+"internal error (request ...)", and the log has the traceback. `BackendLost` reports a failure of the backend itself,
+not of one request; it ends the process.
 """
 
 
@@ -32,8 +32,8 @@ class BackendLost(Exception):
 
     Args:
         message: The lost part of the backend and the reason.
-        request_ids: Requests that the lost part was computing, which may still be the cause. None: all running
-            requests.
+        request_ids: Requests that the lost part was computing. One of them may still be the cause of the failure.
+            None: all running requests.
     """
 
     def __init__(self, message: str, request_ids: tuple[str, ...] | None = None):

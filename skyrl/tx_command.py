@@ -21,13 +21,13 @@ from skyrl.utils.spelling import did_you_mean
 from skyrl.utils.subcommands import Command, print_version, run_program
 
 EXPORTS = "export"
-"""Name of the folder of exports in --output-dir."""
+"""Name of the subfolder of --output-dir for exports."""
 BETAS = {"b1": 0.9, "b2": 0.999}
-"""Arguments of `optax.adamw` for `optimizer_config.adam_betas`, with their defaults."""
+"""Arguments of `optax.adamw` that become `optimizer_config.adam_betas`, with optax's defaults."""
 FIXED = {"eps": 1e-8, "eps_root": 0.0, "mu_dtype": None, "mask": None, "nesterov": False}
-"""Other arguments of `optax.adamw`, with their only supported values."""
+"""Other arguments of `optax.adamw`. For each, only this value is supported."""
 TRACKER_ARGS = {"project": "project_name", "name": "run_name"}
-"""Fields by the arguments of `wandb.init`."""
+"""Arguments of `wandb.init`, and the trainer's fields that they set."""
 
 
 def train(argv: Sequence[str]) -> int:
@@ -134,7 +134,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _overrides(given: argparse.Namespace) -> Iterator[str]:
-    """Yield the fields of the trainer's configuration as `key.path=value`. Raises ConfigError."""
+    """Yield the fields of the trainer's configuration as `key.path=value`. Raises ConfigError for unusable options."""
     if given.tp_size != 1:
         raise ConfigError(
             f"--tp-size {given.tp_size}: tensor parallelism is not served, a model is trained on one device; leave "
@@ -177,7 +177,7 @@ def _overrides(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _source(dataset: str, split: str | None) -> str:
-    """Return the data set with its split, as the trainer names it."""
+    """Return the data set in the trainer's form: `dataset`, or `dataset:split`."""
     if split is None:
         return dataset
     if is_file(dataset) and not OF_A_FILE.fullmatch(split):
@@ -189,7 +189,10 @@ def _source(dataset: str, split: str | None) -> str:
 
 
 def _optimizer_fields(name: str, given: dict[str, Any], learning_rate: float | None) -> dict[str, Any]:
-    """Return the fields for arguments of `optax.adamw`. Those that are left out keep the trainer's defaults."""
+    """Return the trainer's fields for arguments of `optax.adamw`. Omitted arguments keep the trainer's defaults.
+
+    If only one of b1 and b2 is given, the other has its default in `BETAS`.
+    """
     if name != "adamw":
         raise ConfigError(f"--optimizer {name}: only adamw is served; leave --optimizer out")
     left = dict(given)
@@ -220,7 +223,7 @@ def _optimizer_fields(name: str, given: dict[str, Any], learning_rate: float | N
 
 
 def _tracker_fields(name: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields for a tracker beside the console."""
+    """Return the trainer's fields for a tracker that is used in addition to the console."""
     if given and name is None:
         raise ConfigError(f"--tracker-args {json.dumps(given)}: there is no --tracker; name one, or leave it out")
     for option, value in given.items():

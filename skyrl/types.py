@@ -22,7 +22,7 @@ TokenTable = tuple[np.ndarray, np.ndarray]
 """Token ids int32 and their log-probabilities float32, both `[positions, k]`."""
 OptimizerFamily = Literal["adamw", "dimuon"]
 ModuleGroup = Literal["attn", "mlp", "unembed"]
-"""Group of a linear layer, selected by the switch train_* of LoraConfig."""
+"""Group of linear layers. The switch `train_<group>` of LoraConfig selects it."""
 StopReason = Literal["stop", "length"]
 ErrorCategory = Literal["user", "server", "unknown"]
 GradientEffect = Literal["kept", "incomplete", "dropped"]
@@ -52,11 +52,11 @@ class LoraConfig(WireModel):
     alpha: float = Field(default=LORA_ALPHA, gt=0)
     """Numerator of the scale: the adapter's product is multiplied by alpha / rank."""
     optimizer: OptimizerFamily = Field(default="adamw", exclude_if=lambda family: family == "adamw")
-    """Optimizer of the adapter. Not stored for AdamW, so that older servers can read the data, too."""
+    """Optimizer of the adapter. The field is not stored for AdamW, so that older servers can read the configuration."""
 
     @classmethod
     def of_groups(cls, rank: int, alpha: float, groups: Collection[str]) -> "LoraConfig":
-        """Return the configuration of an adapter file with tensors of these module groups."""
+        """Return the configuration for an adapter file that has tensors of these module groups only."""
         trained = {f"train_{group}": group in groups for group in get_args(ModuleGroup)}
         return cls.model_validate({"rank": rank, "alpha": alpha, **trained})
 
@@ -71,10 +71,10 @@ class LoraConfig(WireModel):
 
 
 class AdapterConfig(LoraConfig):
-    """Adapter with options of trainers beyond the Tinker API. Module names are those of PEFT.
+    """Adapter to train, with options that only trainers offer, not the Tinker API. Module names are PEFT's.
 
-    Modules are selected as in PEFT: by a string, which is a regular expression of whole names, or by several names or
-    ends of names.
+    Modules are selected as in PEFT. A string is a regular expression that matches whole names. The members of a tuple
+    are names or ends of names.
     """
 
     target_modules: str | tuple[str, ...] | None = None
@@ -107,7 +107,7 @@ class AdapterConfig(LoraConfig):
 
 
 def matches_module(selection: str | tuple[str, ...], module: str) -> bool:
-    """Return True if a regular expression matches the whole name, or if one of several names is the name or its end."""
+    """Return True if a regular expression matches the whole module name, or if a tuple has the name or its end."""
     if isinstance(selection, str):
         return re.fullmatch(selection, module) is not None
     return module in selection or module.endswith(tuple(f".{name}" for name in selection))
@@ -163,19 +163,19 @@ class SamplingParams(WireModel):
 class SamplingOptions:
     """Sampling options beyond `SamplingParams`, which has the options of the API. By default, all are off.
 
-    `BackendInfo.sampling_options` lists those that a backend supports. Returned log-probabilities are always those of
-    the model itself, without the effect of these options.
+    `BackendInfo.sampling_options` lists the options that a backend supports. These options never affect returned
+    log-probabilities, which are those of the model itself.
     """
 
     min_p: float = 0.0
     """Sample only from tokens with at least this fraction of the highest probability. Applies after top_k and top_p."""
     min_tokens: int = 0
-    """Minimum number of generated tokens. Until then, stop tokens (EOS and those of the request) are not drawn, and
+    """Minimum number of generated tokens. Until then, EOS and the request's stop tokens are not drawn, and
     stop strings are ignored."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a sequence, in addition to `SamplingParams.stop`, even if that is []."""
+    """Tokens that end a sequence, in addition to `SamplingParams.stop`. They apply even if `stop` is []."""
     repetition_penalty: float = 1.0
-    """Divisor of positive logits, and factor of all others, for tokens in the prompt or generated before."""
+    """Penalty for tokens in the prompt or generated before: divides positive logits, and multiplies other logits."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens that were generated before."""
     frequency_penalty: float = 0.0
@@ -211,8 +211,8 @@ class ForwardBackwardOutput:
     """Result of a pass, datum by datum in request order."""
 
     loss_fn_outputs: list[dict[str, np.ndarray]]
-    """Outputs of each datum by name, all float32: `elementwise_loss`, and for a named loss `logprobs` or, for an
-    objective, its `outputs`. `logprobs` has the shape of the targets; all other outputs are `[tokens]`."""
+    """Outputs of each datum by name, all float32. `elementwise_loss` is always present. A named loss adds `logprobs`;
+    an objective adds its `outputs`. `logprobs` has the shape of the targets; all other outputs are `[tokens]`."""
     metrics: dict[str, float]
     """Metrics with keys `name:reduction`; `loss:sum` is always present."""
     loss_fn_output_type: str = "ArrayRecord"
@@ -220,29 +220,29 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True)
 class OptimStepInput:
-    """The documented argument of `AbstractBackend.optim_step`."""
+    """Argument of `AbstractBackend.optim_step`."""
 
     adam_params: AdamParams
 
 
 @dataclass(frozen=True)
 class OptimStepOutput:
-    """Metrics of one optimizer step: `skyrl.ai/grad_norm` (before clipping), `skyrl.ai/learning_rate`, and of Dimuon
-    `skyrl.ai/dimuon_formula`."""
+    """Metrics of one optimizer step: `skyrl.ai/grad_norm` (before clipping), `skyrl.ai/learning_rate`, and for
+    Dimuon also `skyrl.ai/dimuon_formula`."""
 
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Weights with which a run of consecutive tokens was generated, recorded by the sampler."""
+    """Weights that generated a run of consecutive tokens, as recorded by the sampler."""
 
     first: int
-    """Index of the first token of the run in its sequence. The run ends where the next one begins."""
+    """Index in the sequence of the run's first token. The run ends where the next run begins."""
     version: str | None
     """Published version; None: the base model."""
     base: str
-    """Content id of the base weights, as `BackendInfo.base_id`."""
+    """Content id of the base weights, as in `BackendInfo.base_id`."""
     engine: str | None = None
     """Address of the engine that generated the tokens; None: the backend itself."""
 
@@ -255,17 +255,17 @@ class GeneratedSequence:
     logprobs: np.ndarray
     stop_reason: StopReason
     topk_logprobs: TokenTable | None = None
-    """The k most likely tokens at each position `[n, k]`, most likely first, at temperature 1."""
+    """The k most likely tokens at each position, most likely first; log-probabilities at temperature 1. `[n, k]`."""
     origins: tuple[Origin, ...] = ()
     """Weights of each run of tokens, in order. Not sent to clients of the API."""
 
 
 @dataclass(frozen=True)
 class TokenMatrix:
-    """Matrix of token ids, or of a number per token, in a dense or CSR layout."""
+    """Matrix of token ids, or of one number per token, in a dense or CSR layout. A cell is a stored entry."""
 
     values: np.ndarray
-    """`[cells]`, in the order of the layout."""
+    """Value of each cell, in the order of the layout: `[cells]`."""
     shape: tuple[int, int]
     crow_indices: np.ndarray | None = None
     """int64 `[rows + 1]`, offsets into `values`. None: dense."""
@@ -290,13 +290,13 @@ class SampleOutput:
     """`[prompt, k]`, most likely first. Rows that are not scored, such as row 0, are (0, -99999.0)."""
     prompt_cache_hit_tokens: int = 0
     target_prompt_logprobs: TokenMatrix | None = None
-    """float32, in the layout of the request; 0.0 for cells without a token."""
+    """Log-probabilities of the requested targets: float32, in the request's layout. 0.0 for cells without a token."""
     prompt_alt_tokens: TokenTable | None = None
-    """`[prompt - 1, k]`: row i has draws from the distribution over prompt token i + 1."""
+    """`[prompt - 1, k]`: row i is drawn from the model's distribution over the token at prompt position i + 1."""
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of tokens and tables."""
+        """Total bytes of generated tokens, token tables and target log-probabilities."""
         tables = [self.topk_prompt_logprobs, self.prompt_alt_tokens, *(one.topk_logprobs for one in self.sequences)]
         arrays = [one.tokens for one in self.sequences] + [array for table in tables if table for array in table]
         targets = 0 if self.target_prompt_logprobs is None else self.target_prompt_logprobs.values.nbytes
@@ -305,7 +305,7 @@ class SampleOutput:
 
 @dataclass(frozen=True)
 class SaveOutput:
-    """A saved checkpoint or a published ephemeral version. `path` is empty if it is only in memory."""
+    """A saved checkpoint or a published ephemeral version. `path` is empty if the version is only in memory."""
 
     path: str
     size_bytes: int | None = None
@@ -360,7 +360,7 @@ class PreparedModelPassBatch:
     all_loss_fn_configs: list[dict[str, float] | None]
     request_batch_slices: list[RequestSlice]
     all_loss_fn_inputs: list[dict[str, list[float]]] = field(default_factory=list)
-    """Inputs of each row that have no column of their own, by name in the API, such as `sequence_ratio_mask`. Empty: no
+    """Loss inputs of each row for which there is no column above, by API name, such as `sequence_ratio_mask`. Empty: no
     row has such inputs."""
 
 
@@ -391,10 +391,10 @@ class BackendInfo:
     tokenizer_path: str
     """Folder of the tokenizer on this machine."""
     samples_at_a_time: int = 2**18
-    """Maximum number of tokens (prompts and possible generated tokens) of one tenant's samples that are sent to the
-    backend at a time: enough to keep it busy with a single tenant. It also limits the results in memory."""
+    """Limit on the samples of one tenant that are sent to the backend at a time, in tokens (prompts plus possible
+    generated tokens). It keeps the backend busy with a single tenant. It also limits the results in memory."""
     sampling_options: frozenset[str] = frozenset()
-    """Names of supported `SamplingOptions`; samples with other options are rejected."""
+    """Names of supported `SamplingOptions`; requests with other options are rejected."""
     active_parameters: int | None = None
     """Number of base model parameters used per token; None if unknown, because the base model has no weight files."""
     adaptable: Mapping[str, Features] = field(default_factory=dict)

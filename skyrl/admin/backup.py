@@ -1,4 +1,4 @@
-"""`skyrl backup`: copy a running server's state, with a consistent folder and database.
+"""`skyrl backup`: copy a running server's state so that the copies of folder and database match.
 
 Saved folders are never modified, only added and removed, so hard links preserve them. Folders are linked both before
 and after the database is copied. If the copied database names a folder that was both added and removed in between, the
@@ -55,8 +55,8 @@ def back_up(config: EngineConfig, target: Path, say: Say) -> None:
     """Copy a server's state into a folder, which may then be copied elsewhere.
 
     Raises:
-        RequestError: The state does not exist or cannot be copied consistently, the folder is in use, or a write to its
-            disk fails.
+        RequestError: The state does not exist or cannot be copied consistently, `target` is not empty or is below
+            the state's folder, or a write fails.
     """
     base, file = config.checkpoints_folder, sqlite_file(config.database_url)
     if not base.is_dir():
@@ -138,7 +138,7 @@ def _link(source: str, target: str) -> None:
 def _copy_file(file: Path, target: Path) -> set[str]:
     """Copy a database in one step with SQLite's online backup, https://www.sqlite.org/backup.html.
 
-    Returns the folders that it names.
+    Returns the folders that the database names.
     """
     target.unlink(missing_ok=True)
     try:

@@ -16,7 +16,7 @@ from skyrl.utils.arguments import ArgumentParser
 PATIENCE_S = 30.0
 """Timeout of a request, in seconds."""
 READ = ("host", "port", "operator_keys", "operator_keys_file")
-"""Options of the server that have its address and its operator keys."""
+"""Server options for the address and for operator keys."""
 
 
 class Unreachable(RequestError):
@@ -27,7 +27,7 @@ class Operator:
     """Client of a server.
 
     Args:
-        url: Its base URL.
+        url: Base URL of the server.
         key: Operator key; None for a server without keys.
     """
 
@@ -89,7 +89,7 @@ def operator_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def connect(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Operator:
-    """Return a client of the server given by the options of `operator_parser` and the environment."""
+    """Return a client of the server that the options of `operator_parser` and the environment select."""
     names = [prefix + name.upper() for prefix in ENVIRONMENT_PREFIXES for name in READ]
     environ = {name: os.environ[name] for name in names if name in os.environ}
     argv = ["--insecure"]  # accepts a public host, although client keys are not read

@@ -40,7 +40,7 @@ def rates(now: Look, before: Look | None) -> Look | None:
 
 
 def screen(now: Look, before: Look | None, url: str, width: int, height: int | None = None) -> list[str]:
-    """Return lines of at most `width` columns, and at most `height` lines if that is given."""
+    """Return up to `height` lines (None: all) of up to `width` columns. Smaller widths count as `NARROWEST`."""
     width = max(width, NARROWEST)
     rate = rates(now, before)
     lines = [*_head(now, rate, url, width), "", *_tenants(now, rate), "", *_models(now, width)]

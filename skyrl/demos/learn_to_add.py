@@ -131,7 +131,7 @@ def template_options(prefix: str, files: Files) -> list[str]:
 
 
 def backend_options(settings: Settings) -> tuple[str, str]:
-    """Return the options that select the backend, for either trainer, without the prefix of a section."""
+    """Return the options that select the backend. They fit both trainers and lack a section prefix (`trainer.`)."""
     from skyrl.train.strategy.registry import SERVED
 
     name = next(name for name, each in SERVED.items() if settings.backend in (name, each.backend))
@@ -279,13 +279,13 @@ def summarize(files: Files, rows: list[dict[str, Any]], seconds: float) -> float
 
 
 def _shown(path: Path) -> str:
-    """Return the path relative to the working directory if it is below it, or else the absolute path."""
+    """Return a path below the working directory as a relative path, and any other path as an absolute one."""
     whole, here = os.path.abspath(path), os.path.join(os.getcwd(), "")
     return whole.removeprefix(here)
 
 
 def main(argv: Sequence[str] = (), settings: Settings | None = None) -> int:
-    """Run the demo with `settings`, or the defaults and the seed of `argv`. Returns the exit code."""
+    """Run the demo with `settings`. None: the defaults, with the seed and backend of `argv`. Returns the exit code."""
     parser = ArgumentParser(prog="skyrl demo-rl", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--output", type=Path, default=Path("skyrl-demo-rl"), metavar="FOLDER", help="what it leaves")
     parser.add_argument("--backend", default="jax", choices=list(BACKENDS), help="what trains and samples")

@@ -1,7 +1,8 @@
 """Environments of rollouts.
 
 `env` defines the interface, `making` creates environments by name, and `reward_function` creates one from a plain
-function. Each environment is a file in `tasks`. `services` contains the servers and databases that some of them use.
+function. Each environment is a file in `tasks`. `services` contains the servers and databases that some environments
+use.
 """
 
 from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult

@@ -1,11 +1,13 @@
 """Interface and registry of environments for rollouts.
 
-An environment is one episode. A rollout creates it for a row of the data set, calls `init` once, then `step` with the
-generated text until a step is `done`, and always `close`. Calls are coroutines: while one environment waits for a
-server, others run. Rewards depend only on the model's own text, never on text that a tool added to the conversation.
+An environment is one episode. A rollout creates it for a row of the data set and calls `init` once. Then it calls
+`step` with each generated text until a step is `done`. At the end, it always calls `close`. Calls are coroutines: while
+one environment waits for a server, others run. Rewards depend only on the model's own text, never on text that a tool
+added to the conversation.
 
-To add an environment, subclass `Env` in its own file, register it under a name (or name it as "module:Class"), and give
-it a `Config` with its settings. `skyrl.envs.gym.adapted` converts a synchronous environment in the style of skyrl-gym.
+To add an environment, subclass `Env` in its own file, register it under a name (or refer to it as "module:Class"), and
+give it a `Config` with its settings. `skyrl.envs.gym.adapted` converts a synchronous environment in the style of
+skyrl-gym.
 """
 
 from abc import ABC, abstractmethod
@@ -47,10 +49,10 @@ class StepResult:
     """True if the episode is over."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of this turn. A name such as `reward/NAME` is kept; any other NAME becomes `environment/NAME`."""
+    """Metrics of this turn. A name that starts with `reward/` is kept; any other NAME becomes `environment/NAME`."""
 
     token_rewards: Sequence[float] | None = None
-    """Rewards of the turn's tokens, whose sum is `reward`. None: the last token gets the whole reward."""
+    """Reward of each token of the turn; their sum is `reward`. None: the last token gets the whole reward."""
 
 
 class Env(ABC, Generic[C]):
@@ -69,7 +71,7 @@ class Env(ABC, Generic[C]):
     """Token ids of the text that is passed to `step`, set before each call."""
 
     def __init__(self, config: C, extras: Mapping[str, Any]):
-        """Create an episode with settings `config` for a row, whose other columns are `extras`.
+        """Create an episode with settings `config` for a row. `extras` are the row's columns besides the prompt.
 
         Some episodes are created and closed without `init`, to check rows before a run loads its model.
 
@@ -116,7 +118,7 @@ class Env(ABC, Generic[C]):
         )
 
     def turn_limit(self, default: int) -> int:
-        """Return the maximum number of turns: the rollout's `max_turns`, else the row's, else `default`."""
+        """Return the maximum number of turns: the rollout's, otherwise the row's, otherwise `default`."""
         if "max_turns" not in self.extras and "max_turns" not in (self.extras.get("extra_info") or {}):
             return default
         turns = self.column("max_turns", "extra_info.max_turns")
@@ -126,7 +128,7 @@ class Env(ABC, Generic[C]):
 
 
 def number_of(value: Any) -> float | None:
-    """Convert a value, also one of an array library, to a number; None if it is not a number."""
+    """Convert a value, such as a scalar of an array library, to a number. None if it is not a number."""
     if value is None or isinstance(value, str | bytes | bytearray):
         return None
     try:

@@ -56,7 +56,7 @@ class BaseTextEnv:
         raise ValueError(f"no tool group named {tool_group_name!r}; known: {known}")
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], Mapping[str, Any]]:
-        """Return the initial conversation, and metadata, which is ignored."""
+        """Return the initial conversation and metadata. The metadata is ignored."""
         return prompt, {}
 
     def step(self, action: str) -> Mapping[str, Any]:
@@ -112,7 +112,7 @@ def adapted(cls: type, config: type[BaseConfig] = NoSettings) -> type[Env[Any]]:
 
     Args:
         cls: Class with the methods of `TextEnv`, created as `cls(env_config=..., extras=...)`.
-        config: Class of its settings.
+        config: Class of the environment's settings.
     """
     return type(cls.__name__, (ThreadedEnv,), {"wrapped": cls, "Config": config, "__doc__": cls.__doc__})
 

@@ -51,11 +51,13 @@ def settings_of(options: SkyRLGymConfig, env_id: str) -> BaseConfig | Mapping[st
 
 
 def check_settings(options: SkyRLGymConfig, imported: tuple[str, ...] = ()) -> None:
-    """Raise ConfigError for unknown environments, and for settings that are invalid or of an unused environment.
+    """Raise ConfigError for unknown environments and for invalid settings.
+
+    Settings may belong to a registered environment or to one of `imported`.
 
     Args:
         options: `environment.skyrl_gym` of a configuration.
-        imported: Ids that the run uses; those of the form "module:Class" are imported.
+        imported: Ids that the run uses. An id of the form "module:Class" is imported.
     """
     for env_id in imported:
         env_class(env_id)
@@ -70,10 +72,10 @@ def check_settings(options: SkyRLGymConfig, imported: tuple[str, ...] = ()) -> N
 
 
 def env_class(env_id: str) -> type[Env[Any]]:
-    """Return the class of an id.
+    """Return the environment class for an id.
 
-    Imports "module:name": a class or a reward function. A sum of functions is also allowed. Raises ConfigError for
-    unknown ids.
+    An id "module:name" is imported and names a class or a reward function. An id may also be a weighted sum of reward
+    functions. Raises ConfigError for unknown ids.
     """
     if any(mark in env_id for mark in "+*="):
         return summing(tuple((term, _reward_function(term.function)) for term in reward_terms(env_id)))

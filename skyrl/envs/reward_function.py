@@ -1,9 +1,9 @@
-"""Reward functions: single-turn environments from functions of the prompt, the response and the row's columns.
+"""Single-turn environments whose reward is a function of the prompt, the response and the row's columns.
 
     def reward(prompt, response, ground_truth, **columns):
         return float(response.strip() == ground_truth)
 
-Set a function as `environment.reward=module:function`, or name it in a row instead of an environment. Several functions
+Set a function as `environment.reward=module:function`, or name it as the `env_class` of a row. Several functions
 form a weighted sum, `right=module:function + 0.2*module:other`. A function is called with keyword arguments for its
 parameters: `prompt` (messages), `response` (text), `token_ids` (of the response), and the columns of the row. It
 returns one number, or one number per token.
@@ -22,7 +22,7 @@ from skyrl.train.config.environment import RewardTerm
 GIVEN = ("prompt", "response", "token_ids")
 """Arguments of a function, besides the columns of the row."""
 SCORES = ("score", "reward")
-"""Keys of the reward in a result; verl's functions use the first."""
+"""Keys under which a result dictionary may contain the reward; verl's functions use the first."""
 
 
 class Vector(list[float]):
@@ -30,7 +30,7 @@ class Vector(list[float]):
 
 
 class RewardFunctionEnv(Env[NoSettings]):
-    """Single-turn episode with the reward of a function. `rewarding` creates a class for each function."""
+    """Single-turn episode whose reward is computed by a function. `rewarding` creates a class for each function."""
 
     name: ClassVar[str]
     function: ClassVar[Callable[..., Any]]
@@ -126,7 +126,7 @@ class RewardSumEnv(Env[NoSettings]):
 
 @cache
 def rewarding(name: str, function: Callable[..., Any]) -> type[RewardFunctionEnv]:
-    """Return the environment class of a reward function; `name` is its name in errors.
+    """Return the environment class of a reward function. Errors call the function `name`.
 
     Raises ConfigError for a function that has no keyword argument `response`.
     """

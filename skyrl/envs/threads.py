@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class EnvWorkers:
-    """Up to `limit` threads for blocking calls, and up to one process per CPU core for code."""
+    """Up to `limit` threads for blocking calls, and up to `limit` processes for code, but at most one per CPU core."""
 
     def __init__(self, limit: int = 32):
         """Run up to `limit` calls at a time (`environment.skyrl_gym.max_env_workers`). 0: run on the event loop."""
@@ -115,4 +115,4 @@ class _Call(Future[T]):
 
 
 SHARED = EnvWorkers()
-"""Default workers, shared by environments without their own."""
+"""Default workers, shared by all environments that are not given others."""

@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def tool(method: F) -> F:
-    """Mark a method of a `ToolGroup`, synchronous or a coroutine, as a tool with the method's name."""
+    """Mark a method of a `ToolGroup`, which may be a coroutine function, as a tool. The tool has the method's name."""
     method.__dict__["is_tool"] = True
     return method
 

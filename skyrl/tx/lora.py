@@ -116,7 +116,7 @@ def _tree(pairs: Sequence[tuple[Target, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def pair_at(adapter: Adapter, path: Sequence[str]) -> dict[str, jax.Array] | dict[str, np.ndarray]:
-    """Return the `{"lora_A", "lora_B"}` pair of one linear layer, on the host if the adapter is on the host."""
+    """Return the parameters at a target's path, such as `{"lora_A", "lora_B"}`. On the host if the adapter is there."""
     node = adapter.weights
     for part in path:
         node = node[part]
@@ -135,8 +135,8 @@ class _Axes:
 def _axes(targets: Sequence[Target]) -> dict[str, Any]:
     """Build a tree of axes with the structure of an adapter's weights.
 
-    The matrices of a bank for one linear layer are contiguous, so that one product computes all. Those for experts are
-    separate.
+    The matrices of all slots for one linear layer are contiguous, so that one product computes all slots. For experts,
+    each slot has separate matrices.
     """
     pairs: list[tuple[Target, dict[str, Any]]] = []
     for target in targets:
@@ -149,7 +149,7 @@ def _axes(targets: Sequence[Target]) -> dict[str, Any]:
 
 
 def empty_bank(targets: Sequence[Target], adapter: Adapter, slots: int, unrolled: bool) -> Adapter:
-    """Create a bank with `slots` slots for adapters with the shapes of `adapter`. Empty slots have no effect."""
+    """Create a bank with `slots` slots for adapters shaped like `adapter`. Empty slots have no effect."""
 
     def widened(axes: _Axes, leaf: jax.Array) -> jax.Array:
         at = leaf.ndim + 1 + axes.slot
@@ -160,10 +160,10 @@ def empty_bank(targets: Sequence[Target], adapter: Adapter, slots: int, unrolled
 
 
 def write_slot(targets: Sequence[Target], bank: Adapter, slot: int | jax.Array, adapter: Adapter) -> Adapter:
-    """Replace one slot of a bank, with ranks padded to the bank's. Donate `bank` under jit to update it in place.
+    """Write an adapter, padded to the bank's rank, to one slot. Donate `bank` under jit to update it in place.
 
-    A non-finite adapter is stored with a scaling of NaN and weights of 0. So rows that use it become NaN, and other
-    rows, whose products include all slots, are not affected.
+    A non-finite adapter is stored with a scaling of NaN and weights of 0. So rows that use it become NaN. Other rows
+    are not affected, although their products include all slots.
     """
     leaves = jax.tree.leaves(adapter)
     finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
@@ -198,9 +198,9 @@ def _by_layer(targets: Sequence[Target], weights: dict[str, Any]) -> dict[str, A
 def stacked_pairs(
     targets: Iterable[LoraTarget], matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], rank: int
 ) -> list[tuple[LoraTarget, dict[str, np.ndarray]]]:
-    """Build the pairs of all targets, padded to `rank`, from A `[in, rank]` and B `[rank, out]` of modules.
+    """Build the pairs of all targets, padded to `rank`, from each module's A `[in, rank]` and B `[rank, out]`.
 
-    Modules that are not in `matrices` get zeros.
+    Modules that `matrices` lacks get zeros.
     """
     pairs = []
     for target in targets:

@@ -1,8 +1,8 @@
 """Token sampling: pure functions with static shapes and all sampling parameters as arrays.
 
-A row uses one uniform number per step, from a counter-based generator keyed by (seed, sample index, step), and inverts
-its cumulative distribution with it. So the tokens of a row depend only on its own logits and parameters, not on the
-rest of the batch. Top-k, top-p and min-p filters are skipped if no row uses them.
+At each step, a row gets one uniform number from a counter-based generator keyed by (seed, sample index, step). The
+token is found by inverting the row's cumulative distribution at that number. So the tokens of a row depend only on its
+own logits and parameters, not on the rest of the batch. Top-k, top-p and min-p filters are skipped if no row uses them.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 _BLOCK = 256
 _COLDEST = 1e-30
-"""Temperatures up to this value count as 0: dividing logits by them would overflow float32."""
+"""Temperatures up to this value count as 0: dividing logits by such values would overflow float32."""
 
 
 def uniforms(
@@ -68,7 +68,7 @@ def sample_tokens(
 def without_tokens(
     logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows some"], where: Bool[Array, "rows"]
 ) -> Float[Array, "rows vocab"]:
-    """Set logits of `tokens` to -inf in the rows `where`, so that they are never drawn. Tokens below 0 are ignored."""
+    """Set logits of `tokens` to -inf in rows with True in `where`. They are never drawn. Tokens below 0 are ignored."""
     vocab = logits.shape[-1]
     places = jnp.where((tokens >= 0) & where[:, None], tokens, vocab)
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
@@ -85,7 +85,7 @@ class Occurrences(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Int[Array, "rows some"], prompt: Int[Array, "rows"], vocab: int) -> "Occurrences":
-        """Count the tokens of rows: `prompt` tokens of the prompt, then generated ones. Ignores tokens below 0."""
+        """Count the tokens of each row. The first `prompt` ones are the prompt. Ignores tokens below 0."""
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
         inside = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < prompt[:, None]
         ours, theirs = (jnp.where((tokens >= 0) & which, tokens, vocab) for which in (inside, ~inside))
@@ -162,7 +162,7 @@ def _likely(z: jax.Array, tempered: jax.Array, min_p: jax.Array) -> jax.Array:
 
 
 def _fewest(keys: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
-    """Return the mask of the smallest set of tokens with the largest keys whose weights sum to at least `enough`.
+    """Return the mask of the fewest tokens, largest keys first, whose weights sum to at least `enough`.
 
     Lower ids win ties. A binary search, bit by bit, finds the smallest key of the set and then its highest id, without
     sorting.
@@ -207,7 +207,7 @@ def _invert(weights: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _first(hit: jax.Array, possible: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (index of the first hit, or else of the last possible position; True if any position is possible)."""
+    """Return (index of the first hit or, without hits, of the last possible position; True if one is possible)."""
     last = hit.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
     index = jnp.where(hit.any(-1), jnp.argmax(hit, axis=-1), last)
     return index.astype(jnp.int32), possible.any(-1)

@@ -1,4 +1,4 @@
-"""Utilities without dependencies on the rest of the project: files, locks, logging, fairness, the sandbox.
+"""General utilities: files, locks, logging, fairness, the sandbox.
 
-Importing them loads neither jax nor torch.
+Of the rest of the project, they import only `skyrl.errors`. Importing them loads neither jax nor torch.
 """

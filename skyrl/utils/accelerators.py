@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
-"""Device files of the drivers of NVIDIA and AMD, and of either under WSL."""
+"""Device files of NVIDIA's and AMD's drivers, and of either driver under WSL."""
 
 
 def gpu_files(devices: Path = Path("/dev")) -> bool:

@@ -43,7 +43,7 @@ def text_after_answer(folder: Path, tokenizer_config: Mapping[str, Any]) -> str 
 
 
 def _source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the text of the template, from its own file or else from the tokenizer configuration."""
+    """Return the text of the template, from chat_template.jinja or, without it, from the tokenizer configuration."""
     path = folder / "chat_template.jinja"
     try:
         if path.is_file():

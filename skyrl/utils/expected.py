@@ -32,7 +32,8 @@ NOUNS = {
 
 
 def expected(problems: Iterable[ErrorDetails]) -> str:
-    """Describe a valid value, given the problems of an invalid one: "give a whole number". Names positions in lists.
+    """Describe a valid value, given the problems of an invalid one, as in "give a whole number". Names positions in
+    lists.
 
     Problems of a union are alternatives. Problems other than types and ranges keep their own messages.
     """

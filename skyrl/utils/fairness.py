@@ -96,7 +96,7 @@ class Accounts:
         return account.service, account.turn
 
     def first(self, tenants: Iterable[str]) -> str:
-        """Return the one of these waiting tenants that goes next."""
+        """Return the tenant that goes next among these waiting tenants."""
         return min(tenants, key=self.rank)
 
     def may_go_early(self, tenant: str, cost: int) -> bool:

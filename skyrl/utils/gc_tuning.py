@@ -8,7 +8,8 @@ THRESHOLDS = (20_000, 2, 2)
 """Arguments of `gc.set_threshold`.
 
 A step with a thousand trajectories creates about 100,000 containers that live for a while. With Python's default
-threshold of 700, the collector searches for cycles so often that the search can take longer than their creation.
+threshold of 700, the collector searches for cycles so often that the search can take longer than the creation of the
+containers.
 """
 
 

@@ -39,7 +39,7 @@ def setup_logging(level: str = "info", process: str = "", style: LogFormat = "te
 
 @contextmanager
 def logged_to(path: Path, process: str = "") -> Iterator[None]:
-    """Context that also appends log messages to a file, including the traceback of an exception that ends it.
+    """Context that also appends log messages to a file, including the traceback of an exception that ends the context.
 
     Raises OSError if the file cannot be written.
     """

@@ -17,7 +17,7 @@ def host_memory() -> int:
 
 
 def available_memory() -> int:
-    """Return the available memory in bytes: that of the machine or the rest of the control group's limit, if lower.
+    """Return the available memory in bytes: the machine's, or the unused part of the control group's limit if lower.
 
     On Linux, evictable caches of files count as available.
     """

@@ -70,6 +70,6 @@ def _is_installed(filename: str) -> bool:
 
 
 def _shown(filename: str) -> str:
-    """Return a path for messages: relative to the working directory if it is below it."""
+    """Return a path for messages: relative to the working directory if it is below that."""
     relative = os.path.relpath(filename)
     return filename if relative.startswith(os.pardir) else relative

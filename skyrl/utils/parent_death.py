@@ -1,4 +1,4 @@
-"""Termination of a process together with its parent, even if it is stopped or hangs (Linux only)."""
+"""Termination of a process together with its parent, even if the process is suspended or hangs (Linux only)."""
 
 import ctypes
 import os

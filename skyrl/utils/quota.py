@@ -17,7 +17,7 @@ class Quota:
     """Counter of current use. Limits are passed with each check.
 
     Args:
-        what: What is counted, with braces for the number, such as "{} samples".
+        what: Name of the counted things, with braces for the number, such as "{} samples".
     """
 
     def __init__(self, what: str):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from skyrl.utils.arguments import ArgumentParser
 
 Command = Callable[[Sequence[str]], int]
-"""Takes its arguments and returns the exit status. Its docstring is its line in the help."""
+"""Takes a subcommand's arguments and returns the exit status. Its docstring is the subcommand's line in the help."""
 
 
 def run_program(argv: Sequence[str] | None, commands: Mapping[str, Command], *, prog: str, description: str) -> int:

@@ -2,7 +2,7 @@
 
 Every token is a fixed byte string, independent of its neighbors: byte-level BPE spells bytes as printable characters,
 SentencePiece spells spaces as U+2581 and single bytes as `<0xNN>`. Stop strings are therefore searched in bytes.
-Characters split over several tokens need no special handling, and the cost of a token is the length of its bytes.
+Characters split over several tokens need no special handling, and a token costs time in proportion to its bytes.
 """
 
 import json
@@ -46,7 +46,7 @@ class Tokenizer:
 
     @property
     def disagreement(self) -> str | None:
-        """One-line warning if the file with end-of-sequence ids lacks the template's end-of-turn token, else None."""
+        """One-line warning if the file with end-of-sequence ids lacks the template's end-of-turn token, or None."""
         name, ids = next(iter(self._named_ids.items()), ("", self._of_template))
         if self._of_template <= ids:
             return None
@@ -79,7 +79,7 @@ class Tokenizer:
         return frozenset() if self.end_of_turn is None else frozenset([self.end_of_turn])
 
     def _first_added(self, text: str | None) -> int | None:
-        """Return the first token of a text if it is an added token, else None."""
+        """Return the first token of a text if it is an added token, or None."""
         first = self.encode(text)[:1] if text else []
         return first[0] if first and first[0] in self._added else None
 
@@ -127,7 +127,7 @@ def _byte_of_character() -> dict[str, int]:
 def _named_ids(folder: Path, token: int | None) -> dict[str, frozenset[int]]:
     """Return end-of-sequence ids by file name.
 
-    They are those of generation_config.json or else of config.json, and `token`, that of tokenizer_config.json.
+    They come from generation_config.json or, if it has none, from config.json. `token` is tokenizer_config.json's.
     """
     named: dict[str, frozenset[int]] = {}
     for name in ("generation_config.json", "config.json"):

@@ -7,6 +7,6 @@ state           folders, database and port
 server          a running server, over HTTP
 command         selection of checks, and output
 
-A check is a function of its subject that returns a `Finding`. It has the name of the function. To add one, write the
-function and add it to `CHECKS` of its file.
+A check is a function that takes its subject and returns a `Finding`. The check is named after the function. To add one,
+write the function and add it to `CHECKS` of its file.
 """

@@ -66,5 +66,5 @@ def examine(
 
 
 def name_of(check: Callable[..., object]) -> str:
-    """Return the name of a check for users."""
+    """Return the name under which users see a check."""
     return check.__name__.replace("_", "-")

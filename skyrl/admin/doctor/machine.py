@@ -27,7 +27,7 @@ FEW_FILES, MANY_FILES = 1024, 8192
 FEW_PROCESSES = 512
 """Minimum limit of processes and threads for starting a server. Numerical libraries start many threads."""
 BUILT = 1_767_225_600
-"""Time before any release of this version: the first second of 2026, UTC."""
+"""Unix time in seconds before any release of this version: the start of 2026, UTC."""
 
 
 def backend_of(config: EngineConfig) -> str:

@@ -54,7 +54,7 @@ def architecture(config: EngineConfig) -> Finding | None:
 
 
 def weights(config: EngineConfig) -> Finding | None:
-    """Check safetensors files: all exist, are complete, and contain the tensors that index and config.json name."""
+    """Check that safetensors files exist, are complete, and have all tensors of the index and layers of config.json."""
     if (folder := _folder(config)) is None:
         return None
     try:

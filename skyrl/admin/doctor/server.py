@@ -14,14 +14,14 @@ from skyrl.tinker.config import is_loopback
 PATIENCE_S = 10.0
 """Timeout of a request, in seconds."""
 SKEW_S = 60.0
-"""Maximum difference of two clocks, in seconds."""
+"""Maximum difference between the server's clock and this machine's, in seconds."""
 
 
 class Server:
     """A server that may be running.
 
     Args:
-        url: Its base URL.
+        url: Base URL of the server.
         http: HTTP client of the server.
     """
 

@@ -24,7 +24,7 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 NEARLY_FULL = 0.9
 SCARCE = 10
-"""Multiple of `min_free_disk_mib` below which the disk is nearly full."""
+"""Multiple of `min_free_disk_mib` below which the disk counts as nearly full."""
 
 
 class State:

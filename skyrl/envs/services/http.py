@@ -43,7 +43,7 @@ async def post_json(
 ) -> Any:
     """POST the JSON `body` to `url` and return the JSON response. Retries temporary failures.
 
-    Raises EnvError with the URL if the server is unreachable or the response is not JSON. For an error status, it is
+    Raises EnvError with the URL if the server is unreachable or the response is not JSON. For an error status, raises
     the subclass StatusError.
     """
     problem, response = "", None

@@ -5,7 +5,8 @@ Run: `python -m skyrl.envs.services.retrieval --corpus FILE.jsonl --port 8000`. 
 
 `POST /retrieve` takes `{"query": text}` or `{"queries": [texts]}`, with `topk` (3) and `return_scores` (true). It
 answers `{"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}`, one list per query, the best document
-first; without scores, lists of documents. Documents that share no word with the query are not found.
+first. Without `return_scores`, the lists contain the documents themselves. Documents that share no word with the query
+are not found.
 """
 
 import argparse
@@ -59,7 +60,7 @@ class Index:
         )
 
     def search(self, query: str, topk: int) -> list[tuple[Document, float]]:
-        """Return the `topk` best documents with their scores. Documents with equal scores keep their order."""
+        """Return up to `topk` best documents and their scores. Documents with equal scores keep their order."""
         words = [word for word in _words(query) if word in self._bm25.vocab_dict]
         if not words:
             return []
@@ -69,7 +70,7 @@ class Index:
 
 
 def read_corpus(path: Path) -> list[Document]:
-    """Read the documents of a file. Raises ConfigError for an unreadable file or an invalid line, which it names."""
+    """Read the documents of a file. Raises ConfigError for an unreadable file and for an invalid line."""
     try:
         return list(_documents(path))
     except OSError as error:

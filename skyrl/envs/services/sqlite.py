@@ -1,4 +1,4 @@
-"""Execution of model-written queries on a read-only database, and comparison of their results.
+"""Execution of model-written queries on a read-only database, and comparison of query results.
 
 A query can only read: the file is opened read-only, and SQLite's authorizer rejects all statements except SELECT and
 the pragmas that describe tables. Time, rows and value sizes are limited.
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 MAX_ROWS = 100_000
 """Maximum number of rows of a result."""
 MAX_CELL_BYTES = 2**18
-"""Maximum length of a text, a blob, a row or a statement.
+"""Maximum length in bytes of a text, a blob, a row or a statement.
 
 The time limit is not checked within an SQLite function, and some functions take quadratic time: half a second at this
 length.
 """
 MAX_RESULT_BYTES = 64_000_000
-"""Maximum total size of text and blobs in a result."""
+"""Maximum total size of texts (in characters) and blobs (in bytes) in a result."""
 STEPS_BETWEEN_CHECKS = 10_000
 """Number of SQLite virtual machine instructions between two checks of the time limit: a few tenths of a millisecond."""
 
@@ -90,7 +90,7 @@ def has_top_level_order(sql: str) -> bool:
 
 
 def same_result(gold_sql: str, gold: Result, other: Result) -> bool:
-    """Return True if two results are equal: in order if the gold query has an ORDER BY, else as multisets of rows.
+    """Return True if two results have equal rows. Their order counts only if the gold query has a top-level ORDER BY.
 
     Column names may differ; the number and order of columns must not. If the gold query reads tables, a query that only
     returns constants is not equal.

@@ -31,7 +31,10 @@ class AIMEConfig(BaseConfig):
 
 
 def extract_answer(solution: str) -> str | None:
-    """Return the text after the last `Answer:` near the end of the solution, or in the last box if that comes later."""
+    """Return the answer near the end of the solution: the text after the last `Answer:` or in the last box.
+
+    If both exist, the later one counts. None if neither exists.
+    """
     end = solution[-SEARCHED:]
     lines, box = list(_ANSWER.finditer(end)), last_boxed(end)
     if box and (not lines or box[0] > lines[-1].start()):

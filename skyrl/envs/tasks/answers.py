@@ -40,7 +40,7 @@ _REWRITTEN = (
 _SIGN = "[-−+]"
 _AMOUNT = r"(?:[0-9]{1,3}(?:[,\u00a0\u2009\u202f][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 _BEFORE = r"""(?:[ \t*_`"'(\[{$€£¥]|\\[(\[$]|\\(?:boxed|text|textbf|mathbf|mathrm)\{)*+"""
-"""Marks of emphasis, LaTeX and currencies that may surround a number."""
+"""Marks of emphasis, LaTeX and currencies that may precede a number."""
 _AFTER = (
     r"""(?:[*_`"')\]}$€£¥¢°.,;:!?%。]|\\[)\]$%])*+(?=\s|\Z|[<#]|\\(?:text|mathrm|mbox|quad|[,;! ]))"""
     r"(?![ \t]*(?:[-−+*/^×÷][ \t]*[0-9(]|\\(?:times|cdot|div|frac)))"

@@ -22,7 +22,8 @@ class GSM8kConfig(BaseConfig):
     """Settings of `gsm8k`."""
 
     method: Literal["strict", "flexible"] = "strict"
-    """Number that counts as the answer: the one after the first `####` ("strict"), or the last one of the text."""
+    """Number that counts as the answer: the one after the first `####` ("strict"), or the text's last one
+    ("flexible")."""
 
 
 def extract_answer(text: str) -> Fraction | None:

@@ -1,6 +1,6 @@
 """Programming problems (LiveCodeBench): reward 1 if the solution passes all tests, else 0.
 
-The last code block of the answer is run once per test, in a process that receives only the test's input. Its output is
+The last code block of the answer is run once per test, in a process that receives only the test's input. The output is
 compared outside of that process. A test either calls a function with JSON arguments or gives a program its standard
 input.
 
@@ -79,7 +79,7 @@ class Tests(NamedTuple):
 
 
 def read_tests(given: Any) -> Tests:
-    """Convert tests for the sandbox. Raises various errors for invalid tests."""
+    """Convert tests for the sandbox. Raises one of several built-in errors for invalid tests, such as KeyError."""
     function = given[0]["metadata"]["func_name"] if given[0].get("testtype") == "functional" else None
     cases = [_case(test["input"], function is not None) for test in given]
     return Tests(function, cases, [json.loads(test["output"]) if function else str(test["output"]) for test in given])
@@ -140,7 +140,7 @@ class LCBEnv(Env[LCBConfig]):
 
 
 def _case(given: Any, functional: bool) -> dict[str, Any]:
-    """Convert the input of a test to a case of the sandbox. The arguments of a function are lines of JSON."""
+    """Convert the input of a test to a case of the sandbox. Each line is one argument of the function, as JSON."""
     return {"arguments": [json.loads(line) for line in given.split("\n")]} if functional else {"stdin": str(given)}
 
 

@@ -1,7 +1,7 @@
-"""Answers scored by a language model as judge, at any URL with OpenAI's chat API.
+"""Answers that a language model judges, at any URL that serves OpenAI's chat API.
 
-If the judge is unreachable or gives no score, the environment raises `EnvError`, after which a rollout may retry; the
-reward is never 0 for this reason. The answer is enclosed in random marks that the model cannot know. A judge that
+If the judge is unreachable or gives no score, the environment raises `EnvError`, and a rollout may retry. Such a
+failure never becomes a reward of 0. The answer is enclosed in random marks that the model cannot know. A judge that
 rejects a temperature, as reasoning models do, is called without one.
 """
 
@@ -31,7 +31,7 @@ or
 ### Final Score: 1"""
 _SCORE = re.compile(r"### Final Score:\s*([01])(?:\.0)?\b")
 _PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = WeakKeyDictionary()
-"""Concurrency limits of judge calls, shared by all episodes, by URL and limit."""
+"""Semaphores that limit concurrent judge calls, by event loop, then by (URL, limit). All episodes share them."""
 _WITHOUT_TEMPERATURE: set[tuple[str, str]] = set()
 """URLs and models that rejected a temperature."""
 
@@ -46,8 +46,8 @@ def judge_messages(instructions: str, question: str, reference: str, answer: str
 class LLMJudgeEnv(Env[GSM8kLLMJudgeEnvConfig]):
     """One turn; the judge gives a reward of 0 or 1. Needs `reward_spec.ground_truth`.
 
-    The variable `OPENAI_API_KEY` contains the API key. The URL is `base_url` of the settings, or else the variable
-    `OPENAI_BASE_URL`, or else that of OpenAI.
+    The variable `OPENAI_API_KEY` contains the API key. The URL is `base_url` of the settings. If it is not set,
+    the variable `OPENAI_BASE_URL` gives the URL. If neither is set, the URL is OpenAI's.
     """
 
     Config = GSM8kLLMJudgeEnvConfig

@@ -1,7 +1,8 @@
 """Question answering with a search engine.
 
-A turn is `<search>query</search>`, whose documents are returned as `<information>`, or `<answer>...</answer>`, which
-ends the episode. `services/retrieval.py` is a search server. Only the model's last turn counts for the reward.
+A turn is `<search>query</search>` or `<answer>...</answer>`. The documents found for a query are returned as
+`<information>`; an answer ends the episode. `services/retrieval.py` is a search server. Only the model's last turn
+counts for the reward.
 
 Differences from skyrl-gym 0.4.0: see `DIFFERENCES` in `tests/envs/test_against_skyrl_gym.py`.
 """

@@ -1,11 +1,11 @@
 """Question answering with two tools, a search engine and Python.
 
-A turn is `<tool><search>query</search></tool>` or `<tool><python>code</python></tool>`, whose output is returned to the
-model, or `<solution>... #### answer</solution>`, which ends the episode. Only the model's last turn counts for the
-reward.
+A turn is `<tool><search>query</search></tool>`, `<tool><python>code</python></tool>` or
+`<solution>... #### answer</solution>`. The output of a tool is returned to the model; a solution ends the episode. Only
+the model's last turn counts for the reward.
 
-Differences from skyrl-gym 0.4.0: the settings are used; the answer is searched in the last turn, not in the whole
-conversation with the output of tools.
+Differences from skyrl-gym 0.4.0: the settings have an effect; the answer is searched in the last turn, not in the whole
+conversation, which includes the output of tools.
 """
 
 import re
@@ -29,7 +29,7 @@ SHOWN_CHARACTERS = 9000
 
 @dataclass
 class SearchCodeConfig(SearchEnvConfig):
-    """Settings of `searchcode`: those of `search` and of the Python tool."""
+    """Settings of `searchcode`: all settings of `search`, and settings of the Python tool."""
 
     code_timeout: PositiveFloat = 10.0
     """CPU time limit per program, in seconds. A program that waits is stopped after three times this limit plus 5 s."""

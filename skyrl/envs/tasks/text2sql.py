@@ -1,7 +1,7 @@
 """Questions about a database. The model may try out queries before it answers with one.
 
-A turn is `<think>...</think>` followed by `<sql>...</sql>`, which is run and whose result is returned, or by
-`<solution>...</solution>`, which ends the episode. Only the model's own turns count for the reward.
+A turn is `<think>...</think>` followed by `<sql>...</sql>` or `<solution>...</solution>`. The query in `<sql>` is run,
+and its result is returned to the model. A solution ends the episode. Only the model's own turns count for the reward.
 
 Differences from skyrl-gym 0.4.0: see `DIFFERENCES` in `tests/envs/test_against_skyrl_gym.py`.
 """
@@ -21,7 +21,7 @@ FOLDERS = {
     "spider": "spider/database",
     "bird": "bird/train/train_databases",
 }
-"""Folders of databases below `db_path`, by the row's `data`."""
+"""Folder of the databases below `db_path`, by value of the row's column `data`."""
 TRY_S = 5.0
 """Time limit of a trial query, in seconds."""
 JUDGE_S = 30.0
@@ -121,7 +121,7 @@ class Text2SQLEnv(Env[Text2SQLEnvConfig]):
 
 
 def shown(result: Result) -> str:
-    """Format a result as a text table, in its own order. Long results are cut."""
+    """Format a result as a text table. Keeps the order of rows, and cuts long results."""
     text = _table(result)
     if len(text) <= SHOWN_CHARACTERS:
         return text

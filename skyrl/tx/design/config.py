@@ -1,4 +1,4 @@
-"""Access to members of a config.json, of any version of transformers, with errors that name them."""
+"""Access to members of a config.json that any version of transformers may have written. Errors name the member."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from skyrl.tx.design.design import ACTIVATIONS, LayerKind
 
 
 def head_dim_of(config: Any) -> int:
-    """Return the width of a head, which older files omit."""
+    """Return the width of a head. Older files omit it."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def kv_heads_of(config: Any) -> int:
-    """Return the number of key/value heads, which older files omit if it equals the number of query heads."""
+    """Return the number of key/value heads. Older files omit it if it equals the number of query heads."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -32,12 +32,12 @@ def activation_of(config: Any, name: str = "hidden_act") -> str:
 
 
 def kinds_of(config: Any, windowed: bool | None = None) -> list[LayerKind]:
-    """Return the kind of each layer of a model with one rotation.
+    """Return the kind of each layer of a model whose layers share one rotation.
 
     Args:
         config: Configuration of the model. If it has `layer_types`, they determine which layers have a window.
-        windowed: True if all layers have a window, in files without `layer_types`. None: use `use_sliding_window` and
-            `max_window_layers`.
+        windowed: For files without `layer_types`. True if all layers have a window, False if none has. None: use
+            `use_sliding_window` and `max_window_layers`.
 
     Raises ValueError for types of layers that are not implemented.
     """

@@ -1,6 +1,6 @@
-"""Connectors of several residual streams: their positions, and the names and shapes of their parameters.
+"""Connectors, which mix several residual streams: their positions, and the names and shapes of their parameters.
 
-A layer has one before attention and one before feed-forward. Their parameters are part of an adapter:
+Each layer has one connector before attention and one before feed-forward. Their parameters are part of an adapter:
 `skyrl.tx.layers.connector` defines them, and `skyrl.tx.lora` creates them.
 """
 
@@ -13,7 +13,7 @@ from skyrl.tx.design.parameters import Place, Stack
 from skyrl.types import ModuleGroup
 
 CONNECTORS: dict[str, ModuleGroup] = {"attn_connector": "attn", "mlp_connector": "mlp"}
-"""Names of a layer's connectors, with the module group whose training includes them."""
+"""Names of a layer's connectors, and the module group of each. A connector is trained if its group is trained."""
 
 
 def is_connectors(name: str) -> bool:
@@ -23,7 +23,7 @@ def is_connectors(name: str) -> bool:
 
 @dataclass(frozen=True)
 class ConnectorTarget:
-    """Connectors at one position, in all layers of a group."""
+    """Connectors at one position (before attention or before feed-forward), in all layers of a group."""
 
     path: tuple[str, ...]
     """Path of the parameters in `Adapter.weights`."""

@@ -1,4 +1,4 @@
-"""The decoder of which most families are variants: grouped-query attention and a gated feed-forward block, pre-norm."""
+"""The decoder on which most families are based: grouped-query attention, a gated feed-forward block, and pre-norm."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from skyrl.tx.design.rotations import frequencies
 
 
 def attention_of(config: Any, **options: Any) -> Attention:
-    """Return attention of the configured sizes, scaled by 1 / sqrt(head width). `options` are fields of `Attention`."""
+    """Return attention of the configured sizes. `options` are fields of `Attention`. Default scale: 1 / sqrt(width)."""
     width = head_dim_of(config)
     sizes = config.num_attention_heads, kv_heads_of(config), width
     return Attention(*sizes, **{"scale": width**-0.5} | options)
@@ -32,7 +32,7 @@ def dense_design(
     Args:
         config: Configuration of the model.
         attention: Attention of all layers, or one per layer.
-        kinds: Kind of each layer; None: those of `kinds_of`.
+        kinds: Kind of each layer; None: as in `kinds_of`.
         feed_forwards: Feed-forward block of each layer; None: gated blocks of `intermediate_size`.
         mlp_bias: True if those gated blocks have biases.
         output_norms: See `LayerGroup`.

@@ -4,17 +4,17 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-"""Activations of gates, by Hugging Face's names."""
+"""Supported activations of gated blocks, by Hugging Face's names."""
 
 
 @dataclass(frozen=True)
 class Frequencies:
-    """Frequencies of rotary position embedding: angle per position of each rotated pair."""
+    """Frequencies of rotary position embedding: the angle, in radians per position, of each rotated pair."""
 
     values: tuple[float, ...]
     """float32. Pair i is dimensions i and i + len(values); dimensions from 2 len(values) on are not rotated."""
     factor: float = 1.0
-    """Factor of cosines and sines."""
+    """Factor that multiplies cosines and sines."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +64,22 @@ class LatentAttention:
     interleaved: bool = True
     """True if rotated pairs are the dimensions 2 i and 2 i + 1; False: i and i + half."""
     bias: bool = False
-    """True if projections from and to the residual stream have biases, except queries without a latent."""
+    """True if projections from and to the residual stream have biases. Queries without a latent never have biases."""
     norm_eps: float = 1e-6
     """Epsilon of the norms of latents."""
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """Cache shape as in `Attention`: one head, the rotated key, and the latent (value and rest of the key)."""
+        """Cache shape as in `Attention`: one head, with the rotated key as the key and the latent as the value."""
         return 1, self.rotated_dim, self.latent
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Gated DeltaNet: a recurrent state per head, a matrix from keys to values that decays and is updated per token.
+    """Gated DeltaNet: each head has a recurrent state, a matrix that maps keys to values.
 
-    The size of the state does not depend on the length of the sequence (https://arxiv.org/abs/2412.06464). Value head h
-    uses the queries and keys of key head h // (value_heads / key_heads).
+    Each token decays and updates the state, whose size is independent of the sequence length
+    (https://arxiv.org/abs/2412.06464). Value head h uses queries and keys of key head h // (value_heads / key_heads).
     """
 
     key_heads: int
@@ -135,9 +135,9 @@ class Experts:
     """True if the score of an expert is the sigmoid of its logit, and experts are ranked by score plus a correction
     that balances their load (Wang et al. 2024, https://arxiv.org/abs/2408.15664). False: scores are the softmax."""
     groups: int = 1
-    """Number of groups of experts. Groups are ranked by the sum of their two highest ranked experts."""
+    """Number of groups of experts. Groups are ranked by the sum of the scores of their two highest ranked experts."""
     active_groups: int = 1
-    """Number of groups from which a token's experts are selected."""
+    """Number of groups per token. The token's experts are selected from these groups."""
     factor: float = 1.0
     """Factor of the weights of a token's experts."""
     shared: int = 0
@@ -198,7 +198,7 @@ class Design:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     unread: tuple[str, ...] = ()
-    """Prefixes of names of tensors that are skipped, such as those of multi-token prediction layers."""
+    """Name prefixes of skipped tensors, such as tensors of multi-token prediction layers."""
 
     @property
     def layers(self) -> int:
@@ -207,7 +207,7 @@ class Design:
 
     @property
     def blocks(self) -> Iterator[tuple[LayerGroup, ...]]:
-        """Tuples of interleaved groups, in model order: one layer of each group, then the next layer of each."""
+        """Tuples of interleaved groups, in model order. A tuple's groups take turns, one layer at a time."""
         place = 0
         while place < len(self.groups):
             end = place + self.groups[place].step

@@ -34,9 +34,9 @@ class Family:
     design: Callable[[Any], Design]
     """Returns the design of a configuration. Raises ValueError for options that are not implemented."""
     config: Callable[[Size], dict[str, Any]]
-    """Returns members of config.json that extend or override those of `made_config`."""
+    """Returns members of config.json that extend or override the common members in `made_config`."""
     multimodal: tuple[str, ...] = ()
-    """Architectures of multimodal models whose text model is of this family."""
+    """Architectures of multimodal models that use this family as their text model."""
     loads_whole: bool = False
     """True if AutoModelForCausalLM of transformers loads these multimodal models as a whole, with the text model as
     `model.language_model`. False if it loads the text model alone."""

@@ -1,7 +1,7 @@
-"""The table of a decoder's parameters, the only source for loading, export, adapters and random models.
+"""The table of a decoder's parameters. Loading, export, adapters and random models all use this one table.
 
-Paths are those of the split NNX model without layer numbers. Names are Hugging Face's, with `{layer}` and `{expert}` as
-placeholders if there is one tensor for each.
+Paths are as in the split NNX model, without layer numbers. Names are Hugging Face's, with `{layer}` and `{expert}` as
+placeholders if each layer or expert has its own tensor.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from skyrl.tx.design.design import Attention, DeltaNet, Design, Experts, LatentA
 from skyrl.types import ModuleGroup
 
 Place = tuple[int, ...]
-"""Index of one layer's or expert's matrix in an array of several."""
+"""Index of the matrix of one layer or expert in an array that stacks several."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Stack:
 
         Args:
             template: Template of the names.
-            layer: Yield only tensors of this layer (0 is the first of the stack), with indices in an array without a
-                layer axis. None: all layers.
+            layer: Yield only tensors of this layer (0 is the first of the stack). Indices then refer to an array
+                without a layer axis. None: all layers.
         """
         layers: Sequence[tuple[Place, int | None]]
         if self.layers is None:
@@ -74,7 +74,7 @@ class LoraTarget:
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of the model, stacked over layers and experts if it has several."""
+    """A parameter of the model, stacked over layers and experts if there are several."""
 
     path: tuple[str, ...]
     name: str
@@ -89,7 +89,7 @@ class Param:
     start: Literal["normal", "ones", "zeros"] = "normal"
     """Initial values in a random model; normal ones have variance 1 / (size of the input)."""
     group: ModuleGroup | None = None
-    """Module group of its adapter; None if it has none."""
+    """Module group that its adapter belongs to; None if it is not adapted."""
     stored: bool = True
     """False for a vocabulary projection that is tied to the embedding."""
 
@@ -110,7 +110,7 @@ class Param:
 
     @property
     def target(self) -> LoraTarget | None:
-        """The adaptable linear layer whose matrix this is, or None."""
+        """The adaptable linear layer that has this parameter as its matrix, or None."""
         if self.group is None:
             return None
         module = self.name.removesuffix(".weight")

@@ -1,8 +1,8 @@
 """Frequencies of rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), of all kinds.
 
 They are computed as in transformers, with the same rounding to float32: at position 100,000, the last bit of a
-frequency changes the angle by a hundredth. Kinds whose frequencies depend on the length of a sequence use the maximum
-served length instead, as in vLLM, so that cached keys stay valid when a sequence grows past a limit.
+frequency changes the angle by up to 0.01 radians. Kinds whose frequencies depend on the length of a sequence use the
+maximum served length instead, as in vLLM, so that cached keys stay valid when a sequence grows past a limit.
 """
 
 import math
@@ -16,7 +16,7 @@ from skyrl.tx.design.config import head_dim_of
 from skyrl.tx.design.design import Frequencies
 
 ORIGINAL = "original_max_position_embeddings"
-"""Name of the maximum length of sequences before the context was extended."""
+"""Member of config.json: maximum length of sequences, in tokens, before the context was extended."""
 
 
 def frequencies(
@@ -31,8 +31,8 @@ def frequencies(
             set and not 0, and `max_position_embeddings`.
         layer_type: Type of the layer, if each type has separate parameters.
         width: Number of rotated dimensions; None: the head width.
-        partial: True if the family rotates the fraction `partial_rotary_factor` of them. Others ignore that option,
-            as in transformers.
+        partial: True if the family rotates only the fraction `partial_rotary_factor` of these dimensions. Other
+            families ignore that option, as in transformers.
 
     Raises ValueError for kinds that are not implemented.
     """
@@ -68,7 +68,7 @@ def length_notice(config: Any) -> str | None:
 
 
 def score_factor(config: Any) -> float:
-    """Return the factor of attention scores by `mscale_all_dim`, as in DeepSeek-V3's own code. 1.0 without it."""
+    """Return the factor that `mscale_all_dim` puts on attention scores, as in DeepSeek-V3's own code. Default: 1.0."""
     parameters = _parameters(config, None)
     kind, scale = _kind(parameters), float(parameters.get("mscale_all_dim") or 0)
     return _strength(float(parameters["factor"]), scale) ** 2 if scale and kind != "default" else 1.0

@@ -34,7 +34,7 @@ MESH_AXES: dict[str, str | None] = {
     "one": None,
     "width": None,
 }
-"""Mesh axis of a dimension of one tensor, by its name in `Param.axes`."""
+"""Mesh axis of each dimension, by the dimension's name in `Param.axes`."""
 
 
 def partition(param: Param, *, shard_attention_heads: bool = True) -> Spec:
@@ -60,7 +60,7 @@ def _stack(param: Param) -> Spec:
 
 
 def _matrix(param: Param, shard_attention_heads: bool) -> Spec:
-    """Return the mesh axes of one tensor. `fsdp` shards neither norms and other `hidden` vectors nor the embedding."""
+    """Return the mesh axes of one tensor. `fsdp` shards neither `hidden` vectors nor vocabulary matrices."""
     whole: set[str | None] = {None}
     if param.path[-1] == "scale":
         whole |= {"fsdp", "tp"}

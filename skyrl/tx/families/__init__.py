@@ -1,4 +1,4 @@
-"""Model families, one file each. Importing the package registers all in `skyrl.tx.design.family.FAMILIES`.
+"""Model families, one file each. Importing the package registers them all in `skyrl.tx.design.family.FAMILIES`.
 
 These modules import neither JAX nor torch nor transformers.
 """

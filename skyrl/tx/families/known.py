@@ -1,4 +1,4 @@
-"""Lookup of the family of a configuration, and rejection of unknown architectures."""
+"""Lookup of a configuration's family, and rejection of unknown architectures."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,13 +14,13 @@ def design_of(config: Any) -> Design:
 
 
 def architectures() -> dict[str, str]:
-    """Map each supported architecture to itself, or to the architecture of its text part if it is multimodal."""
+    """Map each supported architecture to itself, and each multimodal one to the architecture of its text part."""
     parts = {name: text for text in FAMILIES for name in FAMILIES[text].multimodal}
     return {name: parts.get(name, name) for name in sorted([*FAMILIES, *parts])}
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a known architecture. For a multimodal model, return that of its text part."""
+    """Return the config.json of a known architecture. For a multimodal model, return the one of its text part."""
     architecture = (config.get("architectures") or [""])[0]
     text = architectures()[architecture]
     if text == architecture:

@@ -8,7 +8,7 @@ from skyrl.tx.design.family import Size, made_config
 from skyrl.tx.families import FAMILIES, design_of
 
 ROUTING_BOUNDS = {"float32": 1e-5, "bfloat16": 0.02}
-"""Gap of scores above which a token has the same experts in training and sampling, by the dtype of base weights."""
+"""Bounds by dtype of base weights. Tokens whose router scores have a larger gap keep their experts in sampling."""
 HEAD = """# Supported models
 
 This page lists the model families that the JAX backend supports. The backend reads `architectures` in a model's

@@ -12,7 +12,7 @@ from skyrl.tx.design.rotations import frequencies
 def design(config: Any) -> Design:
     """Return the design of a configuration. Multi-token prediction layers of a checkpoint are skipped.
 
-    Rotations are those of text, for which the three coordinates of a position are equal.
+    Rotations are computed as for text, where the three coordinates of a position are equal.
     """
     delta_net = DeltaNet(
         config.linear_num_key_heads,

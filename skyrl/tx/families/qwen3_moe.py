@@ -11,8 +11,8 @@ from skyrl.tx.design.family import FAMILIES, Family, Size
 def design(config: Any) -> Design:
     """Return the design of a configuration.
 
-    Only every `decoder_sparse_step`-th layer has experts, except for `mlp_only_layers`; all others are dense. Either
-    all layers have a window or none has.
+    Every `decoder_sparse_step`-th layer has experts, unless it is in `mlp_only_layers`. All other layers are dense.
+    Either all layers have a window or none has.
     """
     bias, activation, count = config.attention_bias, activation_of(config), experts_of(config) or 0
     experts = Experts(
@@ -29,7 +29,7 @@ def design(config: Any) -> Design:
 
 
 def config(size: Size) -> dict[str, Any]:
-    """Return config.json members: sixteen experts, and four per token, whose total width is that of a dense block."""
+    """Return config.json members: sixteen experts, four per token. These four together are as wide as a dense block."""
     return {
         "attention_bias": False,
         "decoder_sparse_step": 1,

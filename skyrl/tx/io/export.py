@@ -27,8 +27,8 @@ EMBEDDING, PROJECTION = "model.embed_tokens.weight", "lm_head.weight"
 def model_files(
     folder: Path, model_config: "ModelConfig", base: Any, adapter: Adapter, value_head: str
 ) -> dict[str, Content]:
-    """Return the files of a complete model in the format of `transformers`, by name: the base model with `adapter`
-    merged.
+    """Return the files of a complete model by name, in the format of `transformers`. `adapter` is merged into the base
+    model.
 
     Weights keep the dtypes of `base`; LoRA is merged in float32 as W + scaling (A B). If the vocabulary
     projection is adapted, it is no longer tied to the embedding. Tensors are created one at a time, as they are
@@ -80,7 +80,7 @@ def named_tensors(table: Iterable[Param], state: Any) -> dict[str, Tensor]:
 
 
 def _tensor(array: Any, place: Place, param: Param) -> Tensor:
-    """Return the tensor at an index of an array, in Hugging Face's layout."""
+    """Return the part of an array at index `place` as a tensor in Hugging Face's layout."""
     shape, dtype = param.stored_shape, np.dtype(array.dtype)
     if param.transposed:
         return Tensor(shape, dtype, lambda: np.swapaxes(on_host(array, place), -1, -2))

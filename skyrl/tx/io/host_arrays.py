@@ -10,7 +10,7 @@ from skyrl.utils.files.tensor_file import Tensor
 
 
 def on_host(array: Any, place: tuple[int, ...] = ()) -> np.ndarray:
-    """Return an array on the host, or its part at an index of the first axes.
+    """Return an array on the host, or only the part at index `place` of the first axes.
 
     Arrays of an accelerator are copied first, because JAX would keep the host copy for as long as the device array
     lives.

@@ -1,8 +1,9 @@
 """Adapters in PEFT's format, which PEFT and vLLM load directly.
 
-Tensors are float32 with PEFT's names, `lora_A` as `[rank, in]` and `lora_B` as `[out, rank]`, with the true rank, and
-only for modules that the configuration trains. Connectors (`skyrl.tx.layers.connector`) that have an effect are stored
-with the same prefix, and adapter_config.json has the number of residual streams. PEFT does not support connectors.
+Tensors are float32 and have PEFT's names: `lora_A` is `[rank, in]` and `lora_B` is `[out, rank]`, without padding of
+the rank. Only trained modules have tensors, and modules without which PEFT cannot load them (zeros). Connectors
+(`skyrl.tx.layers.connector`) that have an effect are stored with the same prefix, and adapter_config.json has the
+number of residual streams. PEFT does not support connectors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
 def adapter_to_peft(
     adapter: Adapter, lora_config: LoraConfig, model_config: "ModelConfig"
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return the tensors and the adapter_config of an adapter. The latter has the path of the base weights.
+    """Return the tensors and the adapter_config of an adapter. The adapter_config has the path of the base weights.
 
     Modules are listed without their paths if all modules of these names are adapted. PEFT applies the names of experts'
-    linear layers only to fused experts, so those of shared experts and dense layers are listed in `target_parameters`.
+    linear layers only to fused experts, so shared experts and dense layers are listed in `target_parameters`.
     Modules of a multimodal base model are listed with their paths, because its other parts may have the same names.
-    If PEFT does not load some trained linear layers of experts without others, the latter are included as zeros.
+    PEFT loads some linear layers of experts only together with others. Untrained layers among these are zeros.
     """
     tensors: dict[str, np.ndarray] = {}
     whole: list[str] = []
@@ -87,7 +88,7 @@ def adapter_to_peft(
 def adapter_from_peft(
     tensors: Mapping[str, np.ndarray], adapter_config: Mapping[str, Any], model_config: "ModelConfig", rank: int
 ) -> tuple[Adapter, LoraConfig]:
-    """Convert an adapter that `skyrl.utils.adapters` reads, padded to `rank`. The inverse of `adapter_to_peft`.
+    """Convert an adapter read by `skyrl.utils.adapters`, and pad it to `rank`. The inverse of `adapter_to_peft`.
 
     A module group counts as trained if any of its tensors exists. Modules, layers and connectors without tensors are
     zero. Raises RequestError for options that are not implemented, tensors that do not fit the base model, and a

@@ -33,7 +33,7 @@ __all__ = ["adapter_from_peft", "adapter_to_peft", "load_model"]
 READABLE = {"F64", "F32", "F16", "BF16"}
 """Safetensors dtypes of plain numbers (others are quantised, with separate scales)."""
 ALIGNMENT = 64
-"""Alignment in bytes with which JAX uses a NumPy array on a CPU without a copy."""
+"""Alignment in bytes that lets JAX use a NumPy array on a CPU without a copy."""
 
 
 def abstract_model(
@@ -52,7 +52,7 @@ def abstract_model(
     """Return the model of a folder's config.json, with shapes and dtypes instead of weights.
 
     `dtype` is the dtype of base weights, such as "bfloat16"; None: float32 on a CPU, and the checkpoint's elsewhere.
-    All other options are those of `ModelConfig`.
+    `ModelConfig` describes all other options.
 
     Raises StorageError for missing or damaged files, ValueError for models that are not implemented.
     """
@@ -85,20 +85,22 @@ def abstract_model(
 def load_model(path: str | Path, **options: Any) -> Decoder:
     """Load the model from a folder with config.json and safetensors (one file, or several with an index).
 
-    Options and errors are those of `abstract_model`. Raises StorageError if the files do not match.
+    Takes the options of `abstract_model`, and raises its errors. Raises StorageError if the files do not match.
     """
     return with_weights(abstract_model(path, **options), path)
 
 
 def stored_tensor(path: str | Path, name: str) -> np.ndarray | None:
-    """Return an additional tensor of a model's folder as float32. None if it does not exist."""
+    """Return one tensor of a model's folder as float32, such as a value head. None if it does not exist."""
     with ExitStack() as stack:
         tensors = _Tensors(Path(path), stack)
         return tensors.whole(name).astype(np.float32) if name in tensors.names else None
 
 
 def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = ()) -> Decoder:
-    """Return an `abstract_model` with the weights of a folder. The folder may also have the tensors named in `beside`.
+    """Return `model` (from `abstract_model`) with the weights of a folder.
+
+    The folder may also contain the tensors named in `beside`.
 
     Raises StorageError for files that are damaged or do not match the model.
     """
@@ -133,8 +135,8 @@ def state_of(
         table: Table of the model's parameters, by path.
         take: Returns a tensor by its Hugging Face name and shape, transposed if the last argument is True.
         dtype: Dtype of the arrays; None: the dtypes of `like`.
-        place: Moves an array to the device. The array has no other user. The result of `jax.device_put` may share its
-            memory; XLA does not write to such memory if it is donated.
+        place: Moves an array to the device. Nothing else uses the array, so the result may share its memory, as with
+            `jax.device_put`. If such a result is donated, XLA does not write to the shared memory.
     """
     loaded = []
     for path, variable in nnx.to_flat_state(like):
@@ -154,9 +156,10 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def with_random_weights(model: Decoder) -> Decoder:
-    """Return an `abstract_model` with random weights, created on the device, for benchmarks without a checkpoint.
+    """Return `model` (from `abstract_model`) with random weights, for benchmarks without a checkpoint.
 
-    Norms have scale 1 and biases are 0; other weights are normal with variance 1 / (size of the input).
+    The weights are created on the device. Norms have scale 1 and biases are 0; other weights are normal with variance
+    1 / (size of the input).
     """
     graph, state = nnx.split(model)
     made, table = [], _table(model)

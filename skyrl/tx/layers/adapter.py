@@ -1,4 +1,4 @@
-"""The adapter: the weights of one model in addition to the base model."""
+"""The adapter: the weights that a trained model has in addition to the base model."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from skyrl.tx.layers.dropout import Dropout
 
 
 class Adapter(NamedTuple):
-    """Weights of one model, or, with a slot axis (see below), of a *bank* of models. A pytree.
+    """Weights of one trained model, or of several: a *bank*, whose arrays have a slot axis (see `weights`). A pytree.
 
     All adapters of a base model have the same tree; modules that are not trained have A = B = 0 and zero gradients.
     Ranks are padded with zeros, which stay zero in training. A model with full fine-tuning has its own base parameters
@@ -27,13 +27,13 @@ class Adapter(NamedTuple):
     is a list of trees, one per layer.
 
     With several residual streams, each group also has "attn_connector" and "mlp_connector", which are
-    `{"phi", "alpha", "bias"}` (see `skyrl.tx.layers.connector`). In a bank, each of their arrays has a [slots] axis
+    `{"phi", "alpha", "bias"}` (see `skyrl.tx.layers.connector`). In a bank, each connector array has a [slots] axis
     before its last axis.
     """
     scaling: Float[Array, "..."]
     """alpha / rank: a scalar; `[slots]` in a bank."""
     dropout: Dropout | None = None
-    """Dropout of the inputs of the pairs, in training passes."""
+    """Dropout on the inputs of LoRA pairs. Used only in training passes."""
 
     @property
     def rank(self) -> int:
@@ -47,5 +47,5 @@ class Adapter(NamedTuple):
 
     @property
     def value_head(self) -> Float[Array, "hidden"] | None:
-        """Value head of a critic. A value is its product with a final hidden state. None for other models."""
+        """Value head of a critic: its product with a token's final hidden state is the value. None for other models."""
         return self.weights.get("value_head")

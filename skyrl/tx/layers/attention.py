@@ -22,8 +22,8 @@ def attention(
     """Return (attention output, updated pages). Query head h uses key/value head h // group.
 
     Args:
-        query: Rotated queries. If queries are wider than keys (only with pages), the values are the first part of the
-            keys, which are not stored twice, and the first part of the query is multiplied with them.
+        query: Rotated queries. With pages, queries may be wider than `key`. A whole key is then the value followed by
+            `key`, and the value is stored only once.
         key: Rotated keys.
         value: Values, of any width.
         positions: Positions of the tokens in their sequences, and in the pages.

@@ -35,7 +35,7 @@ class Pages(NamedTuple):
         return self._replace(table=self.table + layer * (len(self.keys) // layers))
 
     def with_arrays_of(self, other: "Pages") -> "Pages":
-        """Return this part with the arrays that `other` has written."""
+        """Return this layer's part with the updated arrays of `other`."""
         return other._replace(table=self.table)
 
     def write(
@@ -66,9 +66,9 @@ def cached_attention(
 ) -> Float[Array, "batch tokens heads value_dim"]:
     """Compute attention of tokens to all tokens in `pages` up to their own positions, block by block.
 
-    Queries wider than keys, `scale`, `window` and `softcap` as in `skyrl.tx.layers.attention`. Only visible blocks are
-    read, with an online softmax (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867). Unused entries of pages
-    may have any content, even NaN of an earlier tenant: they are masked out of scores and values.
+    Queries wider than keys, `scale`, `window` and `softcap` are as in `skyrl.tx.layers.attention`. Only visible blocks
+    are read, with an online softmax (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867). Unused entries of
+    pages may have any content, even NaN of an earlier tenant: they are masked out of scores and values.
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads, width = pages.keys.shape[1], pages.values.shape[3]
@@ -115,7 +115,7 @@ def _attend_one(
 ) -> tuple[Array, Array, Array]:
     """Add one page, for one token per row.
 
-    These products are memory-bound. As sums of element-wise products, the compiler reads pages without copying them.
+    The products are memory-bound. Written as sums of element-wise products, they read pages without copying them.
     """
     key, value = (part[page[:, 0]][:, :, None].astype(jnp.float32) for part in (pages.keys, pages.values))
     scores = jnp.sum(query[:, 0, :, :, :, None].astype(jnp.float32) * key, axis=-2)

@@ -1,4 +1,4 @@
-"""Connectors: reading and writing of several residual streams by a sub-block (mHC, arXiv:2512.24880).
+"""Connectors: trained modules through which a sub-block uses several residual streams (mHC, arXiv:2512.24880).
 
 Around attention or feed-forward, X `[n, hidden]` are the n streams of a token, and x `[n hidden]` is the concatenation
 of the normalised streams:
@@ -8,9 +8,10 @@ of the normalised streams:
     M      = 20 Sinkhorn rounds of exp(alpha_res (x phi_res) + b_res): rows divided by their sums, then columns
 
 An adapter contains phi `[n hidden, 2 n + n^2]`, alpha `[3]` and bias `[2 n + n^2]`, with the parts pre, post, res in
-this order. bias is the difference of b from its initial value, which is log(1 / (n - 1)), -0.2 to 0.2 and 10 I. With
+this order. bias is b minus the initial b, which is log(1 / (n - 1)), -0.2 to 0.2 and 10 I for the three parts. With
 phi and bias 0, the mean of the streams is the residual stream of the plain model, as H_post sums to n and each column
-of M to 1. A part whose alpha is exactly 0 has no connector: it keeps its initial value and gets no gradients.
+of M to 1. If the alpha of a part is exactly 0, the part has no connector: H or M keeps its initial value, without
+gradients.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ ROUNDS = 20
 DIAGONAL = 10.0
 """Initial diagonal of b_res: a stream keeps all but about exp(-10) of itself."""
 SPREAD = 0.2
-"""Initial range of b_post: it differs between streams, so that their contents diverge after a layer."""
+"""Bound of the initial b_post, which runs from -SPREAD to SPREAD over the streams, so that the streams diverge."""
 
 
 class PlainResidual:
@@ -82,7 +83,7 @@ class Connector(NamedTuple):
 
 
 def start(n: int) -> np.ndarray:
-    """Return initial b_pre, b_post and b_res, with which the model computes the same as the plain one."""
+    """Return the initial b_pre, b_post and b_res. With them, a model computes the same as with a single stream."""
     parts = np.full(n, -np.log(n - 1)), np.linspace(-SPREAD, SPREAD, n), DIAGONAL * np.eye(n).reshape(-1)
     return np.concatenate(parts).astype(np.float32)
 
@@ -104,7 +105,7 @@ def mean(x: Streams | Hidden) -> Hidden:
 
 
 def _projected(x: Float[Array, "batch tokens n_hidden"], lora: Lora) -> tuple[Array, Array, Array]:
-    """Return x phi, and alpha and bias that broadcast with it, of an adapter or of each row's slot of a bank."""
+    """Return (x phi, alpha, bias), which broadcast together. In a bank, each row uses its own slot's parameters."""
     phi, alpha, bias = (lora.weights[name] for name in ("phi", "alpha", "bias"))
     if lora.slots is None:
         return x @ phi, alpha[None, None], bias[None, None]

@@ -1,6 +1,6 @@
 """Embedding lookup with a gradient that is summed in float32, whatever the dtype of the embedding.
 
-The gradient of a frequent token is a sum of many small terms, which stops growing after a few hundred in bfloat16.
+The gradient of a frequent token is a sum of many small terms. In bfloat16, it stops growing after a few hundred.
 """
 
 from typing import Any

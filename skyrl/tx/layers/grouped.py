@@ -1,4 +1,4 @@
-"""Grouped matrix products: each row is multiplied by the matrix of its group, for experts and experts' adapters.
+"""Grouped matrix products: each row is multiplied by the matrix of its group. Used for experts and their adapters.
 
 Rows are sorted by group and divided into blocks of one group each; the last block of a group is padded. A product is a
 loop over blocks with one matrix each, so work and memory grow with the number of rows, not with rows times groups.
@@ -109,7 +109,7 @@ def _forward(blocks: Blocks, matrices: Matrices, group: Group) -> tuple[Products
 
 
 def _backward(saved: tuple[Blocks, Matrices, Group], gradient: Products) -> tuple[Blocks, Matrices, None]:
-    """Compute the gradients of blocks and matrices; those of matrices are summed in place over blocks of a group."""
+    """Compute the gradients of blocks and matrices. A matrix's gradient is summed in place over its group's blocks."""
     blocks, matrices, group = saved
 
     def of_block(inputs: tuple[Array, Array]) -> Array:

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens, and entropies, without the logits of all positions in memory.
 
 Only requested tokens go through the vocabulary projection, one chunk at a time, and only tokens with a gradient go
-through its backward pass. Their numbers are data, not static shapes. The log-sum-exp is float32 whatever the base
-dtype: in bfloat16, probability ratios would be wrong by several percent at real vocabulary sizes.
+through its backward pass. Both numbers of tokens are data, not static shapes. The log-sum-exp is float32 whatever the
+base dtype: in bfloat16, probability ratios would be wrong by several percent at real vocabulary sizes.
 """
 
 import functools
@@ -142,10 +142,10 @@ def _chunked_forward(
 def _chunked_backward(
     project: Project, chunk: int, keep: bool, entropy: bool, saved: Any, gradient: Scores
 ) -> tuple[Any, ...]:
-    """Compute the gradients of the first `trained` tokens, in whole chunks that are summed in float32.
+    """Compute the gradients of the first `trained` tokens, in whole chunks. Chunks are summed in float32.
 
-    The gradient of a token's logits is g (one-hot - p) for a log-probability, and -g p (log p + entropy) for the
-    entropy.
+    With incoming gradient g, the gradient of a token's logits is g (one-hot - p) for a log-probability, and
+    -g p (log p + entropy) for the entropy.
     """
     trainable, hidden, targets, temperature, trained, normalisers, kept = saved
 

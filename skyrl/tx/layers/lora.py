@@ -41,7 +41,7 @@ class Lora(NamedTuple):
         return self._replace(weights=self.weights[name], dropout=dropout)
 
     def of_layer(self, group: str, layer: int | Int[Array, ""], weights: Any = None) -> "Lora":
-        """Return the view of one layer of a group. `weights` are the layer's; None: they are taken from the group."""
+        """Return the view of one layer of a group. `weights` are the layer's. None: take them from the group."""
         all_layers = self.at(group)
         if weights is None:
             layers: Any = all_layers.weights

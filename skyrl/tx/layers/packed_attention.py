@@ -1,7 +1,8 @@
 """Causal self-attention of packed sequences, with a custom backward pass.
 
-Scores are computed for one stripe of queries at a time, against the keys up to its end, and recomputed in the backward
-pass: memory grows with the number of tokens, not with its square (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
+Scores are computed for one stripe (range of queries) at a time, against the keys up to the end of the stripe. The
+backward pass recomputes them, so memory grows with the number of tokens, not with its square (Dao et al. 2022,
+https://arxiv.org/abs/2205.14135).
 Scores and softmax are float32 whatever the dtype of the inputs. A token always attends to itself, so no row is empty
 and padding stays finite.
 """
@@ -18,7 +19,8 @@ MASKED = -1e30
 """Score of a masked pair; its weight underflows to exactly 0."""
 
 STRIPES = 4
-"""Number of stripes of the queries of a long sequence. Keys after the end of a stripe are skipped."""
+"""Number of stripes into which the queries of a long sequence are divided. Keys after the end of a stripe are
+skipped."""
 
 NARROWEST_STRIPE = 128
 """Minimum number of queries of a stripe: smaller products are slow."""
@@ -40,7 +42,7 @@ def packed_attention(
     """Compute attention of each token to itself and earlier tokens of its segment. Head h uses key/value head
     h // group.
 
-    `scale`, `window` and `softcap` as in `skyrl.tx.layers.attention`.
+    `scale`, `window` and `softcap` are as in `skyrl.tx.layers.attention`.
     """
     batch, tokens, heads, head_dim = query.shape
     grouped = query.reshape(batch, tokens, key.shape[2], heads // key.shape[2], head_dim)
@@ -171,7 +173,7 @@ def _in_steps(stripe: Callable[..., Any], start: int, end: int, *arrays: Array, 
 def _visible(
     segments: Segments, window: Window, start: Array | int, queries: int, keys: int
 ) -> Bool[Array, "batch 1 1 queries keys"]:
-    """Return the mask of the first `keys` keys that each query from `start` on attends to."""
+    """Return, for each query from `start` on, the mask of the keys that it attends to among the first `keys`."""
     places = start + jnp.arange(queries)
     own = jax.lax.dynamic_slice_in_dim(segments, start, queries, axis=1)
     causal = places[None, :, None] >= jnp.arange(keys)[None, None, :]

@@ -10,14 +10,14 @@ from transformers import PretrainedConfig
 from skyrl.tx.design.config import experts_of
 
 UNROLLED_LAYERS = 8
-"""Maximum number of layers of a model that is unrolled by default."""
+"""Largest number of layers that are unrolled by default."""
 
 
 class ModelConfig(PretrainedConfig):
     """Configuration of a base model with settings of its training."""
 
     nested_names = False
-    """True if adapters have the names of a multimodal model (`nested_name`)."""
+    """True if adapter files use the module names of a multimodal model (`nested_name`)."""
 
     def __init__(
         self,
@@ -35,16 +35,16 @@ class ModelConfig(PretrainedConfig):
         """Wrap a Hugging Face configuration, or the dictionary of one.
 
         Args:
-            config: Its members become members of this object, with `dtype` as a plain string.
+            config: The configuration. Its members become members of this object, and `dtype` becomes a plain string.
             max_lora_adapters: Maximum number of concurrent adapters.
             max_lora_rank: Maximum rank of an adapter.
             shard_attention_heads: True to shard attention over the mesh axis `tp`.
             loss_chunk_size: Tokens per chunk of the vocabulary projection; 0: no chunking.
-            gradient_checkpointing: Recompute activations in the backward pass: everything but the inputs of layers, or
-                with "selective" everything but these and the results of products with weights.
+            gradient_checkpointing: Recompute activations in the backward pass. True: only the inputs of layers are
+                kept. "selective": the results of products with weights are kept, too.
             mhc_expansion_rate: Number of residual streams. Above 1, their connectors are trainable.
-            unroll_layers: Unroll the layers instead of compiling a loop: faster to run, slower to compile. None: if
-                there are at most `UNROLLED_LAYERS`.
+            unroll_layers: Unroll the layers instead of compiling a loop: faster to run, slower to compile. None:
+                unroll if there are at most `UNROLLED_LAYERS`.
             max_context_length: Maximum length of served sequences in tokens; 0: the model's own limit.
         """
         settings = {

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from skyrl.tx.models.configs import ModelConfig
 
 NO_WINDOW = 2**30
-"""Window of a layer without one, if other layers of its group have a window. Sums with positions fit into an int32."""
+"""Window that stands for no window, if other layers of a group have one. Its sum with a position fits into an int32."""
 
 Block = tuple[LayerGroup, ...]
-"""Interleaved groups."""
+"""Interleaved groups of layers."""
 Caches = dict[str, list[Cached]]
 """Parts of a cache by name of the group."""
 

@@ -1,6 +1,7 @@
 """Gated DeltaNet: a token mixer with a recurrent state of fixed size.
 
-With a cache, each sequence has a state in its own slot. Tokens of segment -1, which pad a chunk, do not change it.
+With a cache, each sequence has a state in its own slot. Tokens of segment -1 are padding of a chunk and do not change
+the state.
 """
 
 from typing import TYPE_CHECKING, Any

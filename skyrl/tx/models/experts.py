@@ -2,7 +2,7 @@
 
 Tokens are sorted by expert (and, in a bank of adapters, by slot), so that each expert processes only its own tokens,
 and each token uses only its own adapter's matrices. Routing is float32 whatever the model's dtype, and the first expert
-wins ties, so a token is routed equally in training and sampling.
+wins ties, so a token is routed identically in training and sampling.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ Rows = Float[Array, "tokens hidden"]
 
 
 class ExpertLinear(nnx.Module):
-    """Linear layers of all experts. Each row uses the layer of its expert."""
+    """One linear layer per expert. Each row uses the layer of its expert."""
 
     def __init__(self, shapes: dict[str, Any], dtype: jnp.dtype, rngs: nnx.Rngs):
         self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shapes["kernel"], dtype))

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA), whose cache has a latent and a rotated key per token.
+"""Multi-head latent attention (MLA). The cache has a latent and a rotated key per token.
 
 Without a cache, keys and values are computed from the latent, followed by ordinary attention. With a cache, the
 projection to keys and values is applied to queries and to attention outputs instead ("absorbed", DeepSeek-V2,
@@ -91,9 +91,9 @@ class LatentAttentionLayer(nnx.Module):
 
 
 class _Absorbed:
-    """The projection from latents to keys and values, with each row's adapter, applied to queries and to outputs.
+    """The projection from latents to keys and values, with each row's adapter. Applied to queries and outputs instead.
 
-    Results are float32: with rounding they would differ from those of the projection itself.
+    Results are float32: rounded results would differ from the results of the projection itself.
     """
 
     def __init__(self, kernel: Float[Array, "latent key_value"], design: LatentAttention, lora: Lora | None, rows: int):
@@ -107,7 +107,7 @@ class _Absorbed:
             self.up_keys, self.up_values = of_heads(up)
 
     def query(self, plain: Float[Array, "batch tokens heads plain"]) -> Float[Array, "batch tokens heads latent"]:
-        """Return queries whose products with latents equal those of `plain` with keys."""
+        """Return queries. Their products with latents equal the products of `plain` with keys."""
         query = jnp.einsum("bthn,lhn->bthl", plain, self.keys, preferred_element_type=jnp.float32)
         if self.down is None:
             return query

@@ -28,7 +28,7 @@ class States(NamedTuple):
     """One layer's part of the states in a `KVCache`. A pytree."""
 
     window: Float[Array, "slots before channels"]
-    """Inputs of the convolution at the last tokens."""
+    """Inputs of the convolution for the last tokens."""
     memory: Float[Array, "slots heads key_dim value_dim"]
     """Memory matrices, float32."""
     slots: Int[Array, "batch"]
@@ -49,7 +49,7 @@ class States(NamedTuple):
         return self._replace(slots=self.slots + layer * (len(self.window) // layers))
 
     def with_arrays_of(self, other: "States") -> "States":
-        """Return this part with the arrays that `other` has written."""
+        """Return this layer's part with the updated arrays of `other`."""
         return other._replace(slots=self.slots)
 
 
@@ -65,7 +65,7 @@ def convolution(
     Args:
         x: Inputs.
         before: Inputs of the preceding tokens, which belong to the first run.
-        kernel: Factors; the last column is that of the token itself.
+        kernel: Factors; the last column applies to the token itself.
         runs: Id of each token's run, the contiguous tokens of one sequence. The convolution does not cross from one run
             to another.
         live: True for tokens that are not padding. These are the first tokens of a row.
@@ -98,8 +98,8 @@ def delta_rule(
         key: Keys of each value head, with norms of at most 1.
         value: Values to store for the keys.
         decay: Logarithm of the decay factor, at most 0.
-        strength: Fraction of the correction, from 0 to 1. If it and `decay` are 0, the token does not change the
-            memory.
+        strength: Fraction of the correction, from 0 to 1. If `strength` and `decay` are 0, the token does not change
+            the memory.
         runs: Id of each token's run, the contiguous tokens of one sequence.
         memory: Memory before the first token.
     """

@@ -45,8 +45,8 @@ class KVCache(NamedTuple):
     """
 
     keys: tuple[Float[Array, "pages kv_heads key_dim page_size"], ...]
-    """One array per layer with pages. If layers are scanned, one array per group, with all pages of one layer after
-    another.
+    """One array per layer with pages. If layers are scanned, one array per group: all pages of its first layer, then
+    all pages of its second layer, and so on.
 
     Positions are the last axis, so that the scores of one query are computed for vectors of positions.
     """
@@ -54,7 +54,7 @@ class KVCache(NamedTuple):
     """Values, in the same layout as `keys`."""
     table: Int[Array, "batch blocks"]
     states: tuple[tuple[Float[Array, "slots before channels"], Float[Array, "slots heads key_dim value_dim"]], ...] = ()
-    """(window, memory) of recurrent layers, grouped as `keys`."""
+    """(window, memory) of recurrent layers: one pair per layer or group, as for `keys`."""
     slots: Int[Array, "batch"] | None = None
     """Slot of each row's state. None for models without recurrent layers."""
 
@@ -109,7 +109,7 @@ class KVCache(NamedTuple):
         return parts
 
     def with_parts(self, parts: Iterable[list[Cached]]) -> "KVCache":
-        """Replace the arrays by those of `parts`, in the order of `by_group`."""
+        """Return the cache with the arrays of `parts`, which are in the order of `by_group`."""
         flat = [cached for some in parts for cached in some]
         return self._replace(
             keys=tuple(cached.keys for cached in flat if isinstance(cached, Pages)),
@@ -146,8 +146,8 @@ class CausalLMOutput(NamedTuple):
     kv_cache: KVCache | None = None
     """Updated cache; None in training."""
     hidden_states: list[Float[Array, "batch tokens hidden"]] | None = None
-    """Hidden states: the embeddings, then the output of each layer, the last one after the final norm; means of several
-    residual streams. None if not requested."""
+    """Hidden states: the embeddings, then the output of each layer, the last one after the final norm. With several
+    residual streams, their mean. None if not requested."""
 
 
 class ModelForCausalLM(nnx.Module):
@@ -165,7 +165,7 @@ class ModelForCausalLM(nnx.Module):
     def is_lora_param(self, path: tuple[Any, ...], _value: Any) -> bool:
         """Return True if a parameter belongs to the adapter rather than to the base.
 
-        These are parameters below `lora_A` and `lora_B` and, with several residual streams, those of connectors.
+        These are parameters below `lora_A` and `lora_B` and, with several residual streams, parameters of connectors.
         """
         trainable = {"lora_A", "lora_B"}
         if self.config.mhc_expansion_rate > 1:

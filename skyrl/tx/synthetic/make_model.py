@@ -50,7 +50,7 @@ def make_model(
     dtype: str = "float32",
     weights: bool = True,
 ) -> Path:
-    """Write a model folder: configuration, random weights, tokenizer. The defaults are those of the built-in model.
+    """Write a model folder: configuration, random weights, tokenizer. The defaults give the built-in model.
 
     Args:
         out: Folder to write. Created if missing; existing files are replaced.

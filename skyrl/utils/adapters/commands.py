@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from skyrl.utils.adapters.on_server import Server
 
 GATED = ("qwen3_5", "qwen3_next")
-"""Prefixes of the model types whose q_proj also computes output gates, in as many rows as the queries."""
+"""Prefixes of model types. Their q_proj also computes output gates, which have as many rows as the queries."""
 
 
 def inspect(argv: Sequence[str]) -> int:
@@ -179,7 +179,7 @@ def _server(url: str) -> "Server":
 
 
 def _converted(adapter: StoredAdapter, layout: str, rows: Rows, nested: bool = False) -> tuple[dict[str, Any], Pairs]:
-    """Return the configuration and pairs of an adapter in a layout, with one rank and one alpha for all modules.
+    """Return an adapter's configuration and pairs in `layout`, with one rank and one alpha for all modules.
 
     If `nested`, modules have the names of a multimodal model.
     """
@@ -228,7 +228,7 @@ def _told(name: str, run: Callable[[], None]) -> int:
 
 
 def _rows(base: Path | None, stack: ExitStack) -> Rows:
-    """Return the output features of a base model's modules, from its weights if they exist, else its config.json."""
+    """Return a base model's output features by module, from its weights or, without weights, from its config.json."""
     if base is None:
         return _nothing_known
     return rows_of_weights(base, stack) if any(base.glob("*.safetensors")) else _attention_rows(base)

@@ -1,4 +1,4 @@
-"""Adapters of experts, separate or fused as PEFT's `target_parameters` of all experts of a layer.
+"""Adapters of experts: one per expert, or fused for all experts of a layer, as with PEFT's `target_parameters`.
 
 In the fused form, A is `[experts * rank, in]` with the experts outermost, and B is `[out, rank * experts]` with the
 experts innermost. If two parameters of a module have adapters, the first one is the `base_layer` of the other.
@@ -77,7 +77,7 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> tup
 
 
 def _fused_in(experts: str, names: Sequence[str]) -> set[str]:
-    """Return the parameters of the experts of a layer that `names` select. Names match at their ends, as in PEFT."""
+    """Return the fused parameters of a layer's experts that `names` select. Names match at their ends, as in PEFT."""
     return {
         part for part in ("gate_up_proj", "down_proj") if f".{experts}.{part}".endswith(tuple(f".{x}" for x in names))
     }
@@ -86,8 +86,8 @@ def _fused_in(experts: str, names: Sequence[str]) -> set[str]:
 def untrained_beside(trained: Collection[str], modules: Iterable[str]) -> list[str]:
     """Return the modules that must be in a file with zeros, because PEFT does not load `trained` without them.
 
-    PEFT fuses the matrices of all experts of a layer, and gate with up. It loads a layer only with all of its experts,
-    only with both of gate and up, and gate and up only with down. It loads down without the others.
+    PEFT fuses the matrices of all experts of a layer, and gate with up. It loads a layer only if all of its
+    experts have matrices. It loads gate and up only together, and only with down. It loads down without the others.
 
     Args:
         trained: Names of the modules of an adapter.
@@ -111,8 +111,8 @@ def with_untrained(pairs: Pairs, rows: Rows) -> Pairs:
 
     Args:
         pairs: Pairs of separate modules, all of one rank.
-        rows: Returns the output features of the base model's modules. Without it, the last expert of a layer is the
-            last one with a pair.
+        rows: Returns the output features of the base model's modules. If it knows none, the last expert of a layer is
+            the last one with a pair.
     """
     layers: dict[str, list[tuple[int, str, Pair]]] = {}
     for module, pair in pairs.items():
@@ -150,10 +150,10 @@ class FusedExperts(NamedTuple):
 def experts_together(pairs: Pairs, where: object) -> FusedExperts:
     """Fuse the pairs of all experts of a layer.
 
-    If gate and up of each expert have the same A, the fused pair has it too. Otherwise, its rank is the sum of their
-    ranks: its A is that of gate above that of up, and its B has one block for each of them. All pairs are padded with
-    zeros to one rank. PEFT assumes that names such as up_proj belong to experts, so other linear maps with such a name
-    are also listed in the parameters.
+    If gate and up of each expert have the same A, the fused pair has it too. Otherwise, the rank of the fused
+    pair is the sum of both ranks. Its A stacks gate's A above up's A, and its B has a block for each. All pairs are
+    padded with zeros to one rank. PEFT assumes that names such as up_proj belong to experts, so other linear maps with
+    such a name are also listed in the parameters.
 
     Raises RequestError for an adapter that covers no experts, or only some experts of a layer.
     """
@@ -199,7 +199,7 @@ def _check_whole(experts: Mapping[str, Mapping[str, Mapping[int, Pair]]], where:
 
 
 def _above(gate: Pair, up: Pair, shared: bool) -> Pair:
-    """Return the fused pair of gate and up. The output rows of gate are above those of up."""
+    """Return the fused pair of gate and up. Gate's output rows are above up's."""
     if shared:
         return Pair(gate.a, np.concatenate([gate.b, up.b]))
     (rows, rank), (more_rows, more_rank) = gate.b.shape, up.b.shape

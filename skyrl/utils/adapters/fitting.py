@@ -31,12 +31,13 @@ def fitted_adapter(
     """Return an adapter in normal form, with float32 pairs under the names of the base model's modules.
 
     Args:
-        tensors: Tensors by any names that `naming` supports, also those of a multimodal model's text part.
+        tensors: Tensors by any names that `naming` supports, or by names in a multimodal model's text part.
         config: Contents of adapter_config.json.
-        modules: All linear maps of the base model that adapters may modify. If it is multimodal, by the names of the
-            whole model or of its text part.
+        modules: All linear maps of the base model that adapters may modify, by name. For a multimodal model, the names
+            are those in the whole model or in its text part.
 
-    Raises RequestError for adapters that `plain_adapter` does not support, and for pairs that do not fit.
+    Raises RequestError for adapters that `plain_adapter` does not support, and for pairs that do not fit the base
+    model.
     """
 
     names = {text_name(module): module for module in modules}

@@ -17,7 +17,7 @@ FUSED: dict[str, tuple[str, ...]] = {
 }
 """Fused modules whose rows are the concatenated rows of their parts."""
 INTERLEAVED = ("query_key_value", "Wqkv", "c_attn", "linear_qkv", "linear_fc1")
-"""Fused modules whose rows are interleaved by heads or shards, in an order that their names do not tell."""
+"""Fused modules whose rows are interleaved by heads or shards, in an order that the module's name does not tell."""
 Rows = Callable[[str], int | None]
 """Returns the output features of a module; None if the module does not exist or is unknown."""
 

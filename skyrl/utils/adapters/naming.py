@@ -17,7 +17,7 @@ from skyrl.errors import RequestError
 PREFIX = "base_model.model."
 NAME = re.compile(r"(?P<module>.+)\.(?P<matrix>lora_[AB])(\.(?P<adapter>[^.]+))??(?P<ending>\.weight)?")
 CONNECTOR = re.compile(r"(.+\.)?(?P<module>model\..+\.(attn|mlp)_connector)\.(?P<part>phi|alpha|bias)")
-"""Name of a tensor of a connector of several residual streams. Used only by the JAX backend, not by PEFT."""
+"""Tensor name of a connector, which mixes several residual streams. Used only by the JAX backend, not by PEFT."""
 RATE = "mhc_expansion_rate"
 """Option of adapter_config.json and of the JAX backend: number of residual streams."""
 COPY = ".base_layer.weight"
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
 
 
 Pairs = dict[str, Pair]
-"""Pairs by module, under its name in the base model."""
+"""Pairs by name of the module in the base model."""
 
 
 def padded(pair: Pair, rank: int) -> Pair:
@@ -108,7 +108,7 @@ def not_finite(tensors: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def rate_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of residual streams of the connectors among tensors of these shapes; 1 without connectors."""
+    """Return the number of residual streams, given the shapes of an adapter's tensors. 1 without connectors."""
     found = ((CONNECTOR.fullmatch(name), shape) for name, shape in shapes.items())
     outputs = next((math.prod(shape) for match, shape in found if match and match["part"] == "bias"), 0)
     return max(1, math.isqrt(1 + outputs) - 1)  # the number of outputs is 2 n + n^2
@@ -124,7 +124,7 @@ def check_rate(stored: int, served: int, where: object) -> None:
 
 
 def tensors_of(pairs: Pairs, bare: bool = False) -> dict[str, np.ndarray]:
-    """Return tensors by PEFT's names, or without its prefix."""
+    """Return tensors by PEFT's names. `bare`: without PEFT's prefix."""
     prefix = "" if bare else PREFIX
     return {
         f"{prefix}{module}.{matrix}.weight": np.ascontiguousarray(tensor)
@@ -139,14 +139,14 @@ def last_names(modules: Iterable[str]) -> list[str]:
 
 
 def is_plain_name(key: str) -> bool:
-    """Return True if a key of a pattern is a module's name, or its end, and no regular expression."""
+    """Return True if a key of a pattern is a module name or the end of one, not a regular expression."""
     return re.fullmatch(r"[\w.-]+", key) is not None
 
 
 class ModuleValues:
-    """Values of modules by a pattern of PEFT (rank_pattern, alpha_pattern), whose keys are names or expressions.
+    """Values of modules from PEFT's rank_pattern or alpha_pattern. Keys of a pattern are names or regular expressions.
 
-    Names are looked up, since PEFT may write one for each module. A dot in a name stands for a dot only.
+    Names are looked up in a dictionary, since PEFT may write one for each module. A dot in a name matches only a dot.
     """
 
     def __init__(self, pattern: Mapping[str, float] | None):

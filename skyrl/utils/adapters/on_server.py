@@ -1,4 +1,4 @@
-"""Upload and download of adapters, on a server of the Tinker API."""
+"""Upload of adapters to a server of the Tinker API, and download from it."""
 
 import json
 import sys
@@ -47,11 +47,11 @@ class Server:
             raise RequestError(f"--url {self.url} is no server of the Tinker API; name one") from error
 
     def send(self, url: str, content: bytes) -> None:
-        """Upload a file to a URL from the server, which needs no key. Raises the errors of `ask`."""
+        """Upload a file to a URL that the server has returned. It needs no key. Raises the errors of `ask`."""
         self._answer("PUT", url, content=content)
 
     def fetch(self, url: str, file: Path) -> None:
-        """Download a link to a file. Raises the errors of `ask`."""
+        """Download a URL to a file. Raises the errors of `ask`."""
         try:
             with httpx.stream("GET", url, timeout=PATIENCE_S) as answer, open(file, "wb") as target:
                 answer.raise_for_status()
@@ -84,13 +84,13 @@ class Server:
 
 
 def upload(adapter: StoredAdapter, server: Server, base_model: str | None, project: str | None) -> str:
-    """Create a training checkpoint from an adapter. Returns its path. Prints a warning of the server.
+    """Create a training checkpoint from an adapter. Returns the checkpoint's path. Prints the server's warning, if any.
 
     Args:
         adapter: The adapter. Copies of base weights in it are left out.
         server: Target server.
-        base_model: Base model of the adapter; None: that of the server.
-        project: Project of its run.
+        base_model: Base model of the adapter; None: the server's.
+        project: Project that lists the checkpoint's run. None: no project.
     """
     if base_model is None:
         base_model = server.ask("GET", "/get_server_capabilities")["supported_models"][0]["model_name"]

@@ -1,7 +1,7 @@
 """Normal form of adapters for backends: separate modules, with one rank and one alpha for all.
 
-Ranks by module are padded with zeros. Scales by module are multiplied into B. Alpha includes the scale of
-rank-stabilized LoRA. The results equal those of PEFT with these options.
+Modules with lower ranks are padded with zeros. Scales that differ by module are multiplied into B. Alpha includes the
+scale of rank-stabilized LoRA. PEFT computes the same results with these options.
 """
 
 import math
@@ -31,7 +31,7 @@ _QUANTIFIER = re.compile(r"(?:[*+?]|\{[^}]*\}?)[?+]?")
 
 
 class PlainAdapter(NamedTuple):
-    """An adapter, x A^T B^T alpha / rank on each of its modules."""
+    """An adapter that adds x A^T B^T alpha / rank to each of its modules."""
 
     pairs: Pairs
     rank: int
@@ -146,13 +146,13 @@ def _check_parameters(config: Mapping[str, Any], where: object) -> None:
 def _ways(key: str) -> float:
     """Return the maximum number of ways to match an expression at one position of a name; infinite if unknown.
 
-    A backtracking matcher tries each combination of alternatives of groups, and each length of a quantified part. With
-    one quantifier, there are at most as many lengths as a name has characters.
+    A backtracking matcher tries each combination of the groups' alternatives, and each length of a quantified part.
+    With one quantifier, there are at most as many lengths as a name has characters.
     """
     if is_plain_name(key) and len(key) <= LONGEST_PATTERN:
         return 1
     bare = re.sub(r"\\\D", "x", key, flags=re.DOTALL)  # escaped characters are literal
-    bare = re.sub(r"\[\^?\]?[^\]]*\]", "x", bare)  # so are those of a class
+    bare = re.sub(r"\[\^?\]?[^\]]*\]", "x", bare)  # so are the characters of a class
     quantifiers = len(_QUANTIFIER.findall(bare.replace("(?:", "(")))
     if len(key) > LONGEST_PATTERN or quantifiers > 1 or re.search(r"\(\?[^:]|\\|\)[*+{]", bare):
         return math.inf

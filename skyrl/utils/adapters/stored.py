@@ -16,7 +16,7 @@ from skyrl.utils.files.tensor_file import NAMES, read_tensors
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 MOST_COMPRESSED = 100
-"""Maximum ratio of a file's size to that of its archive."""
+"""Maximum ratio of a file's size to the size of its archive."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def write_part(path: Path, content: Content) -> dict[str, Any]:
 
 
 def add_manifest(folder: Path) -> None:
-    """Add a manifest to a folder without one that no other process reads yet."""
+    """Add a manifest to a folder that has none. No other process may read the folder yet."""
     entries = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
@@ -258,7 +258,7 @@ def folder_bytes(path: Path) -> int:
 def tidy(parent: Path) -> None:
     """Complete or clean up interrupted `write_folder` and `remove_folder` calls in `parent`.
 
-    Requires that no process writes.
+    Requires that no process writes to `parent`.
     """
     for path in [path for path in parent.iterdir() if path.name.startswith(".")]:
         if path.suffix == REPLACED:

@@ -49,7 +49,7 @@ def nested_name(name: str) -> str:
 
 
 def text_names(names: Iterable[str]) -> dict[str, str]:
-    """Map names of tensors in a text model to stored names. Of a multimodal model, only the text part is included."""
+    """Map tensor names in a text model to stored names. A multimodal model contributes only its text part."""
     part = "language_model."
     names = list(names)
     if not any(part in name for name in names):
@@ -59,7 +59,7 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def text_config(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """Return the config.json of the text part of a multimodal model, which has this architecture by itself."""
+    """Return a config.json for the text part of a multimodal model. `architecture` is the text part's own."""
     tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}  # precedes the text part's
     shared = {name: config[name] for name in ("dtype", "torch_dtype", "eos_token_id") if name in config}
     own = {name: value for name, value in config["text_config"].items() if name not in shared or value is not None}
@@ -69,7 +69,7 @@ def text_config(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 def files_beside(folder: Path) -> dict[str, bytes]:
     """Return the files of a model besides weights and configuration.
 
-    If they contradict the chat template about end-of-turn tokens, the generation configuration lists all end tokens.
+    If they and the chat template name different end tokens, the returned generation configuration lists all of them.
     """
     files = {
         path.name: path.read_bytes() for pattern in BESIDE for path in sorted(folder.glob(pattern)) if path.is_file()
@@ -83,7 +83,7 @@ def files_beside(folder: Path) -> dict[str, bytes]:
 
 @lru_cache(maxsize=8)
 def _ends_if_contradictory(folder: Path, versions: tuple[tuple[str, int], ...]) -> list[int]:
-    """Return the ids that end a sequence if the folder's files contradict each other about them, else an empty list.
+    """Return the ids that end a sequence if the folder's files disagree about these ids. Empty if they agree.
 
     Cached by folder and file versions, because reading a tokenizer takes seconds and 100 MB.
     """

@@ -29,12 +29,12 @@ TIMEOUT_S = 180
 RETRY_S = 180.0
 """Default time for retries of a failing request, in seconds; `SKYRL_BUCKET_RETRY_S` overrides it."""
 PART_BYTES = 8 * 2**20
-"""Size of the parts of file transfers, in bytes. Parts of uploads of more than `PARTS` parts are larger."""
+"""Size of the parts of file transfers, in bytes. Uploads that would have more than `PARTS` parts use larger parts."""
 PARTS = 9_000
 """Maximum number of parts of an upload. S3 allows 10,000."""
 PARTS_AT_ONCE = 4
 UPLOAD_BYTES = 2**27
-"""Maximum size of the parts that are uploaded at once, in bytes, unless one part is larger."""
+"""Maximum total size of the parts that are uploaded at once, in bytes, unless one part is larger."""
 COPIED_BYTES = 4 * 2**30
 """Maximum size of an object that S3 copies in one request, in bytes. S3 refuses more than 5 GiB."""
 SHA256 = "sha256"
@@ -43,7 +43,7 @@ SIGNED_FOR_S = 3600.0
 
 
 def is_url(path: str | Path) -> bool:
-    """Return True for a path with a scheme, such as s3://bucket/prefix, also for a `Path` made from one."""
+    """Return True for a path with a scheme, such as s3://bucket/prefix, or a `Path` made from one."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(path)) is not None
 
 
@@ -69,8 +69,8 @@ def check_path(path: str | Path) -> None:
 def parts_of(size: int) -> tuple[int, int]:
     """Return (size of a part in bytes, number of parts at once) for the upload of an object.
 
-    An upload holds these parts and the next one in memory: at most 40 MiB for objects up to 70 GiB, and at most
-    `UPLOAD_BYTES`, or one part if that is more, and another part for larger ones.
+    An upload holds these parts and the next one in memory. For objects up to 70 GiB, that is at most 40 MiB. For
+    larger objects, it is at most `UPLOAD_BYTES` (or one part, if that is more) plus one part.
     """
     part = max(PART_BYTES, -(-size // PARTS))
     return part, max(1, min(PARTS_AT_ONCE, UPLOAD_BYTES // part))
@@ -87,7 +87,7 @@ class Stored(NamedTuple):
     sha256: str | None = None
     """Hash of the content, if the object was uploaded from a file and the hash was requested."""
     modified: float = 0.0
-    """Time of the last write by the store's clock, in listings."""
+    """Unix time of the last write in seconds, by the store's clock. Set only in listings."""
 
     @property
     def only_this(self) -> "PutMode":
@@ -101,7 +101,7 @@ class PreconditionFailed(StorageError):
 
 
 class ObjectStore:
-    """Objects below a prefix of a bucket. Keys are relative to it. All methods raise `StorageError`.
+    """Objects below a prefix of a bucket. Keys are relative to the prefix. All methods raise `StorageError`.
 
     Args:
         url: Scheme, bucket and prefix.
@@ -135,8 +135,8 @@ class ObjectStore:
     def put(self, key: str, data: bytes, mode: "PutMode" = "overwrite") -> Stored:
         """Write an object.
 
-        Mode "create" raises `PreconditionFailed` if the object exists. With a version as mode (`Stored.only_this`), it
-        is raised if the object does not have this version.
+        Mode "create" raises `PreconditionFailed` if the object exists. A version as mode (`Stored.only_this`) raises
+        it if the object does not have this version.
         """
         import obstore
 
@@ -179,7 +179,7 @@ class ObjectStore:
             yield part
 
     def get_file(self, key: str, path: Path, size: int) -> str:
-        """Download an object to a file. Returns its hash."""
+        """Download an object to a file. Returns the sha256 (hex) of the content."""
         digest = hashlib.sha256()
         with path.open("wb") as file:
             for part in self.chunks(key, size):
@@ -211,7 +211,8 @@ class ObjectStore:
     def copy(self, key: str, to: str) -> None:
         """Copy an object within the store, with its hash.
 
-        On S3, objects of more than `COPIED_BYTES` are downloaded and uploaded in parts, with memory as in `put_file`.
+        On S3, objects of more than `COPIED_BYTES` are downloaded and uploaded in parts. This takes as much memory as
+        `put_file`.
         """
         import obstore
 

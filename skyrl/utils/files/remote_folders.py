@@ -2,8 +2,8 @@
 
 A folder is created on disk and uploaded file by file. It exists when its `manifest.json` does. The manifest is uploaded
 last, and only if no other process has uploaded one in the meantime. After an interruption, complete objects are not
-uploaded again. A folder that replaces another one appears at once with its manifest: the old files keep their objects
-until then. Folders may contain folders; one manifest lists all files.
+uploaded again. A folder that replaces another one appears at once when its manifest is uploaded; the old files keep
+their objects until then. Folders may contain folders; one manifest lists all files.
 
 The manifest names the object of each file: `HASH-NAME`. HASH depends on the content and on the manifest that the upload
 replaces, so a late request of an older upload neither overwrites nor deletes an object of a newer one. Earlier versions
@@ -117,7 +117,7 @@ def open_remote(store: ObjectStore, name: str) -> list[tuple[str, int, str, Iter
 
 
 def remote_keys(store: ObjectStore, name: str) -> dict[str, str]:
-    """Return the key of the object of each file of a folder. Raises `StorageError` as `open_remote`."""
+    """Return the object key of each file of a folder. Raises the errors of `open_remote`."""
     return {file: _key(name, _object(file, entry)) for file, entry in _checked_entries(store, name).items()}
 
 
@@ -151,7 +151,7 @@ def remote_folders(store: ObjectStore, prefix: str = "") -> dict[str, bool]:
 
 
 def copy_remote(store: ObjectStore, name: str, to: str) -> None:
-    """Copy a folder to another name where nothing exists. Raises as `open_remote`."""
+    """Copy a folder to another name where nothing exists. Raises the errors of `open_remote`."""
     entries = _checked_entries(store, name)
     copies = {file: {**entry, OBJECT: _object_name(file, entry["sha256"])} for file, entry in entries.items()}
     for file, entry in entries.items():
@@ -210,14 +210,14 @@ def _send_file(
 
 
 def _object_name(file: str, sha256: str, replaced: str = "") -> str:
-    """Return the name of the object of a file in a folder that replaces one with this hash of its manifest, if any."""
+    """Return the object name of a file. `replaced` is the hash of the manifest that the folder replaces, or empty."""
     folder, base = posixpath.split(file)
     named = hashlib.sha256((replaced + sha256).encode()).hexdigest() if replaced else sha256
     return posixpath.join(folder, f"{named[:16]}-{base}")
 
 
 def _unused(name: str, entries: Entries, kept: Entries, there: Mapping[str, int]) -> list[str]:
-    """Return the keys of objects of a replaced folder and of interrupted uploads of the same files."""
+    """Return the keys of unused objects, which a replaced folder or interrupted uploads of the same files have left."""
     used = {_key(name, _object(file, entry)) for file, entry in entries.items()}
     older = {_key(name, _object(file, entry)) for file, entry in kept.items()}
     ours = {_key(name, file) for file in entries}
@@ -258,7 +258,7 @@ def _entries(store: ObjectStore, name: str) -> Entries:
 
 
 def _checked_entries(store: ObjectStore, name: str) -> Entries:
-    """Return the entries of a manifest whose files all exist with full length. Raises `DamagedFiles` for others."""
+    """Return the entries of a manifest. Raises `DamagedFiles` unless all files exist with full length."""
     entries = _entries(store, name)
     there = {stored.key: stored.size for stored in store.list(name)}
     for file, entry in entries.items():

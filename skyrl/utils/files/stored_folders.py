@@ -62,7 +62,7 @@ def write_stored(path: str, files: Mapping[str, Content]) -> Written:
 def on_disk(path: str, parent: Path) -> Iterator[str]:
     """Context with the folder on disk: the folder itself, or a temporary copy in `parent` of a folder in a bucket.
 
-    Raises `StorageError`, also for a damaged copy, with the URL.
+    Raises `StorageError` with the URL, also for a damaged folder.
     """
     if not is_url(path):
         yield path
@@ -93,7 +93,7 @@ def read_stored(path: str, file: str) -> bytes | None:
 
 @contextmanager
 def open_stored(path: str) -> Iterator[list[StoredFile]]:
-    """Context with the files of a folder; each can be read once. Raises `StorageError` as `open_folder`."""
+    """Context with the files of a folder; each can be read once. Raises the errors of `open_folder`."""
     if not is_url(path):
         with open_folder(path) as files:
             yield files
@@ -105,9 +105,10 @@ def open_stored(path: str) -> Iterator[list[StoredFile]]:
 
 
 def sign_stored(path: str, seconds: float) -> dict[str, str | None]:
-    """Return a public URL of each file of a folder, valid for `seconds`; None on disk, and if the store cannot sign.
+    """Return a public URL of each file of a folder, valid for `seconds`. None if the folder is on disk or the store
+    cannot sign.
 
-    Raises `StorageError` as `open_stored`.
+    Raises the errors of `open_stored`.
     """
     if not is_url(path):
         with open_folder(path) as files:
@@ -138,7 +139,7 @@ def stored_bytes(path: str) -> int:
 
 
 def modified_at(path: str) -> float:
-    """Return the time at which a folder was written. Raises `StorageError`, or OSError of the disk."""
+    """Return the Unix time in seconds at which a folder was written. Raises `StorageError`, or OSError of the disk."""
     if not is_url(path):
         return Path(path).stat().st_mtime
     store, name = _place(path)
@@ -151,11 +152,11 @@ class BucketFolder(NamedTuple):
     is_whole: bool
     size_bytes: int
     modified: float
-    """Time of the last write of an object of the folder."""
+    """Unix time, in seconds, of the last write of an object of the folder."""
 
 
 def folders_below(url: str, depth: int) -> dict[str, BucketFolder]:
-    """Return the folders at a depth below a URL, by relative name. Raises `StorageError`."""
+    """Return the folders `depth` levels below a URL, by relative name. Raises `StorageError`."""
     found: dict[str, BucketFolder] = {}
     for key, stored in _objects_below(url):
         parts = key.split("/")

@@ -1,8 +1,8 @@
 """Folders as a single tar file, uncompressed or in gzip format (by suffix), for moving checkpoints as files.
 
-A tar is written piece by piece, and atomically. The contents of a tar that is read are untrusted: it may contain only
-plain files with expected names, up to an expected total size, and nothing after its end. Decompression stops at that
-size. Headers, which are parsed in memory, have a limit of their own.
+A tar is written piece by piece, and atomically. The contents of a tar that is read are untrusted: the tar may contain
+only plain files with expected names, up to an expected total size, and nothing after its end. Decompression stops at
+that size. Headers, which are parsed in memory, have a limit of their own.
 """
 
 import gzip
@@ -23,7 +23,7 @@ GZIP_SUFFIXES = (".tar.gz", ".tgz")
 TAR_SUFFIXES = (".tar", *GZIP_SUFFIXES)
 """Suffixes of paths at which a checkpoint is a tar instead of a folder."""
 BLOCKS = 64 * 1024
-"""Maximum size of the headers and padding of a few files, in bytes."""
+"""Maximum total size of the headers and padding in an archive, in bytes."""
 LONGEST_HEADER = 16 * 1024
 """Maximum size of one header with its long names or attributes, in bytes. The time to search it grows quadratically."""
 GZIP_MAGIC = b"\x1f\x8b"
@@ -41,7 +41,7 @@ class Limits(NamedTuple):
 
 
 def is_tar(path: str | Path) -> bool:
-    """Return True if the suffix of a checkpoint's path is that of a tar."""
+    """Return True if a checkpoint's path has the suffix of a tar."""
     return str(path).endswith(TAR_SUFFIXES)
 
 
@@ -137,7 +137,7 @@ def _members(archive: Path, tar: tarfile.TarFile, reader: "_Bounded", limits: Li
 
 @contextmanager
 def _opened(archive: Path, max_bytes: int) -> Iterator[tuple[tarfile.TarFile, "_Bounded"]]:
-    """Context with a tar for sequential reading, and the file that it reads. Converts read errors."""
+    """Context with (tar for sequential reading, reader of its bytes). Converts read errors."""
     try:
         with archive.open("rb") as file:
             packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
@@ -175,7 +175,7 @@ class _Bounded(io.RawIOBase):
         self.filled = 0
         """Offset after the last nonzero byte."""
         self.is_at_header = True
-        """True while headers are read, which may have `BLOCKS` bytes in all."""
+        """True while headers are read. All headers together may have `BLOCKS` bytes."""
 
     def readable(self) -> bool:
         return True

@@ -1,6 +1,6 @@
 """Files in safetensors format, written one tensor at a time, so that few tensors are in memory at once.
 
-The output is byte-identical to that of `safetensors.numpy.save`. A `Tensor` has a shape and a dtype; its data are
+The output is byte-identical to the output of `safetensors.numpy.save`. A `Tensor` has a shape and a dtype; its data are
 created when it is written, and released afterwards.
 """
 
@@ -34,7 +34,7 @@ TYPES = {
 NAMES = {code: name for name, code in TYPES.items()}
 ALIGNMENT = 8
 LENGTH = struct.Struct("<Q")
-"""Length of the header, at the start of a file (https://huggingface.co/docs/safetensors/index#format)."""
+"""Format of the header's length, at the start of a file (https://huggingface.co/docs/safetensors/index#format)."""
 
 LONGEST_HEADER = 100_000_000
 """Maximum header size that safetensors reads, in bytes."""

@@ -12,7 +12,7 @@ from skyrl.utils.locks.file_lock import FileLock
 LOCK = ".lock"
 
 _held: dict[Path, FileLock] = {}
-"""Locks of the folders that this process has claimed. They are held until it ends."""
+"""Locks of the folders that this process has claimed. They are held until the process ends."""
 
 
 def claim_folder(folder: Path) -> bool:

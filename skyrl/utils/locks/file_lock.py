@@ -25,8 +25,8 @@ class FileLock:
         path: The file. It is created if necessary, and stays after the release.
         mode: Permissions of a new file.
         flags: Flags for opening the file, in addition to reading and writing.
-        of_process: The lock belongs to the process: the process may take it twice, forked children do not share it, and
-            closing any file descriptor of the file in this process releases the lock.
+        of_process: The process owns the lock, not the open file. It may take the lock twice, forked children do not
+            share it, and closing any file descriptor of the file in this process releases the lock.
 
     Raises:
         OSError: The file cannot be opened.

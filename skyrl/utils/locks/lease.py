@@ -1,7 +1,7 @@
 """Locks on state that a server uses. They are locks on an open file, so they are released when the holder ends.
 
-The file names the process that holds the lock, and whether it is about to end. A new server waits while its predecessor
-ends, because an init system may restart the server as soon as its first process has exited.
+The file names the process that holds the lock, and tells if that process is about to end. A new server waits while its
+predecessor ends, because an init system may restart the server as soon as its first process has exited.
 """
 
 import logging

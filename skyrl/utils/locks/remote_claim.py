@@ -2,8 +2,8 @@
 
 The holder rewrites a lock object every `beat_s` seconds (a heartbeat). If a waiting process sees no new version for
 `lease_s` seconds by its own clock, the holder counts as ended. On the same machine, the holder's process is checked
-instead, without waiting. A process replaces the object only if its version has not changed. If two processes wait, only
-one thus gets the lock, and a holder that was suspended for too long notices the loss at its next heartbeat.
+instead, without waiting. A process replaces the object only if the object's version has not changed. If two processes
+wait, only one thus gets the lock, and a holder that was suspended for too long notices the loss at its next heartbeat.
 """
 
 import atexit
@@ -27,7 +27,7 @@ LOCK = ".lock"
 BEAT_S, LEASE_S = 20.0, 90.0
 
 _held: dict[str, "RemoteClaim"] = {}
-"""Claims of this process by URL. They are held until it ends."""
+"""Claims of this process by URL. They are held until the process ends."""
 
 
 def claim_remote(store: ObjectStore) -> bool:
@@ -76,10 +76,10 @@ class RemoteClaim:
         self._is_cut_off = False
         """True while the store is unreachable."""
         self.is_lost = False
-        """True after another process has taken over the folder, because this one sent no heartbeat for too long."""
+        """True after another process has taken over the folder, because this process sent no heartbeat for too long."""
 
     def take(self) -> bool:
-        """Take the folder. Waits `lease_s` seconds if its holder may have ended.
+        """Take the folder. If a process on another machine holds it, waits up to `lease_s` seconds for a heartbeat.
 
         Returns False if another process has it. Raises `StorageError`.
         """
@@ -135,7 +135,7 @@ class RemoteClaim:
         return holder if isinstance(holder, dict) else {}
 
     def _put(self, mode: Any) -> Stored:
-        """Write the lock object. Succeeds also if it was written but the response was lost."""
+        """Write the lock object. Succeeds also if the object was written but the response was lost."""
         self._beats += 1
         process = ProcessIdentity.of(os.getpid())
         content = {"id": self._id, "beat": self._beats, "host": socket.gethostname()}

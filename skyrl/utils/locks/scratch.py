@@ -46,7 +46,7 @@ class ScratchFolder:
 def _locked(folder: Path) -> FileLock:
     """Take and return the lock of a new folder.
 
-    The lock is taken before its file gets the final name, so other processes never find it free.
+    The lock is taken before the lock file gets its final name, so other processes never find the lock free.
     """
     new = folder / f"{LOCK}.new"
     lock = FileLock(new, flags=os.O_CREAT | os.O_EXCL)

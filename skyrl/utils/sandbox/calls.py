@@ -100,7 +100,7 @@ def forbid_calls(*, writes: bool, asks: bool) -> int:
         writes: True: files may be opened for writing, created, renamed and removed.
         asks: True: each start of a thread waits for permission of the supervisor.
 
-    Returns the file descriptor of notifications; -1 without notifications. If the system does not support them, no
+    Returns the file descriptor for notifications; -1 without notifications. If the system does not support them, no
     thread can start.
     """
     code = program(writes, asks)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from skyrl.utils.sandbox.linux import call, libc
 
 NOBODY = 65534
-"""User and group without any files, which root becomes."""
+"""User and group that own no files. A root process becomes this user."""
 MAX_THREADS = 64
 MAX_OPEN_FILES = 64
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
@@ -53,8 +53,8 @@ def give_up_rights(readable: Sequence[str], *, may_read_all: bool) -> bool:
 
     Args:
         readable: Paths that must stay readable. Python may be installed where only root can read.
-        may_read_all: True: keep the capability to read all files if that is necessary, because another mechanism
-            restricts them.
+        may_read_all: True: another mechanism restricts reading, so keep the capability to read all files if `readable`
+            requires it.
 
     Returns True if the process is not root afterwards.
     """

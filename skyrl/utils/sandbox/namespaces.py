@@ -106,7 +106,7 @@ def _same(name: str) -> str:
 
 
 def _holds_nobody(text: str) -> bool:
-    """Return True if a map contains the user that root becomes."""
+    """Return True if a map contains `NOBODY`, the user that root becomes."""
     ranges = [[int(word) for word in line.split()] for line in text.splitlines()]
     return any(first <= NOBODY < first + count for first, _, count in ranges)
 
