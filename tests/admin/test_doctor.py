@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from skyrl import cli
+from skyrl.tinker.checkpoints.transfer.uploads import Upload
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.local_server import reserve_port
 from tests.tinker.harness import empty_database
@@ -146,6 +147,16 @@ def exceed_the_limit(site: Site) -> None:
     site.options["max-disk-gib"] = 1
 
 
+def exceed_the_limit_with_an_upload(site: Site) -> None:
+    folder = site.base / Upload.begin("0" * 64).folder
+    for made in (folder.parent.parent, folder.parent, folder):
+        made.mkdir(mode=0o700)
+    with (folder / "adapter_model.safetensors").open("wb") as file:
+        os.chmod(file.fileno(), 0o600)
+        file.truncate(2**31)
+    site.options["max-disk-gib"] = 1
+
+
 def migrate_by_a_newer_version(site: Site) -> None:
     site.sql("UPDATE alembic_version SET version_num = '9999'")
 
@@ -214,6 +225,7 @@ FAULTS: list[tuple[Callable[[Site], None], str, str]] = [
     (take_the_port, "port", "Address already in use"),
     (fill_the_disk, "disk-space", "saves are refused"),
     (exceed_the_limit, "disk-limit", "2.000 GiB of max_disk_gib=1: saves are refused"),
+    (exceed_the_limit_with_an_upload, "disk-limit", "2.000 GiB of max_disk_gib=1: saves are refused"),
     (migrate_by_a_newer_version, "database", "revision 9999, which this version does not know"),
     (take_another_programs_database, "database", "is no database of this server"),
     (tear_the_database, "database", "it cannot be opened"),

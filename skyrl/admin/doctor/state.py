@@ -15,6 +15,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.checkpoints import state_id, trash
 from skyrl.tinker.checkpoints.disk_budget import GIB, LOCK, MIB, stored_bytes
 from skyrl.tinker.checkpoints.guard import nameless_folders
+from skyrl.tinker.checkpoints.transfer.uploads import stored_uploads
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.database import sqlite_file
 from skyrl.tinker.database.read_only import ReadOnlyDatabase
@@ -178,13 +179,14 @@ def orphaned_files(state: State) -> Finding | None:
 
 
 def disk_limit(state: State) -> Finding | None:
-    """Check the size of checkpoints against `max_disk_gib`."""
+    """Check the size of checkpoints, trash and uploads against `max_disk_gib`."""
     limit = state.config.max_disk_gib
     if not state.is_ours or limit == 0:
         return None
     with state.database() as opened:
         used = sum(opened.read_now(stored_bytes).values())
-    used = (used + sum(entry.size_bytes for entry in trash.entries(state.config))) / GIB
+    used += sum(entry.size_bytes for entry in trash.entries(state.config))
+    used = (used + sum(stored.size_bytes for stored in stored_uploads(state.base))) / GIB
     seen, remedy = f"{used:.3f} GiB of max_disk_gib={limit:g}", "delete checkpoints, or raise --max-disk-gib"
     if used > limit:
         return problem(f"{seen}: saves are refused", remedy)
