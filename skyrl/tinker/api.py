@@ -1,4 +1,4 @@
-"""`python -m skyrl.tinker.api`: the same server as that of `skyrl serve`."""
+"""`python -m skyrl.tinker.api`: starts the same server as `skyrl serve`."""
 
 import sys
 

@@ -38,8 +38,8 @@ SEEN = "every user of the machine sees command lines"
 SECRET = ("api_keys", "operator_keys", "tenant_weights", "external_inference_api_key", "database_url")
 """Options whose values are never printed."""
 KEYS = {"api_keys": "api_keys_file", "operator_keys": "operator_keys_file"}
-"""Option with the key file, by option with keys. An empty value of either option is an error, because keys are meant to
-restrict access.
+"""Option that names a key file, by the option that lists keys. An empty value of either option is an error, because
+keys are meant to restrict access.
 """
 
 OPEN_TO_OTHERS = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
@@ -116,8 +116,8 @@ class EngineConfig(BaseModel):
 
     api_keys_file: Path | None = None
     """File with the API keys of clients, one per line, readable only by the owner. Without keys, every key is
-    accepted. If a line is a key and the name of an older key (key-...), the key replaces the older one and owns its
-    data."""
+    accepted. If a line has a key and then the name of an older key (key-...), the new key replaces the older one and
+    owns the older key's data."""
 
     api_keys: Names = Field((), repr=False)
     """Additional API keys, separated by commas. Only in the environment (SKYRL_API_KEYS), because every user of the
@@ -132,22 +132,23 @@ class EngineConfig(BaseModel):
     """Additional operator keys, separated by commas. Only in the environment (SKYRL_OPERATOR_KEYS)."""
 
     tenant_weights: JsonObject = Field(default_factory=dict, repr=False)
-    """Relative shares of the machine under contention, as a JSON object by names of keys (key-...), for example
-    '{"key-ba7816bf8f01cfea": 2}'. Other keys have weight 1."""
+    """Relative shares of keys when their requests compete for the machine. A JSON object by names of keys (key-...),
+    for example '{"key-ba7816bf8f01cfea": 2}'. Other keys have weight 1."""
 
     session_timeout_sec: int = Field(300, ge=-1)
     """Seconds of silence after which a session's models are parked on disk until the next request; -1: park them only
     when they expire (session_retention_sec)."""
 
     session_cleanup_interval_sec: int = Field(60, ge=-1)
-    """Seconds between checks for idle models and rounds of garbage collection; -1: never."""
+    """Interval in seconds at which idle models are parked and garbage is collected; -1: never."""
 
     shutdown_timeout_sec: float = Field(8, ge=0, allow_inf_nan=False)
-    """Seconds for open requests, last snapshots and writes after SIGTERM or Ctrl-C; unfinished work is replayed at the
-    next start."""
+    """Seconds after SIGTERM or Ctrl-C in which the server finishes open requests, last snapshots and writes. Unfinished
+    work is replayed at the next start."""
 
     snapshot_every_steps: int = Field(10, ge=1)
-    """Optimizer steps between two snapshots of a model. After a crash, later requests are replayed."""
+    """Optimizer steps between two snapshots of a model. After a crash, requests since the last snapshot are replayed.
+    """
 
     snapshot_every_requests: int = Field(64, ge=1)
     """Maximum number of requests between two snapshots of a model."""
@@ -196,7 +197,7 @@ class EngineConfig(BaseModel):
     """Minimum free space on the disk of checkpoints_base, in MiB; saves that would leave less are rejected."""
 
     long_poll_s: float = Field(20.0, gt=0, le=40)
-    """Maximum seconds of a retrieve_future request (clients time out after 45)."""
+    """Maximum seconds that a retrieve_future request waits for its result (clients time out after 45)."""
 
     refused_losses: Names = ()
     """Losses that clients must not use, separated by commas, such as stable_reinforce (whose estimator is this
@@ -231,18 +232,20 @@ class EngineConfig(BaseModel):
     """Log a line for each response: method, route, status, bytes, milliseconds, tenant, address."""
 
     external_inference_url: Names = ()
-    """URLs of vLLM servers that generate samples, separated by commas (backend skyrl_train). This server trains, and
-    generates only samples that they do not support. More options: backend_config '{"engines": {"max_loras": 4}}'."""
+    """URLs of vLLM servers that generate samples, separated by commas (backend skyrl_train). This server trains, and it
+    generates the samples that the vLLM servers do not support. More options: backend_config
+    '{"engines": {"max_loras": 4}}'."""
 
     external_inference_api_key: str | None = Field(None, repr=False)
     """API key of these vLLM servers. Better set SKYRL_EXTERNAL_INFERENCE_API_KEY or VLLM_API_KEY: every user of the
     machine can see command lines."""
 
     external_inference_lora_base: str | None = None
-    """Folder for adapters that these vLLM servers see at the same path. Only this server may use it."""
+    """Folder through which adapters reach these vLLM servers, which see it at the same path. Only this server may use
+    it."""
 
     forwarding_inference_max_connections: int | None = Field(None, ge=1)
-    """Maximum number of concurrent samples per vLLM server: its --max-num-seqs. Default: 256."""
+    """Maximum number of concurrent samples per vLLM server. Set it to the server's --max-num-seqs. Default: 256."""
 
     @field_validator("refused_losses", mode="after")
     @classmethod
@@ -366,12 +369,12 @@ class EngineConfig(BaseModel):
         return bucket_folder(base) if isinstance(base, str) else base
 
     def path_of(self, folder: str) -> str:
-        """Return the path or URL of a folder by its name in the database, MODEL/KIND/NAME."""
+        """Return the path or URL of a folder. The database names the folder MODEL/KIND/NAME."""
         bucket = self.checkpoints_bucket if folder.split("/")[1] in NAMED else self.snapshots_bucket
         return str(self.checkpoints_folder / folder) if bucket is None else f"{bucket}/{folder}"
 
     def folder_of(self, path: str) -> str:
-        """Return the name in the database of a folder by its path or URL."""
+        """Return the name that the database has for a folder with this path or URL."""
         if is_url(path):
             return path.removeprefix(f"{self.checkpoints_bucket}/")
         return str(Path(path).relative_to(self.checkpoints_folder))
@@ -390,7 +393,7 @@ class EngineConfig(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
     def without_secrets(self) -> "EngineConfig":
-        """Return the options for the engine: without keys and database. Weights of tenants are by names of keys."""
+        """Return the options for the engine, without keys and database URL. `tenant_weights` has tenants, not keys."""
         hidden = {"api_keys": (), "operator_keys": (), "tenant_weights": self.weights, "database_url": ""}
         return self.model_copy(update=hidden)
 
@@ -442,7 +445,7 @@ def url_of(host: str, port: int) -> str:
 
 
 def _names(weights: str) -> list[str]:
-    """Return the names of a JSON object's members. Empty for anything else, which is reported elsewhere."""
+    """Return the names of a JSON object's members. Returns [] for other text, which is reported elsewhere."""
     try:
         given = json.loads(weights)
     except json.JSONDecodeError:
@@ -451,7 +454,7 @@ def _names(weights: str) -> list[str]:
 
 
 def _key_and_name(entry: str) -> tuple[str, str]:
-    """Split an entry: (key, name of the older key that the key replaces, or "")."""
+    """Split an entry into the key and the name of the older key that it replaces ("" if it replaces none)."""
     key, _, last = entry.rpartition(" ")
     return (key.strip(), last) if key and is_key_name(last) else (entry, "")
 
@@ -484,7 +487,7 @@ def _read_keys(option: str, file: Path) -> list[str]:
 
 
 def _named(key: str) -> str:
-    """Return the name of a key, for messages, which must not contain keys."""
+    """Return a description of a key for messages: the key's name, because messages must not contain keys."""
     return repr(key) if key.startswith(KEY_PREFIX) else f"the key with the name {tenant_of_key(key.encode())}"
 
 
@@ -558,7 +561,7 @@ def describe(error: ValidationError, origins: Mapping[str, str] | None = None, k
     Args:
         error: Validation error of a configuration.
         origins: Name of each option as the user wrote it (a flag, a variable), by path of the field.
-        known: Names of options, from which to suggest a correction of an unknown one.
+        known: Names of the existing options. The message suggests one of them for a misspelt option.
     """
     problems = []
     for problem in error.errors():

@@ -34,7 +34,7 @@ BUILTIN_MODEL = "tiny-qwen3"
 
 
 class Engine(Protocol):
-    """View of the engine from the API process: `skyrl.tinker.processes.engine_supervisor.EngineSupervisor`."""
+    """Engine as the API process uses it. `skyrl.tinker.processes.engine_supervisor.EngineSupervisor` implements it."""
 
     @property
     def state(self) -> str: ...
@@ -69,7 +69,7 @@ class Engine(Protocol):
 
 
 class EngineFactory(Protocol):
-    """Creates an engine that reports to three callbacks, such as `EngineSupervisor`."""
+    """Constructor of an `Engine`, such as `EngineSupervisor`. The engine reports to the three callbacks."""
 
     def __call__(
         self,
@@ -140,11 +140,11 @@ class Service:
         return self.config.checkpoints_folder
 
     def path_of(self, folder: str) -> str:
-        """Return the path or URL of a folder by its name in the database."""
+        """Return the path or URL of a folder that has this name in the database."""
         return self.config.path_of(folder)
 
     def folder_of(self, path: str) -> str:
-        """Return the name in the database of a folder by its path or URL."""
+        """Return the name that the database has for a folder with this path or URL."""
         return self.config.folder_of(path)
 
     def served_names(self) -> list[str]:

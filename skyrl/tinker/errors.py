@@ -1,8 +1,8 @@
-"""Errors before a request reaches its operation. Each has its own HTTP status."""
+"""Errors that occur before a request reaches its operation. Each has its own HTTP status."""
 
 
 class BadKey(Exception):
-    """Unknown key. `is_token`: an invalid or expired token, which the client has to renew with its key."""
+    """Unknown key. If `is_token`, an invalid or expired token, which the client must renew with its key."""
 
     def __init__(self, message: str, is_token: bool = False):
         super().__init__(message)
@@ -18,8 +18,8 @@ class BodyTooLarge(MalformedBody):
 
     Args:
         message: Message to the client.
-        beginning: Piece of the body that was received last, if the request's address may be at the beginning of the
-            body. None: no piece of the body is needed.
+        beginning: Piece of the body that was received last. With the pieces before it, it may contain the request's
+            address. None: requests of this path have no address.
     """
 
     def __init__(self, message: str, beginning: bytes | None = None):

@@ -1,4 +1,4 @@
-"""A local Tinker server: a child process on a free port that stops with its parent, even if the parent is killed.
+"""A local Tinker server on a free port. It is a child process that stops with its parent, even if the parent is killed.
 
 The demos, tests and benchmarks use it to talk to a real server as any client does. All state is in one folder, so that
 a second server on the same folder continues where the first one stopped.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CLOSE_S = 120.0
 """Maximum seconds for closing an SDK client."""
 CANCEL_S = 10.0
-"""A client's task that still runs this many seconds after its cancellation counts as hanging."""
+"""Seconds after its cancellation until a task of a client counts as hanging."""
 
 
 class Pids(NamedTuple):
@@ -211,7 +211,7 @@ def close_client(client: "ServiceClient") -> None:
 
 
 def reserve_port() -> socket.socket:
-    """Reserve a port of 127.0.0.1 for a server that is started later or restarted. `getsockname()` has its number.
+    """Reserve a port of 127.0.0.1 for a server that is started later or restarted. Returns a socket bound to the port.
 
     Until the socket is closed, the system does not assign the port to other sockets. A server that sets SO_REUSEADDR,
     as `socket.create_server` and PostgreSQL do, can still listen on it. Until a server listens, connections are
@@ -224,7 +224,7 @@ def reserve_port() -> socket.socket:
 
 
 def pids_of(launcher: int | None) -> Pids:
-    """Return the processes of the server with this launcher."""
+    """Return the process ids of a server. `launcher` is the process id of its launcher, if one is running."""
     api = _child(launcher, "skyrl.tinker.api_process")
     return Pids(launcher, api, _child(api, "skyrl.tinker.engine"))
 

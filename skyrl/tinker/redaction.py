@@ -15,7 +15,7 @@ from skyrl.tinker.config import EngineConfig
 log = logging.getLogger(__name__)
 
 HIDDEN = "(its folder)"
-"""Replacement for a folder by itself."""
+"""Replacement for the path of a folder that is not followed by a file in it."""
 
 
 class Redaction:
@@ -24,7 +24,7 @@ class Redaction:
     The base model's path stays, because clients request the model by this name.
 
     Args:
-        config: Options with the folders: of checkpoints, of the database, and those in the backend's options.
+        config: Options that name the folders of checkpoints, database and shared adapters, and those of the backend.
     """
 
     def __init__(self, config: EngineConfig):

@@ -1,4 +1,4 @@
-"""Main program of an API process: listens, starts the server's parts, announces the address, and stops in order.
+"""Main program of an API process. It listens, starts the server's parts, announces the address, and stops in order.
 
 The process supervises the engine process, and it is the only process that opens the database. It imports neither jax
 nor torch, so it starts quickly and responds while the engine loads and computes.
@@ -35,28 +35,28 @@ from skyrl.utils.log import setup_logging
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
-"""Seconds until an idle connection is closed. Clients have a shorter time, so that they close first."""
+"""Seconds until an idle connection is closed. The timeout of clients is shorter, so clients close first."""
 MAX_FILES = 65536
-"""Limit of open files, and so of connections, to request from the system."""
+"""Limit of open files, and so of connections, that the process requests from the system."""
 COLLECTIONS = (10_000, 20, 50)
 """Thresholds of Python's garbage collector. The default thresholds are lower, but waiting requests are many objects
 that are not garbage."""
 SWITCH_S = 0.0005
 """Switch interval of the interpreter in seconds: the maximum time that the event loop waits for a decoding thread. With
-Python's default, ten times as much, each answer would wait that long several times."""
+Python's default of 5 ms, each answer would wait that long several times."""
 SHOWN_KEYS = 8
-"""Maximum number of keys whose names are printed at the start; of more keys, only the number is printed."""
+"""Maximum number of keys whose names are printed at the start. If there are more, only their number is printed."""
 OPEN_REQUESTS = 0.25
-"""Fraction of `shutdown_timeout_sec` for open requests to finish; the rest is for the engine."""
+"""Fraction of `shutdown_timeout_sec` in which open requests may finish. The rest is for the engine."""
 LAST_S = 1.0
-"""Seconds after `shutdown_timeout_sec` for storing results and closing."""
+"""Seconds after `shutdown_timeout_sec` in which results are stored and the database is closed."""
 
 
 def run(config: EngineConfig, link: LauncherLink, listener: socket.socket, engine: EngineProcess | None) -> int:
-    """Serve on `listener` until the server stops. `engine` is the process of the first engine, if it was started
-    already.
+    """Serve on `listener` until the server stops. Returns the exit status for this process.
 
-    Returns the process's exit status. Failures to start are printed in one line.
+    `engine` is the first engine process, or None if it could not be started. Failures to start are printed in one
+    line.
     """
     setup_logging(config.log_level, style=config.log_format)
     sys.setswitchinterval(SWITCH_S)
@@ -114,7 +114,7 @@ async def _serve(
 async def _live(server: TinkerServer, gate: StartupGate, http: "_HttpServer", url: str, link: LauncherLink) -> None:
     """Start the server's parts while `StartupGate` answers, then announce the address.
 
-    Returns if no engine can be started.
+    Returns only after the server has failed, for example because no engine can be started.
     """
     try:
         await server.start(again=link.again)
@@ -179,7 +179,7 @@ def _leave(after_s: float, link: LauncherLink) -> None:
 
 
 async def _announce(server: TinkerServer, url: str, http: _HttpServer, link: LauncherLink) -> None:
-    """Print the address when the server is ready. Stop the server if no engine can be started."""
+    """Print the address when the server is ready. Stop the server if it fails before or after that."""
     log.info("listening on %s; loading the base model", url)
     ready = asyncio.create_task(server.service.became_ready.wait())
     failed = asyncio.create_task(server.failed.wait())
@@ -217,7 +217,7 @@ def _in_short(names: list[str]) -> str:
 
 
 def _allow_many_connections() -> None:
-    """Raise the limit of open files, usually 1024, because each waiting sample needs a connection."""
+    """Raise the process's limit of open files (usually 1024), because each waiting sample needs a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
         with contextlib.suppress(ValueError, OSError):  # some systems allow less than the reported limit

@@ -38,20 +38,22 @@ class TinkerServer:
     def __init__(self, config: EngineConfig, make_engine: EngineFactory):
         self.config = config
         self.failure: str | None = None
-        """Reason why the server cannot go on, such as an engine that cannot be started; None while there is no such
-        reason."""
+        """Error message if the server cannot continue, for example because no engine can be started. Otherwise None.
+        """
         self.again = False
-        """True if another process may succeed (see `failure`)."""
+        """True if the failure may be limited to this API process, so that a new process may succeed."""
         self.failed = asyncio.Event()
         self._make_engine = make_engine
         self.started = False
-        """True once the engine was started, so that `stop` has to be called."""
+        """True once the engine was started. `stop` must then be called."""
         self._stopping = threading.Event()
         self._patient: RetryingWriter | None = None
-        """Retrying reader of the database for the start."""
+        """Database access during the start. It retries while the database fails."""
 
     async def start(self, again: bool = False) -> None:
-        """Open the database, load pending requests of an earlier server, start the engine. Does not wait for the model.
+        """Open the database, load requests that an earlier server left pending, and start the engine.
+
+        Does not wait until the engine has loaded the model.
 
         Args:
             again: True if a server with these options was ready before. Failures then count as temporary and are
@@ -99,7 +101,7 @@ class TinkerServer:
         self._parking = asyncio.create_task(self._park_idle_models())
 
     async def _open(self, again: bool) -> Database:
-        """Lock the folder, and open the database that belongs to it."""
+        """Lock the checkpoint folder and open the database that belongs to the folder."""
         failures = 0
         while True:
             try:
@@ -142,7 +144,7 @@ class TinkerServer:
         self.queue.futures.close()
 
     async def stop(self) -> None:
-        """Release polls, stop the engine after its last snapshots, store its last results, close the database."""
+        """Release polls, stop the engine after its last snapshots, store the last results, and close the database."""
         self._lease.ending()
         self._wake_polls()
         self._cleanup.cancel()
@@ -177,7 +179,7 @@ class TinkerServer:
             log.warning("the time that sessions were last heard of cannot be stored: %s", error)
 
     def _superseded(self, message: str) -> None:
-        """Handle the takeover of the database or bucket by another server. Further work of the engine would be lost."""
+        """Stop because another server took over the database or bucket. Further work of the engine would be lost."""
         if self.started:
             self.service.engine.kill()
         self._on_failure(message)

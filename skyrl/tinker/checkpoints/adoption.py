@@ -16,7 +16,7 @@ _FOLDER = re.compile(r"([^/]+)/(weights|sampler_weights|external_weights)/(.+)@(
 
 
 def nameless_checkpoints(config: EngineConfig, database: Database, there: set[str]) -> list[CheckpointRow]:
-    """Return rows for checkpoints without a row, in the order of their saves. The rows are not stored yet.
+    """Create a row for each checkpoint that has none, in the order of their saves. The rows are not stored yet.
 
     The row of the model must exist, as it has the tenant and the LoRA configuration. The name must be free, and all
     files must exist. Metadata and time to live are lost, and the checkpoint is private.

@@ -45,8 +45,8 @@ class Collector:
     Args:
         config: Lifetimes and limits.
         database: Database of the server.
-        discard: Removes files, unless they are being read. In this case they stay, without a reference, and a later
-            round removes them.
+        discard: Removes files that are not being read. Other files stay without a reference, and a later round removes
+            them.
         forget: Called with the ids of changed rows.
         refresh: Stores the latest heartbeats, before silent sessions are determined.
         heard_since: Unix time from which heartbeats could arrive.
@@ -144,7 +144,7 @@ class Collector:
         self._refused = stake if stake.too_much else None
 
     def _look_at_the_clock(self) -> None:
-        """If this round is late, count the silence of all sessions from now on."""
+        """If this round is late, let no session count as silent for the next `retention.HEARD_WITHIN_S` seconds."""
         last, self._last_round = self._last_round, time.time()
         if self._last_round - last > max(1, self._config.session_cleanup_interval_sec) + LATE_S:
             self._rules = replace(self._rules, heard_since=self._last_round)

@@ -93,7 +93,7 @@ def folders_of_kinds(base: Path) -> Iterator[Path]:
 
 
 def saved_folders(base: Path, bucket: str | None = None) -> set[str]:
-    """Return the names of all saved folders on disk and in the bucket, in the form of the database: MODEL/KIND/NAME.
+    """Return the names MODEL/KIND/NAME of all saved folders on disk and in the bucket, as the database has them.
 
     Raises `StorageError` if the bucket fails.
     """

@@ -20,7 +20,7 @@ from skyrl.tinker.database.read_only import Readable
 FEW = FOLDERS
 """Number of folders that a round may always remove."""
 SHARE = 0.2
-"""Maximum share of all folders that a round may remove."""
+"""Maximum share of all folders that a round may remove, if this is more than `FEW` folders."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,15 @@ def at_stake(config: EngineConfig, database: Database, rules: Rules, first: bool
 def _kept(names: Collection[str]) -> int:
     """Count the folders that are not unnamed versions.
 
-    Unnamed versions do not count, because a normal round removes many of their rows, and a kill before it removes the
-    files leaves all of these without a reference.
+    A normal round deletes many rows of unnamed versions. If the process is killed before the round removes their files,
+    all these files are unreferenced. Therefore, unnamed versions do not count.
     """
     return sum(f"/{EPHEMERAL}/" not in name for name in names)
 
 
 def nameless_folders(config: EngineConfig, database: Readable) -> list[Removal]:
-    """List removals of unreferenced folders. References are read after the folders, so that no reference to a new
-    folder is missed."""
+    """List removals of unreferenced folders. The folders are listed before the references are read, so that no
+    reference to a listed folder is missed."""
     folders = list(retention.old_folders(config, time.time()))
     named, busy = database.read_now(retention.named_folders), database.read_now(retention.busy_models)
     return retention.orphans(config, folders, named, busy)

@@ -1,6 +1,6 @@
 """Offline maintenance of a stopped server's state: `skyrl gc` (garbage collection) and `skyrl adopt` (state ids).
 
-Neither command creates a database. If it is missing, or belongs to another program, the options are wrong.
+Neither command creates a database. If the database is missing or belongs to another program, the options are wrong.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ def collect(config: EngineConfig, dry_run: bool, say: Say, force: bool = False) 
 
 
 def adopt(config: EngineConfig, dry_run: bool, say: Say) -> None:
-    """Write a common id to folder and database, whatever ids they have, and restore missing rows of checkpoints.
+    """Write a common id to folder and database, even if both have ids, and restore missing rows of checkpoints.
 
     Args:
         config: Configuration of the server.

@@ -1,9 +1,9 @@
-"""Retention jobs. Each deletes expired rows and returns the files to delete with them.
+"""Retention jobs. Each job deletes expired rows and returns the files that have to be deleted with them.
 
 Jobs run in the database's writer. Full scans run in a reader first (`TableSweep`), so that they do not block writes.
-Rows are deleted first, and files after the commit: a kill in between leaves unreferenced files, which `orphans` finds.
-It never leaves a row without files. A dry run executes the same jobs and rolls them back. Data that the revival of a
-model needs is kept regardless of its age.
+Rows are deleted first, and files after the commit. A kill in between leaves unreferenced files, which `orphans` finds,
+but never a row without files. A dry run executes the same jobs and rolls them back. Data that the revival of a model
+needs is kept regardless of its age.
 """
 
 import logging
@@ -60,7 +60,7 @@ FOLDERS = 10
 BATCH = 200
 """Maximum number of rows that one transaction deletes, so that other writes are not delayed."""
 MANY_SAMPLERS = 1000
-"""Maximum number of samplers of one session that one transaction deletes. Sessions with more need several."""
+"""Maximum number of samplers of one session that one transaction deletes. More samplers need more transactions."""
 BATCH_BYTES = 64 * 2**20
 """Maximum bytes of results or bodies that one transaction deletes, unless a single one is larger."""
 GONE = ("failed", "copy", "expired")
@@ -75,7 +75,7 @@ class Rules:
 
     config: EngineConfig
     heard_since: float = 0.0
-    """Time at which the server started. No heartbeats arrived for some time before it."""
+    """Unix time since which heartbeats could arrive: the start of the server, or the end of a suspension."""
     surplus_since: float = 0.0
     """Creation time from which checkpoints can count as surplus."""
     sampled: Mapping[str, float] | None = None
@@ -86,7 +86,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Removal:
-    """A description of something removed, and the files to delete with it."""
+    """Something that was removed from the database, and the files that have to be deleted with it."""
 
     what: str
     size_bytes: int = 0
@@ -120,7 +120,7 @@ def results(session: Session, rules: Rules, now: float) -> list[Removal]:
 
 
 def oldest_result(session: Session, max_bytes: float) -> float:
-    """Return the time from which results fit into `max_bytes`, newest first. 0.0 if all fit, or `max_bytes` is 0."""
+    """Return the time since which finished results fit into `max_bytes`. 0.0 if all fit, or if `max_bytes` is 0."""
     size = col(ResultRow.size_bytes)
     if max_bytes == 0 or (session.exec(select(func.sum(size))).one() or 0) <= max_bytes:
         return 0.0
@@ -188,7 +188,7 @@ expired_checkpoints = TableSweep(_find_expired, _remove_expired)
 
 
 def _crowded(session: Session, rules: Rules, now: float) -> Sequence[tuple[str, str]]:
-    """Return (model, kind) with more than `keep_last_checkpoints` private checkpoints. Empty if the option is 0."""
+    """Return each (model, kind) that has more than `keep_last_checkpoints` private ones. Empty if the option is 0."""
     keep = rules.config.keep_last_checkpoints
     groups = select(CheckpointRow.model_id, CheckpointRow.kind).where(col(CheckpointRow.public).is_(False))
     groups = groups.group_by(CheckpointRow.model_id, CheckpointRow.kind).having(func.count() > keep)
@@ -224,7 +224,8 @@ def _remove_surplus(session: Session, rules: Rules, now: float, crowded: Sequenc
 
 
 surplus_checkpoints = TableSweep(_find_surplus, _remove_surplus)
-"""Removes all but the newest `keep_last_checkpoints` per model and kind. Public checkpoints stay and do not count."""
+"""Removes private checkpoints beyond the newest `keep_last_checkpoints` of a model and kind. Public ones do not count.
+"""
 
 
 def _unnamed(session: Session, rules: Rules, rows: Any, what: str) -> list[Removal]:
@@ -299,7 +300,7 @@ overwritten_checkpoints = TableSweep(_find_overwritten, _forget_overwritten)
 
 
 def older_versions(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Remove versions of ended sessions that samplers and models name, but that have no row.
+    """Remove versions that have no row, but that samplers and models of ended sessions name.
 
     Such versions were written by an earlier version of the server, which had no rows of versions.
     """
@@ -320,8 +321,8 @@ def forget_version(
 ) -> Removal:
     """Clear a version from all samplers and models that name it.
 
-    `removed_by`: option and value of the limit that the version exceeds, for the errors of its samplers. None: the
-    version is removed for another reason.
+    `removed_by` has the option and value of the limit that the version exceeds, for the errors of its samplers. None:
+    the version is removed for another reason.
     """
     samplers = session.exec(select(SamplerRow).where(SamplerRow.version == version)).all()
     models = session.exec(select(ModelRow).where(ModelRow.inflight_version == version)).all()
@@ -424,7 +425,7 @@ def old_losses(session: Session, rules: Rules, now: float) -> list[Removal]:
 
 
 def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
-    """Delete all rows of sessions that ended long ago and have no checkpoints and versions left."""
+    """Delete all rows of sessions that ended long ago and have neither checkpoints nor versions left."""
     saved = (
         select(CheckpointRow.id)
         .join(ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id))
@@ -494,7 +495,7 @@ def named_folders(session: Session) -> set[str]:
 
 
 def busy_models(session: Session) -> set[str]:
-    """Return models with pending requests, whose folders may get a row yet."""
+    """Return the models with pending requests. Folders of these models may still get a row."""
     return set(session.exec(select(RequestRow.model_id).where(RequestRow.status == "pending").distinct()).all())
 
 
@@ -546,7 +547,7 @@ def orphans(config: EngineConfig, folders: Iterable[str], named: set[str], busy:
 
 
 def measured(removal: Removal, config: EngineConfig) -> Removal:
-    """Set the size of a removal from its files on disk or in the bucket. Unchanged if the bucket fails."""
+    """Return the removal with the size of its files on disk or in the bucket. Unchanged if the bucket fails."""
     if removal.files is None:
         return removal
     try:

@@ -1,8 +1,8 @@
 """Location of snapshots and unnamed versions: the disk, or the bucket once `snapshots_in_bucket` is set.
 
-They move to the bucket at the first start with the option. The state id (`state_id`) is stored with them and moves
-last, so an interrupted move is repeated. A server that is later started without the option finds the state id in the
-bucket, and does not start.
+The first start with the option moves them to the bucket. The state id (`state_id`) is stored with the snapshots and
+moves last, so an interrupted move is repeated. If a server is later started without the option, it finds the state id
+in the bucket and does not start.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""State id: a random id in both the checkpoint folder and the database shows that they belong together.
+"""State id: a random id that is in the checkpoint folder and in the database shows that the two belong together.
 
 If the ids differ or one is missing, the server starts only if no data can be lost. Otherwise an operator has to run
 `skyrl adopt`. The two ids cannot be written atomically. The database therefore first records the id that is about to be
@@ -25,7 +25,7 @@ from skyrl.utils.files.object_store import ObjectStore
 FILE = ".state-id"
 TIED = "state_id"
 TO_BE_TIED = "state_id_of_folder_to_be"
-"""Names of settings: the confirmed id of the folder, and the id that is being written to it."""
+"""Names of settings. TIED: the confirmed id of the folder. TO_BE_TIED: the id that is being written to the folder."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ async def tie_anyway(config: EngineConfig, database: Database) -> None:
 
 
 def refusal(config: EngineConfig, database: Readable) -> str | None:
-    """Return the reason why a server must not use this folder with this database; None if it may."""
+    """Return the reason why a server must not use this folder with this database, or None if it may."""
     ids = read(config, database)
     if ids.agree:
         return None

@@ -31,7 +31,7 @@ class StateLocks:
         self.release()
 
     def ending(self) -> None:
-        """Tell processes that wait for the folder that this process is about to exit."""
+        """Announce to the processes that wait for the folder: this process is about to exit."""
         self._lease.ending()
 
     def release(self) -> None:
@@ -51,7 +51,7 @@ def hold(
 
     Args:
         config: Configuration with the folder and the bucket.
-        finish_writes: As for `hold_folder`; also move snapshots to the configured location.
+        finish_writes: See `hold_folder`. True also moves snapshots to the configured location.
         stopping: Event that ends the wait for another server that is about to exit.
         on_lost: Called in a thread with the reason when the lock on the bucket is lost.
     """

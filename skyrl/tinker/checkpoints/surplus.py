@@ -1,8 +1,8 @@
 """Eviction of unnamed versions beyond the limits per model. A long run publishes one version per step.
 
-A model keeps its newest versions and those in use: created or sampled within `ephemeral_idle_sec`, needed by a queued
-sample, current for inflight samplers, or not on disk yet. All others beyond the limits are removed while the session
-still runs. The newest samplers of removed versions are kept, and their errors name the limit.
+A model keeps its newest versions and its versions in use. A version is in use if it was created or sampled within
+`ephemeral_idle_sec`, needed by a queued sample, current for inflight samplers, or not on disk yet. All others beyond
+the limits are removed while the session still runs. Samplers of removed versions stay, and their errors name the limit.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """Trash: removed folders are kept for a while in `.trash`, below checkpoints_base, so that users can restore them.
 
-Each folder has its own entry, `.trash/{time}-{bytes}-{random}/MODEL/KIND/NAME`. The name alone has the content, the
-time of removal, the size and the original location. Folders of a bucket go to the trash of that bucket.
+Each folder has its own entry, `.trash/{time}-{bytes}-{random}/MODEL/KIND/NAME`. This path alone has the time of
+removal, the size and the original location. Folders of a bucket go to the trash of that bucket.
 """
 
 import calendar

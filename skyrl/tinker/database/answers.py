@@ -41,7 +41,7 @@ class Answers:
         """Answers in memory, by request."""
 
     async def read(self, sharer: str, request_id: str, size: int, job: Job[Answer | None]) -> Answer | None:
-        """Return the result of `job`, run when the fair order reaches the sharer.
+        """Run `job` when the fair order reaches the sharer, and return its result.
 
         If the answer is in memory or already being read for the sharer, that answer is returned, and `job` is not run.
 

@@ -89,7 +89,7 @@ class Database:
         create: Create a missing database. False: raise an error.
 
     Raises:
-        RequestError: The URL cannot be served; the message says what to change.
+        RequestError: The database at this URL cannot be used. The message says what to change.
     """
 
     def __init__(self, url: str, migrate: bool = True, create: bool = True):
@@ -298,7 +298,7 @@ def _refuse_foreign(engine: Engine, url: str) -> None:
 
 
 def revision_of(connection: Connection) -> str | None:
-    """The database's revision; None if it has no table of revisions."""
+    """Return the database's revision, or None if the database has no table of revisions."""
     if not sqlalchemy.inspect(connection).has_table(REVISIONS.name):
         return None
     return connection.execute(sqlalchemy.select(REVISIONS.c.version_num)).scalar()
@@ -343,7 +343,7 @@ def _is_of_all(error: Exception) -> bool:
 
 
 def _named(error: Exception, url: str) -> Exception:
-    """Return `DatabaseFull` for disk errors of a database, else the error itself."""
+    """Return `DatabaseFull` for a disk error of the database. Other errors are returned unchanged."""
     cause = error.orig if isinstance(error, DatabaseError) else None
     sqlite_code = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     if sqlite_code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR) or getattr(cause, "sqlstate", None) == "53100":
@@ -415,7 +415,7 @@ def with_driver(url: URL) -> URL:
 
 
 def _keep_private(file: Path) -> None:
-    """Create a database file if it is missing, and restrict it and the files beside it to their owner: they have
+    """Create a database file if it is missing. Restrict it and the files beside it to their owner, because they contain
     secrets."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch(mode=0o600)
@@ -436,7 +436,7 @@ def _sqlite_connect(connection: Any, _: Any) -> None:
 def _sqlite_begin(connection: Connection) -> None:
     """Take the write lock at the start of a writing transaction.
 
-    A transaction that reads first cannot wait for the lock afterwards: SQLite then fails at once.
+    If a transaction read first and locked later, SQLite would fail at once instead of waiting for the lock.
     """
     connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get(WRITES) else "BEGIN")
 

@@ -1,4 +1,4 @@
-"""The server's choices for a request, with types here and as JSON in the log. Only this module converts between them.
+"""The server's choices for a request: typed objects in memory, JSON in the log. Only this module converts between both.
 
 When a request is replayed after a crash, the choices of its first acceptance apply, so that it has the same effect. To
 add a choice, add a field. In rows that were logged earlier, the field is None.

@@ -14,7 +14,7 @@ from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES, DecodePool
 
 
 class Listings:
-    """Answers requests for lists of a sharer's objects, fairly between sharers by the time that their lists have taken.
+    """Answers requests for lists of a sharer's objects. The order is fair between sharers by the time of their reads.
 
     Args:
         database: The server's database.

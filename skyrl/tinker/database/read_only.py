@@ -65,10 +65,10 @@ class ReadOnlyDatabase:
 
 
 def _address(url: str) -> URL:
-    """Return the URL of a database, for SQLite a URI with which SQLite creates no files.
+    """Return the URL of a database. For SQLite, it is a URI with which SQLite creates no files.
 
-    Without a `-wal` file, which a stopped server has removed, SQLite would create one. The file is then opened as
-    immutable.
+    A server that stops removes its `-wal` file, and SQLite would create it again. Without such a file, the database is
+    therefore opened as immutable.
     """
     file = sqlite_file(url)
     if file is None:

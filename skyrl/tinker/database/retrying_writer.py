@@ -24,7 +24,7 @@ PASSING = (OperationalError, InterfaceError, InternalError)
 
 
 class Stopped(Exception):
-    """The server stops before the database responded. The data may or may not be stored."""
+    """The server stopped before the database responded. The data may or may not be stored."""
 
 
 class RetryingWriter:
@@ -50,7 +50,7 @@ class RetryingWriter:
         return await self.attempt(partial(self._database.read, job), f"{what} cannot be read")
 
     async def attempt(self, work: Callable[[], Awaitable[T]], problem: str) -> T:
-        """Run `work`, which must be repeatable; `problem` describes failures in the log. Raises `Stopped`."""
+        """Run `work`, which must be repeatable. `problem` describes failures in the log. Raises `Stopped`."""
         failures = 0
         while True:
             try:

@@ -82,7 +82,7 @@ class SessionRow(SQLModel, table=True):
 
 
 class ModelRow(SQLModel, table=True):
-    """A training run: an adapter with its optimizer."""
+    """A training run: a model (an adapter, or all weights) with its optimizer."""
 
     __tablename__ = "models"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
@@ -109,7 +109,7 @@ class ModelRow(SQLModel, table=True):
     snapshot_digest: str | None = None
     snapshot_bytes: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
     snapshot_failed_pass: str | None = None
-    """Error of a failed pass before the snapshot, which the next optimizer step must raise; None if no pass failed."""
+    """Error of a failed pass before the snapshot. The next optimizer step must raise it. None if no pass failed."""
     last_request_at: float | None = None
     inflight_version: str | None = None
     """Version that inflight samplers of the model use; None before the first inflight save."""
@@ -131,7 +131,7 @@ class SamplerRow(SQLModel, table=True):
     model_path: str | None = None
     model_id: str | None = None
     version: str | None = Field(default=None, index=True)
-    """Version id; None for the base model, and for inflight samplers, which use their model's version."""
+    """Version id. None for the base model, and for inflight samplers, which use the version of their model."""
     folder: str | None = None
     clients: int = Field(default=1, sa_column=Column(Integer, nullable=False, server_default=text("1")))
     """Number of clients that share the sampler: the first, and those that joined."""
@@ -141,7 +141,7 @@ class SamplerRow(SQLModel, table=True):
     """Upper bound of the seq_ids of each client that has used more than the first thousand, by client number (see
     `sample_counts`)."""
     removed_by: str | None = None
-    """Option and value that removed the version before its session ended."""
+    """Option and value of the limit because of which the version was removed before its session ended."""
     created_at: float = _created()
 
 
@@ -208,13 +208,13 @@ class CheckpointRow(SQLModel, table=True):
     digest: str | None = None
     """SHA-256 of the manifest in `folder`. None for checkpoints of older servers."""
     public: bool = Field(default=False, sa_column=Column(Boolean, nullable=False, server_default=false()))
-    """Readable by every key."""
+    """True if every key may read the checkpoint."""
     expires_at: float | None = None
     created_at: float = _created()
 
 
 class UsageRow(SQLModel, table=True):
-    """The ledger: usage of one session for one run within one hour, by requests with an answer."""
+    """The ledger: usage of one session for one run within one hour. Only requests with an answer count."""
 
     __tablename__ = "usage"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (Index("usage_by_hour", "hour", "tenant"),)
@@ -250,7 +250,7 @@ class UsageRow(SQLModel, table=True):
 
 
 class ChargedSampleRow(SQLModel, table=True):
-    """Charge of a sample whose answer has not been handed out. The row is deleted soon after the answer was."""
+    """Charge of a sample whose answer has not been handed out. The row is deleted soon after the answer is."""
 
     __tablename__ = "charged_samples"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (Index("charged_samples_by_hour", "hour"),)
@@ -299,8 +299,8 @@ class RequestRow(SQLModel, table=True):
     tenant: str
     model_id: str
     seq_id: int | None = Field(default=None, sa_column=Column(BigInteger, nullable=True))
-    """Position in the model's order. None: in order of arrival (unload_model), or rejected because its position was
-    taken."""
+    """Position in the model's order. None: the request has none (unload_model), or it was rejected because another
+    request has its position."""
     decided: Decisions = Field(
         default_factory=Decisions, sa_column=Column(DecisionsColumn, nullable=False, server_default=text("'{}'"))
     )
@@ -316,8 +316,8 @@ class RequestRow(SQLModel, table=True):
     created_at: float = _created()
     finished_at: float | None = None
     body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
-    """Body as sent; empty when no revival needs it. This is the last column, because SQLite reads a row up to the last
-    column that a query needs."""
+    """Body as sent. It is emptied when no revival needs it. This is the last column, because SQLite reads a row up to
+    the last column that a query needs."""
 
 
 class ResultRow(SQLModel, table=True):

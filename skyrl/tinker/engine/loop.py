@@ -321,8 +321,8 @@ class TinkerEngine:
         self.channel.wake.wait(patience_s)
 
     def _patience_s(self) -> float | None:
-        """Seconds until the next deadline: of a held request, of the retry of a snapshot, or of the backend. None:
-        there is none."""
+        """Return the seconds until the next deadline of a held request, a snapshot's retry or the backend. None: there
+        is no deadline."""
         now = time.monotonic()
         deadline = min(self.scheduler.deadline(), self.policy.deadline(now))
         if (left_s := self.backend.time_left()) is not None:

@@ -34,7 +34,7 @@ class Maintenance:
         backend: Backend with the models.
         scheduler: Tracks the last finished request of each model.
         policy: Decides when to snapshot.
-        path_of: Returns the path or URL of a folder below the folder of all checkpoints.
+        path_of: Returns the path or URL of a folder MODEL/KIND/NAME.
         send: Sends a frame to the API process.
     """
 
@@ -54,8 +54,8 @@ class Maintenance:
         self._own: dict[str, tuple[ModelOperation, Callable[[Result], None]]] = {}
         """Running maintenance operations and their continuations, by request id."""
         self._failed_pass: dict[str, str | None] = {}
-        """Error of a failed pass, by request id of a snapshot whose gradient sums are incomplete for this reason; None
-        if they are complete.
+        """Error of the failed pass that left a model's gradient sums incomplete, by request id of the model's snapshot.
+        None: the sums are complete.
         """
         self.snapshots_failed = 0
 

@@ -24,7 +24,7 @@ class SampleWindow:
     """Waiting and admitted samples of each tenant, in order of arrival.
 
     Args:
-        tokens: Size of each tenant's window in tokens, of prompts and of possible output together.
+        tokens: Size of each tenant's window in tokens. Prompts and possible output count.
     """
 
     def __init__(self, tokens: int):
@@ -55,7 +55,7 @@ class SampleWindow:
         return None
 
     def done(self, sample: Sample) -> None:
-        """Free the window of a sample that has left the backend and whose result is no longer in memory."""
+        """Free a sample's part of the window. The sample has left the backend, and its result has left the memory."""
         if self._out.pop(sample.request_id, None) is not None:
             self._tenants[sample.tenant].used -= self._share(sample)
             self._able.append(sample.tenant)
@@ -78,5 +78,5 @@ class SampleWindow:
 
 
 def cost_of(sample: Sample) -> int:
-    """Tokens of a sample: its prompt, and the tokens that may be generated."""
+    """Return the number of tokens in a sample's prompt plus the number that may be generated."""
     return len(sample.prompt) + (sample.params.max_tokens or 1) * sample.num_samples

@@ -132,7 +132,7 @@ class Scheduler:
         return model_id not in self._unfinished and model_id not in self._gaps
 
     def finished(self, model_id: str) -> int | None:
-        """The last finished seq_id; None until the creation or the replay has finished."""
+        """Return the last finished seq_id, or None until the creation or the replay has finished."""
         line = self._lines.get(model_id)
         return line.finished if line else None
 
@@ -146,7 +146,7 @@ class Scheduler:
         return self._samples.remove(request_id)
 
     def refuse(self, refusal: Rejected) -> bool:
-        """Replace a request that was not submitted by its refusal. Returns True if the request was found."""
+        """If a request was not submitted yet, put `refusal` in its place. Returns True if the request was found."""
         line = self._lines.get(refusal.model_id)
         held = line.held if line else {}
         for seq_id, operation in held.items():
@@ -180,8 +180,8 @@ class Scheduler:
                 self._fail_held(model_id, f"seq_id={missing} did not arrive within {self.gap_timeout_s:g} s")
 
     def notices(self) -> list[tuple[str, str | None]]:
-        """Changes since the last call, in order: (request id, reason why the request is held; None: it is no longer
-        held)."""
+        """Return the changes since the last call, in order, as (request id, reason why the request is held). A reason
+        of None means that the request is no longer held."""
         notices, self._notices = self._notices, []
         return notices
 
@@ -210,7 +210,7 @@ class Scheduler:
         """Queue a model's held requests as failures.
 
         The missing request may have been a pass, so the gradient sums count as incomplete. A held optimizer step is
-        queued after a failed pass, so that it fails and clears them.
+        queued after a failed pass, so that the step fails and clears the sums.
         """
         if self._gaps.pop(model_id, None) is None:
             return

@@ -1,7 +1,7 @@
 """Snapshot policy: after a number of optimizer steps, requests or bytes, and after each load.
 
-A fully trained model, whose snapshots are as large as the base model, is snapshotted after each checkpoint that it
-saves instead of after a number of steps.
+With full fine-tuning, snapshots are as large as the base model. Such a model is snapshotted after each checkpoint that
+it saves instead of after a number of steps.
 
 The policy counts finished work since the last successful snapshot. A model has at most one snapshot in progress. A
 failed snapshot is retried after a growing pause, and the retry includes later work. A load triggers a snapshot at once,
@@ -70,7 +70,7 @@ class SnapshotPolicy:
         """Models that have reached a limit."""
 
     def note(self, operation: ModelOperation, whole: bool = False) -> None:
-        """Count a finished operation. `whole`: the model is fully trained rather than with an adapter."""
+        """Count a finished operation. `whole` is True for a model with full fine-tuning instead of an adapter."""
         model = self._models.setdefault(operation.model_id, _Model())
         model.whole = whole
         model.since.add(_counts_of(operation))

@@ -1,12 +1,11 @@
-"""Limits on connections, against clients that occupy them: uvicorn's HTTP protocol with limits on number, head and idle
-time.
+"""uvicorn's HTTP protocol with limits against clients that occupy connections.
 
-A connection must deliver the head of a request, of at most `MAX_HEAD_BYTES`, within `HEAD_S` seconds of its start or of
-the first byte of a later request. It must read its answer at `MIN_BYTES_PER_S`, with at most `PATIENCE_S` of delay. The
-connections are divided between addresses by `skyrl.utils.quota`, so an address always leaves some of them to the next
-one. A single address may use half of them, because long polls need many connections. An IPv6 network of 64 bits, the
-smallest that providers assign, counts as one address. Above the limit, connections are closed, because files and the
-database need descriptors, too.
+The head of a request has at most `MAX_HEAD_BYTES` and must arrive within `HEAD_S` seconds. This time starts when the
+connection opens, or with the first byte of a later request. The client must read its answer at `MIN_BYTES_PER_S`, with
+at most `PATIENCE_S` of delay. `skyrl.utils.quota` divides the connections between addresses, so an address always
+leaves some of them to the next one. A single address may use half of them, because long polls need many connections. An
+IPv6 network of 64 bits, the smallest that providers assign, counts as one address. Connections above the limit are
+closed, because files and the database need descriptors, too.
 """
 
 import asyncio

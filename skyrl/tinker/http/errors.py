@@ -1,4 +1,4 @@
-"""Shared behavior of all routes: limits on bodies, and error responses in the form that the SDK expects.
+"""Shared behavior of all routes: limits on request bodies, and error responses in the form that the SDK expects.
 
 Every error is `{"detail": "one line"}` with a Content-Length (the SDK treats a 400 without it as a broken proxy and
 retries). The statuses 402 and 409 are never used, because the SDK would wait for minutes and retry.
@@ -43,8 +43,8 @@ class BodyLimit:
     """ASGI middleware with limits on bodies: 413 above the size limit of the path, 408 for a body that stalls or is too
     slow.
 
-    If `has_place` returns True for the path, the beginning of a larger body is read, because it may contain the
-    request's position in a model's order.
+    If `has_place` returns True for the path, the beginning of a body above the size limit is read, because it may
+    contain the request's position in a model's order.
 
     Each request gets a stack, `scope[UNTIL_ANSWERED]`, of resources that are released after it is answered. FastAPI
     dependencies with `yield` would do the same, but take a tenth of the time of a small request.

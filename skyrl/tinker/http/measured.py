@@ -1,4 +1,4 @@
-"""Request ids, durations and statuses of all requests; durations and statuses by route."""
+"""Measurement of all requests: each gets a request id, and its duration and status are counted by route."""
 
 import logging
 import re
@@ -27,7 +27,7 @@ class Measured:
     Args:
         app: The application.
         prefix: Path prefix of the API; some versions of FastAPI omit it from a route's path.
-        access_log: Log a line for each response, without the values in its path, some of which are secret.
+        access_log: True to log a line for each response. It has the route, because values in the path may be secret.
     """
 
     def __init__(self, app: ASGIApp, prefix: str, access_log: bool = False):

@@ -2,8 +2,8 @@
 read.
 
 Bodies are not FastAPI parameters here, because FastAPI would reject an invalid request before it gets its position in a
-model's order (`parsing.py`). Their schemas are therefore added to the document afterwards, from the classes that parse
-them: the `JsonBody` dependency of a route, or the route's entry in the table of operations.
+model's order (`parsing.py`). Their schemas are therefore added to the document afterwards. The schema of a route's body
+comes from the route's `JsonBody` dependency or from its entry in the table of operations.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ PASSES: dict[str, type[BaseModel]] = {
     "forward_backward": schemas.ForwardBackwardRequest,
     "forward": schemas.ForwardRequest,
 }
-"""Operations whose bodies `wire` parses: JSON or protobuf."""
+"""Body schemas of operations whose bodies are JSON or protobuf."""
 BODIES = {**PASSES, "asample": schemas.SampleRequest}
-"""Body schemas of operations whose `accept` gets another type, converted from the body."""
+"""Body schemas of operations whose `accept` takes another type, to which the body is converted."""
 
 
 class ErrorDetail(BaseModel):
@@ -57,8 +57,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The engine is not ready yet; send it again in a moment.",
     }.items()
 }
-"""Error responses that every route may give. They refer to a schema by `$ref`. Given classes, FastAPI would create a
-validator of each class for each route at the first request, which takes longer than the rest of that request."""
+"""Error responses that every route may give. They refer to a schema by `$ref`. With classes in their place, FastAPI
+would create a validator per class and route at the first request, which takes longer than the rest of that request."""
 
 _reads_key = get_args(CallerDependency)[1].dependency
 
@@ -66,7 +66,7 @@ _reads_key = get_args(CallerDependency)[1].dependency
 def complete(app: FastAPI, prefix: str, routers: Iterable[APIRouter]) -> None:
     """Make the document of `app` include the bodies and keys that the routes of `routers` read.
 
-    The document is created in a thread at the first request for it, which takes a tenth of a second, and then cached.
+    The document is created in a thread when it is first requested, and then cached. This takes a tenth of a second.
     """
     made_by_fastapi = app.openapi
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]

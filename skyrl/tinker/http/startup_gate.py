@@ -1,7 +1,7 @@
-"""Responses during the start of the server: only the liveness probe is answered.
+"""Responses during the start of the server: requests wait, and only the probes are answered.
 
 A start may take long, for example while the database is unavailable. Requests wait until the server has started, so a
-request during a restart is served normally. The liveness probe responds at once.
+request during a restart is served normally. The liveness and readiness probes respond at once.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ REASON = "the server is starting: its database and its folder are not open yet; 
 
 
 class StartupGate:
-    """ASGI wrapper of `app`, which gets no requests before `let_in`. The liveness probe is answered here.
+    """ASGI wrapper of `app`. Before `let_in`, it passes only the liveness probe to `app`.
 
     Args:
         app: The application.
@@ -30,12 +30,12 @@ class StartupGate:
         self._waited = asyncio.Event()
 
     def let_in(self) -> None:
-        """Pass requests to the application: the server has started."""
+        """Pass all requests to the application, because the server has started."""
         self._open = True
         self._waited.set()
 
     def turn_away(self) -> None:
-        """Reject all waiting requests: the server will not start."""
+        """Reject all waiting requests, because the server will not start."""
         self._waited.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

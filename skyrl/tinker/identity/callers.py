@@ -38,11 +38,11 @@ class Caller:
 
     @property
     def sharer(self) -> str:
-        """Sharer in limits and quotas: the tenant or, without keys, the address (anybody can create sessions)."""
+        """Sharer in limits and quotas: the tenant. Without keys, the address, because anybody can create sessions."""
         return self.tenant or self.address
 
     def tenant_of(self, session_id: str) -> str:
-        """Tenant that owns the caller's new objects in a session."""
+        """Return the tenant that owns the caller's new objects in a session."""
         return self.tenant or session_id
 
     def may_touch(self, owner: str) -> bool:
@@ -73,7 +73,7 @@ EVERYBODY = Caller(None)
 
 
 class Keys:
-    """The keys of this server, by their hashes, and tokens that replace them.
+    """The keys of this server (as hashes) and the tokens that clients send instead of keys.
 
     Args:
         tenants: Tenant of each configured key, by key. Empty: every key is accepted.
@@ -104,8 +104,6 @@ class Keys:
 
     def is_operator(self, key: str | None) -> bool:
         """Return True if the key may see the status of the whole server.
-
-        These are the operators' keys. If neither operators' nor tenants' keys are configured, every key may see it.
 
         This is the case for operator keys, and for every key if the server has neither operator keys nor API keys.
         Raises `BadKey` for an unknown key.

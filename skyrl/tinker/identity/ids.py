@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def tenant_of_key(api_key: bytes) -> str:
-    """Return the tenant of a key, from which the key cannot be derived."""
+    """Return the name of a key's tenant. The key cannot be derived from this name."""
     return KEY_PREFIX + hashlib.sha256(api_key).hexdigest()[:16]
 
 
@@ -51,7 +51,7 @@ def kind_of(request_id: str) -> str:
 
 
 def sample_id(sampler: str, seq_id: int) -> str:
-    """Return the request id of a sample, which depends only on its sampler and seq_id and is therefore the same after a
+    """Return the request id of a sample. It depends only on the sampler and the seq_id, so it is the same after a
     restart."""
     return f"{SAMPLE}-{sampler}-{seq_id}"
 
@@ -74,12 +74,12 @@ def custom_loss_id(session_id: str, custom_loss_seq_id: int) -> str:
 
 
 def custom_loss_request_id(loss_id: str) -> str:
-    """Return the request id of a loss's creation, which contains the loss's id."""
+    """Return the id of the request that creates a loss. It contains the loss's id."""
     return f"{CUSTOM_LOSS}-{loss_id}"
 
 
 def created_custom_loss(request_id: str) -> str | None:
-    """Return the id of the loss that a request created; None for other requests."""
+    """Return the id of the loss that a request created, or None for other requests."""
     return request_id.removeprefix(f"{CUSTOM_LOSS}-") if request_id.startswith(f"{CUSTOM_LOSS}-") else None
 
 
@@ -120,9 +120,9 @@ def folder_of_model(model: str) -> str:
 
 
 def folder(model: str, kind: CheckpointKind | Literal["ephemeral", "snapshots"], name: str) -> str:
-    """Return the folder of a model's checkpoint, relative to `checkpoints_base`, which may be moved.
+    """Return the folder of a model's checkpoint. It is relative to `checkpoints_base`, so this folder may be moved.
 
-    `name` ends in the seq_id of its save, so no two saves share a folder.
+    `name` ends in the seq_id of the save, so no two saves share a folder.
     """
     return f"{folder_of_model(model)}/{kind}/{name}"
 

@@ -1,7 +1,7 @@
-"""Signed tokens of this server: replacements for API keys, and links to files that need no key.
+"""Signed tokens of this server. Clients send some of them instead of API keys; others are in links that need no key.
 
-Both are JSON web tokens, signed with a secret that the server generates once and keeps in its database. Each kind has a
-separate audience, so a token of one kind is not accepted as the other.
+All are JSON web tokens, signed with a secret that the server generates once and keeps in its database. Each purpose has
+its own audience, so a token for one purpose is not accepted for another.
 """
 
 import time

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 BUCKETS = (0.01, 0.05, 0.25, 1, 5, 25, 60)
-"""Histogram buckets in seconds, up to more than the longest poll."""
+"""Upper bounds of the histogram's buckets in seconds. The largest bound is above the longest poll."""
 METHODS = frozenset({"GET", "POST", "PUT", "DELETE"})
 """Methods with a label of their own. All others share the label "other"."""
 

@@ -30,7 +30,7 @@ class ServerMetrics:
         prometheus_client.ProcessCollector(registry=self._registry)
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """Return (text of all metrics, media type). The format is OpenMetrics if accepted, else Prometheus text.
+        """Return (text of all metrics, media type). The format is OpenMetrics if `accept` lists it, or Prometheus text.
 
         May be called in any thread.
         """

@@ -13,7 +13,7 @@ BUCKETS = (0.05, 0.25, 1, 5, 15, 60, 300, 1800)
 """Histogram buckets in seconds."""
 
 TokenKind = Literal["prompt", "sampled", "trained", "scored"]
-"""Prompt tokens of samples, sampled tokens, tokens of passes with gradients, and tokens of passes without."""
+"""prompt and sampled: tokens of samples. trained: tokens of passes with gradients. scored: tokens of other passes."""
 
 
 class RequestMetrics:
@@ -99,7 +99,7 @@ class RequestMetrics:
         self._tokens.labels(self._label(tenant), kind).inc(count)
 
     def tenant_totals(self) -> dict[str, dict[str, int]]:
-        """Return, by tenant, the numbers of waiting and running requests and of tokens of each kind so far."""
+        """Return the number of waiting requests, of running requests and of tokens by kind so far, for each tenant."""
         totals: dict[str, dict[str, int]] = {}
         families = {"waiting": self._waiting, "running": self._running, "": self._tokens}
         for name, family in families.items():

@@ -14,7 +14,7 @@ class StorageMetrics:
         """Time of the last measurement, on the monotonic clock."""
         self.stored: dict[str, int] = {}
         self.free: int | None = None
-        """Free bytes of the disk at the last measurement; None before the first. `stored` has the used bytes by kind.
+        """Free bytes of the disk at the last measurement, or None before any. `stored` has the used bytes by kind.
         """
         self._stored = Gauge(
             "skyrl_stored_bytes",

@@ -1,4 +1,4 @@
-"""Admission of a request: the inputs of an operation's `accept` function, and its result."""
+"""Admission of a request: the inputs and the result of an operation's `accept` function."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Admission:
-    """Inputs of `accept` functions in addition to the request."""
+    """Inputs that `accept` functions get in addition to the request."""
 
     service: Service
     caller: Caller
@@ -65,7 +65,7 @@ def _empty(_: Session, __: Result) -> tuple[dict[str, Any], UnreferencedFiles | 
 
 @dataclass(frozen=True)
 class Accepted:
-    """An accepted request: an operation, and its effects on the database (functions for the writer's transactions)."""
+    """An accepted request: an operation for the engine, and functions that apply its effects on the database."""
 
     operation: Operation
     on_log: Callable[[Session], None] = _nothing

@@ -48,7 +48,7 @@ async def save_weights(admission: Admission, request: schemas.SaveWeightsRequest
 
 @operation("save_weights_for_sampler", json_parser(schemas.SaveWeightsForSamplerRequest, ModelAddress))
 async def save_weights_for_sampler(admission: Admission, request: schemas.SaveWeightsForSamplerRequest) -> Accepted:
-    """Freeze the current weights as a version: under a name, or for a new sampler."""
+    """Publish the current weights as a version, either under a name or for a new sampler."""
     if request.path is None:
         if not admission.again:
             await admission.service.disk.make_room(request.model_id, sampler=True)

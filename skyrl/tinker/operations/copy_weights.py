@@ -92,7 +92,7 @@ def _copy_of(source: CheckpointRow, place: RunPosition, ttl_seconds: int | None)
 def _record(session: Session, place: RunPosition, source: CheckpointRow, copy: CheckpointRow, by: str) -> None:
     """Store the run and the name of a copy that is on disk.
 
-    Raises `RequestError` if its position was taken meanwhile.
+    Raises `RequestError` if the run's position was taken meanwhile.
     """
     note_checkpoint(session, "checkpoint_read", source, by, purpose="copy")
     record(session, KIND, place, copy, by)

@@ -66,7 +66,7 @@ def earlier(session: Session, place: RunPosition) -> TinkerPath | None:
 
 
 def record(session: Session, kind: str, place: RunPosition, held: CheckpointRow, by: str) -> None:
-    """Store the run and the name of a checkpoint that is on disk. Raises `RequestError` if its position was taken
+    """Store the run and the name of a checkpoint that is on disk. Raises `RequestError` if the run's position was taken
     meanwhile.
 
     Args:

@@ -47,7 +47,7 @@ async def create_model(admission: Admission, request: schemas.CreateModelRequest
 
 @operation("load_weights", json_parser(schemas.LoadWeightsRequest, _load_address), changes_model=True)
 async def load_weights(admission: Admission, request: schemas.LoadWeightsRequest) -> Accepted:
-    """Load a training checkpoint into a model, or into a new model."""
+    """Load a training checkpoint into an existing or a new model."""
     service, target = admission.service, admission.target
     path = TinkerPath.parse("path", request.path)
     decided = admission.decided

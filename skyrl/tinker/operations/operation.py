@@ -27,17 +27,17 @@ SMALL_BODY = 2**20
 
 @dataclass(frozen=True)
 class QueuedOperation:
-    """Definition of an operation for the server."""
+    """A queued operation of the server, as its module defines it."""
 
     name: str
-    """Path under /api/v1, and kind in the log."""
+    """Path under /api/v1, which is also the kind of its requests in the log."""
     parse: Parse
     """Parses a body. Raises `MalformedBody`."""
     accept: Accept
     encode: Encode | None
     """Encodes the result as protobuf. None: `record` returns it as JSON."""
     max_body_bytes: int | None
-    """Maximum body size; None: the configured limit."""
+    """Maximum bytes of a body. None: the configured limit."""
     changes_model: bool
     """True if the operation must be replayed to restore the model."""
 

@@ -25,7 +25,7 @@ LARGE_PROMPTS = 64 * 2**20
 
 @dataclass(frozen=True)
 class SampleInput:
-    """A parsed sample, with its tokens as arrays."""
+    """A parsed sampling request, with its tokens as arrays."""
 
     request: schemas.SampleRequest
     prompt: np.ndarray
@@ -48,7 +48,7 @@ def _parse_sample(body: Body, limits: Limits) -> Parsed:
 
 @operation(ids.SAMPLE, _parse_sample, codec.encode_sample, LARGE_PROMPTS)
 async def sample(admission: Admission, given: SampleInput) -> Accepted:
-    """Continue a prompt with a sampler's version; for an inflight sampler, the newest inflight version."""
+    """Continue a prompt with a sampler's weights. An inflight sampler uses its model's newest inflight version."""
     request, prompt, cells = given.request, given.prompt, given.targets
     refuse_unserved(request)
     service, sampler = admission.service, admission.sampler

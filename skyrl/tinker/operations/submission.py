@@ -21,7 +21,7 @@ async def admit(service: Service, operation: QueuedOperation, body: Body, caller
     """Parse a request and find its target.
 
     Raises:
-        MalformedBody: The body does not even identify the request and the model.
+        MalformedBody: The body has no readable address.
         UnknownName: There is no such model, sampler or session.
         EngineStarting: The base model is not known yet.
     """
@@ -74,7 +74,7 @@ def rejected(admission: Admission, error: str, is_pass: bool) -> Accepted:
 
 
 def _refused_at_once(operation: QueuedOperation, admission: Admission) -> Failure | None:
-    """Return the failure of a request whose session is finished or whose base model is not served, else None.
+    """Return a failure if the request's session is finished or if its model's base model is not served, or None.
 
     Models of a finished session can still be unloaded.
     """

@@ -1,4 +1,4 @@
-"""Passes and optimizer steps."""
+"""The training operations: passes and optimizer steps."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -26,13 +26,13 @@ from skyrl.tinker.wire.too_large import failed_pass
 from skyrl.types import Datum, ForwardBackwardOutput, LoraConfig, OptimStepOutput
 
 ARRAY_BYTES = 400
-"""Bytes of memory per array of a pass in addition to the array's numbers: for the array object and, proportionally, for
-the objects that contain it."""
+"""Bytes of memory that each array of a pass takes in addition to its numbers, for the array object and a share of the
+objects that contain it."""
 
 
 ESTIMATOR = "skyrl.ai/stable_reinforce_estimator:max"
-"""Metric in results of `stable_reinforce`: version of our estimator, which differs from the estimator of the hosted
-service."""
+"""Metric in results of `stable_reinforce`. Its value is the version of our estimator, which differs from the hosted
+service's estimator."""
 PLAINEST = "importance_sampling"
 """Loss that an error recommends before others with the same inputs."""
 
@@ -56,7 +56,7 @@ def _parse_pass(body: Body, limits: Limits) -> Parsed:
 
 @operation("forward_backward", _parse_pass, codec.encode_forward_backward, max_body_bytes=None, changes_model=True)
 async def forward_backward(admission: Admission, request: codec.PassRequest) -> Accepted:
-    """Add the gradients of a loss, or only compute the loss (`forward_only`)."""
+    """Compute a loss and, unless `forward_only`, add its gradients to the model's gradients."""
     info = admission.service.info
     if not admission.again:
         refuse_by_operator(admission.service.config.refused_losses, request.loss_fn)
@@ -78,7 +78,7 @@ async def forward_backward(admission: Admission, request: codec.PassRequest) -> 
 
 
 def refuse_by_operator(refused: Collection[str], loss_fn: str) -> None:
-    """Raise `RequestError` for a loss that the operator has disabled, `refused`. Names losses that are served."""
+    """Raise `RequestError` if the operator's list `refused` contains a loss. The error names losses that are served."""
     if loss_fn not in refused:
         return
     served = [name for name in LOSSES if name not in refused]
@@ -94,8 +94,8 @@ def refuse_by_operator(refused: Collection[str], loss_fn: str) -> None:
 async def _specification(admission: Admission, config: Mapping[str, object]) -> str:
     """Return the normalized graph of the traced loss that a pass names.
 
-    Raises RequestError if `config` contains anything but `loss_id`, or if the loss belongs to another session than the
-    model.
+    Raises RequestError if `config` contains anything except `loss_id`, or if the loss and the model belong to different
+    sessions.
     """
     loss_id, field = config.get("loss_id"), "loss_fn_config['loss_id']"
     if not isinstance(loss_id, str) or len(config) > 1:

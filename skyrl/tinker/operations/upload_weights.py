@@ -1,7 +1,7 @@
-"""Uploads of adapters that were trained elsewhere. Each becomes a training checkpoint of a separate run.
+"""Uploads of adapters that were trained elsewhere. Each upload becomes a training checkpoint of a separate run.
 
-An upload has no row in the database. Its description is in its name, a token that this server signs. `Service.uploads`
-manages its files.
+An upload has no row in the database. Its id is a token that describes the upload and that this server has signed.
+`Service.uploads` manages its files.
 """
 
 import asyncio
@@ -50,13 +50,13 @@ KIND = "external_weights_upload_finish"
 NAME = "upload"
 """Name of the checkpoint of an upload."""
 KNOWN_S = 24 * 3600
-"""Seconds after the expiry of an upload for which its name stays valid, so that a repeated finish
-gets the same answer."""
+"""Seconds for which an upload's id stays valid after the upload has expired, so that a repeated finish gets the same
+answer."""
 MAX_CONFIG_BYTES = 2**20
 HEADER_BYTES = 512
-"""Bytes per tensor in the header of a safetensors file."""
+"""Maximum bytes per tensor in the header of a safetensors file."""
 MOST_COPIES = 2
-"""Maximum number of copies of vocabulary weights in an adapter's file: PEFT's default saves the base weights of each
+"""Maximum number of copies of vocabulary weights in an adapter's file. By default, PEFT saves the base weights of each
 adapted vocabulary layer (lm_head, embed_tokens)."""
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 """Name of a model on the hub: organisation and model."""
@@ -73,14 +73,14 @@ class StartedUpload:
     """An upload in progress."""
 
     id: str
-    """Signed name of the upload."""
+    """Signed token that describes the upload."""
     files: dict[str, str]
-    """Signed name of the destination of each file, by file name."""
+    """Signed token that names the destination of each file, by file name."""
 
 
 @dataclass(frozen=True)
 class FinishedUpload:
-    """An upload that is a checkpoint."""
+    """A finished upload, which is a checkpoint now."""
 
     path: TinkerPath
     warning: str | None = None
@@ -123,9 +123,9 @@ async def receive_file(service: Service, claims: dict[str, Any], pieces: AsyncIt
 
     Args:
         service: The server's shared parts.
-        claims: Claims of the signed name of the destination.
+        claims: Claims of the signed token that names the file's destination.
         pieces: Content of the file.
-        announced: Length of the file; 0 if unknown.
+        announced: Length of the file in bytes, or 0 if unknown.
 
     Raises UnknownName if the upload is finished, before or during the transfer.
     """
@@ -160,9 +160,9 @@ def _request_id(upload: Upload) -> str:
 
 
 async def finish_upload(service: Service, caller: Caller, upload_id: str) -> FinishedUpload:
-    """Create a checkpoint from an upload's files. Returns its path, also if the checkpoint exists already.
+    """Create a checkpoint from an upload's files, unless it exists already. Returns the checkpoint's path.
 
-    If the checkpoint exists already, there is no warning.
+    If the checkpoint existed already, there is no warning.
 
     Raises RequestError if the upload is unknown or expired, or if its files are not an adapter of the announced kind.
     Also raises StorageError and Busy.
@@ -217,12 +217,15 @@ async def finish_upload(service: Service, caller: Caller, upload_id: str) -> Fin
 
 
 def upload_of(claims: dict[str, Any]) -> Upload:
-    """Return the upload that a signed name describes."""
+    """Return the upload that the claims of a signed token describe."""
     return Upload(claims["tenant"], claims["until"], claims["id"])
 
 
 def _limits(info: BackendInfo) -> dict[str, int]:
-    """Maximum bytes of each file by name. Weights: the largest adapter in float32 plus copies of vocabulary weights."""
+    """Return the maximum bytes of each file, by file name.
+
+    The file of weights may have the size of the largest adapter in float32 plus copies of vocabulary weights.
+    """
     numbers = most_numbers(info.adaptable, info.max_lora_rank)
     projections = (features for features in info.adaptable.values() if features.group == "unembed")
     numbers += MOST_COPIES * sum(features.inner * features.outer for features in projections)
@@ -269,7 +272,7 @@ def _converted(
 
 
 def _other_base(config: dict[str, Any], info: BackendInfo) -> str | None:
-    """Return a warning if an adapter names another base model by a hub id; None if it does not, or names a folder."""
+    """Return a warning if an adapter names another base model by its hub id. Otherwise, return None."""
     named = config.get("base_model_name_or_path")
     if not all(isinstance(name, str) and HUB_ID.fullmatch(name) for name in (named, info.base_model)):
         return None
@@ -312,8 +315,8 @@ def _config_of(data: bytes) -> dict[str, Any]:
 def _opened(path: Path, limit: int) -> Iterator[BinaryIO]:
     """Open a file of an upload.
 
-    Raises RequestError if the file is missing or has more than `limit` bytes. It may be larger if the upload was
-    started with another backend. Raises StorageError if the file cannot be read.
+    Raises RequestError if the file is missing or has more than `limit` bytes, which happens if the upload was started
+    with another backend. Raises StorageError if the file cannot be read.
     """
     try:
         with open(path, "rb") as file:

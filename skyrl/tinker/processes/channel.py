@@ -45,7 +45,7 @@ class ChannelClosed(ConnectionError):
 
 
 class EngineChannel:
-    """The engine's end: a blocking `send`, and an inbox that a thread fills after `listen`."""
+    """The engine's end of the connection. `send` blocks. After `listen`, a thread puts new frames into an inbox."""
 
     def __init__(self, connection: socket.socket):
         self._socket = connection
@@ -66,7 +66,7 @@ class EngineChannel:
         self._write(encode(frame))
 
     def send_apart(self, frame: FromEngine, on_sent: Callable[[], None]) -> None:
-        """Write a large frame in a thread, in pieces between other frames; then call `on_sent`.
+        """Write a large frame in a thread, in pieces between other frames. The thread then calls `on_sent`.
 
         Frames sent by this method keep their order among themselves.
         """
@@ -141,7 +141,7 @@ class EngineChannel:
 
 
 class ApiChannel:
-    """The API's end, on the running asyncio loop.
+    """The API's end of the connection, on the running asyncio loop.
 
     Frames of one tenant arrive in the order in which they were sent. Unsent frames are sent round-robin by tenant, so a
     tenant waits for at most one large frame of each other tenant.
@@ -234,7 +234,7 @@ class ApiChannel:
 
 
 def _tenant(frame: ToEngine) -> str:
-    """Tenant of a frame; "" for the server's own frames."""
+    """Return the tenant of a frame, or "" for the server's own frames."""
     if isinstance(frame, Revive):
         return frame.operations[-1].tenant
     if isinstance(frame, Enqueue):

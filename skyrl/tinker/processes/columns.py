@@ -1,4 +1,4 @@
-"""Rows of named arrays as one long array per name, so that thousands of sequences are sent as a few objects."""
+"""Packing of rows of named arrays into one long array per name, so that thousands of sequences become a few objects."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -45,7 +45,7 @@ def pack(rows: Sequence[Row]) -> dict[str, Column] | None:
 
 
 def unpack(columns: Mapping[str, Column], count: int) -> list[dict[str, np.ndarray]]:
-    """Return the `count` rows that were packed. Their arrays are views of the columns."""
+    """Return the `count` rows that were packed. The arrays in the rows are views of the columns."""
     rows: list[dict[str, np.ndarray]] = [{} for _ in range(count)]
     for name, column in columns.items():
         values, lengths, widths = column

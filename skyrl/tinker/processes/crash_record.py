@@ -1,9 +1,9 @@
-"""Crash attribution: counts of the requests that were computed, or decoded from the log, when a process crashed.
+"""Crash attribution: counts how often each request was being computed, or decoded from the log, when a process crashed.
 
-Two files in the checkpoint folder are the record. One contains the requests that the engine computes and the logged
-bodies that the API process decodes. The other contains the number of crashes during each of them. If all processes die
-at once, for example in a container that runs out of memory, the next server counts the crash when it starts. The files
-survive a crash of the processes. They are not synced to disk, so a failure of the machine is not attributed to a
+Two files in the checkpoint folder are the record. One contains the requests that the engine is computing and the logged
+bodies that the API process is decoding. The other contains the number of crashes during each request. If all processes
+die at once, for example in a container that runs out of memory, the next server counts the crash when it starts. The
+files survive a crash of the processes. They are not synced to disk, so a failure of the machine is not attributed to a
 request.
 
 A request that was running beside others at a crash becomes a suspect, which runs alone from then on. A request fails
@@ -24,11 +24,11 @@ from skyrl.errors import RequestError
 log = logging.getLogger(__name__)
 
 ALONE = 3
-"""Consecutive crashes at which a request was alone, after which it fails. A crash during other work resets the count.
-"""
+"""Number of consecutive crashes after which a request fails if it was alone at each of them. A crash during other work
+resets the count."""
 IN_ALL = 20
-"""Total number of crashes after which a request fails as soon as it is alone at one of them. Without this limit, two
-requests that crash alternately would be retried for ever."""
+"""Total number of crashes of a request from which on one crash with the request alone is enough to fail it. Without
+this limit, two requests that crash alternately would be retried for ever."""
 KEPT = 10_000
 """Maximum number of requests with crash counts; the oldest are forgotten."""
 RUNNING, COUNTS = ".running", ".crashes.json"
@@ -43,7 +43,7 @@ class Count:
 
     crashes: int = 0
     alone: int = 0
-    """Most recent consecutive crashes at which the request was alone."""
+    """Number of the most recent consecutive crashes at which the request was alone."""
     model_id: str = ""
 
     def one_more(self, alone: bool) -> "Count":
@@ -117,7 +117,7 @@ class CrashRecord:
         return self._work.get(request_id, Count()).crashes
 
     def verdict(self, request_id: str) -> str | None:
-        """Return the error of a request that counts as the cause of engine crashes, else None."""
+        """Return the error for a request that counts as the cause of engine crashes, or None for other requests."""
         count = self._work.get(request_id, Count())
         if not count.is_cause:
             return None
@@ -128,7 +128,7 @@ class CrashRecord:
         )
 
     def verdict_on_body(self, request_id: str) -> str | None:
-        """Return the error of a request whose body counts as the cause of server crashes, else None."""
+        """Return the error for a request whose body counts as the cause of server crashes, or None for others."""
         count = self._bodies.get(request_id, Count())
         if not count.is_cause:
             return None
@@ -205,7 +205,7 @@ class CrashRecord:
 
 
 def _add(counts: dict[str, Count], present: dict[str, str], alone: bool) -> None:
-    """Count a crash for the requests that were `present` (with their models), and reset `alone` of all others."""
+    """Count a crash for each request in `present` (model by request id), and reset `alone` of all other requests."""
     for request_id in counts.keys() - present.keys() if present else ():
         if not counts[request_id].is_cause:
             counts[request_id] = replace(counts[request_id], alone=0)
@@ -216,8 +216,8 @@ def _add(counts: dict[str, Count], present: dict[str, str], alone: bool) -> None
 
 
 def _parse(content: bytes) -> tuple[int, list[str], dict[str, str]]:
-    """Parse the file of current work: (number of the next crash, ids of requests that were computed, model by id of
-    each request that was decoded)."""
+    """Parse the file of current work. Returns (number of the next crash, ids of the requests that were being computed,
+    model by request id for the requests that were being decoded)."""
     first, *lines = content.decode(errors="replace").split("\n")
     computing: list[str] = []
     decoding: dict[str, str] = {}

@@ -18,8 +18,8 @@ from skyrl.tinker.processes.channel import encode
 from skyrl.tinker.processes.messages import Start
 
 MALLOC = "glibc.malloc.hugetlb=1"
-"""Allocate large arrays on huge pages, if the system has them. This reduces page faults in a training step by a factor
-of 30."""
+"""Setting of glibc that allocates large arrays on huge pages, if the system has them. In a training step, this reduces
+page faults by a factor of 30."""
 
 
 def _environment_without_secrets() -> dict[str, str]:
@@ -70,7 +70,8 @@ class EngineProcess:
         self._process.send_signal(number)
 
     async def wait(self, patience_s: float | None = None) -> int:
-        """Wait for the exit status (-N: killed by signal N). Raises TimeoutError after `patience_s` seconds."""
+        """Wait for the exit and return the status (-N: killed by signal N). Raises TimeoutError after `patience_s`
+        seconds."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._process.wait, patience_s)
         except subprocess.TimeoutExpired:

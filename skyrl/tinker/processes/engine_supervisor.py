@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
 STARTS = 3
-"""Consecutive starts that may fail before the first `Ready`; then the supervisor gives up. After the first `Ready`, it
-never gives up."""
+"""Number of consecutive failed starts after which the supervisor gives up. After the first `Ready`, it never gives up.
+"""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 TERMINATE_S = 5.0
@@ -58,9 +58,9 @@ class EngineSupervisor:
     Args:
         config: Configuration for each engine.
         on_frame: Called on the loop with every frame of the engine.
-        on_crash: Called with the reason when an engine exits unexpectedly; its running work is lost.
+        on_crash: Called with the reason when an engine exits unexpectedly. The engine's running work is lost.
         on_failure: Called once, with a message for the user who started the server, if no engine can be started.
-            If `again` is True, only this API process may have the problem, and a new one may succeed.
+            If `again` is True, the failure may be limited to this API process, and a new one may succeed.
         first: Process of the first engine, if it was started already.
         again: True if an engine with this configuration was ready before. Failures to start then count as
             temporary, and the supervisor retries without limit.
@@ -79,7 +79,7 @@ class EngineSupervisor:
         self.config = config
         self.state: State = "starting"
         self.progress = "starting the engine"
-        """Description of the engine's startup; once it is ready, `READY` or `SILENT`."""
+        """Description of the engine's startup. Once the engine is ready: `READY` or `SILENT`."""
         self.info: BackendInfo | None = None
         """Facts about the loaded model, from the first `Ready` on."""
         self.metrics: dict[str, int] = {}
@@ -106,7 +106,10 @@ class EngineSupervisor:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the first engine and supervise it in the background. Returns at once; `on_frame` gets `Ready` later."""
+        """Start the first engine and supervise it in the background.
+
+        Returns at once. When an engine is ready, `on_frame` is called with a `Ready` frame.
+        """
         self._task = asyncio.create_task(self._supervise(), name="engine supervisor")
         self._task.add_done_callback(self._supervision_ended)
 
@@ -116,7 +119,7 @@ class EngineSupervisor:
             self._channel.send(frame)
 
     def kill(self) -> None:
-        """Kill the engine at once; `stop` then returns immediately."""
+        """Kill the engine at once. A later `stop` then returns immediately."""
         self.state = "stopped"
         if self._process is not None:
             self._process.signal(signal.SIGKILL)
@@ -202,7 +205,7 @@ class EngineSupervisor:
                 self.progress = SILENT if watch.silent(now) else READY
 
     async def _converse(self, channel: ApiChannel, watch: Watch) -> bool:
-        """Exchange frames until the engine closes its end. Returns True if it has been ready."""
+        """Handle frames until the engine closes its end. Returns True if the engine has been ready."""
         self._failure = None
         became_ready = False
         async for frame in channel.frames():

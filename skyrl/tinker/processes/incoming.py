@@ -16,7 +16,7 @@ from skyrl.tinker.processes.frames import NUMBER
 SCRATCH_BYTES = 2**16
 """Size of the buffer for short parts."""
 DIRECT_BYTES = 2**13
-"""A part with more missing bytes is received directly into its own memory."""
+"""If more bytes than this are missing of a part, they are received directly into the part's own memory."""
 MOST_WAITING = 256
 """Maximum number of frames that wait for `take`; then reading pauses."""
 
@@ -32,7 +32,7 @@ class Incoming(asyncio.BufferedProtocol):
     def __init__(self) -> None:
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._begin = self._end = 0
-        """Offset in the scratch buffer of the first byte that was not parsed."""
+        """Bounds of the bytes in the scratch buffer that are not parsed yet."""
         self._parser = self._parse()
         self._wanted = next(self._parser)
         """Memory for the next bytes. While a long part is received, the scratch buffer is empty."""

@@ -1,4 +1,4 @@
-"""Parent process of a server: starts the API process, holds its listening socket, and restarts it after a crash.
+"""Parent process of a server. It starts the API process, restarts it after a crash, and keeps the listening socket.
 
 `skyrl serve` and `python -m skyrl.tinker.api` run the launcher. Its only state is the socket, which stays open while
 there is no API process, so clients wait instead of being refused. It imports nothing that could need much memory or
@@ -24,10 +24,10 @@ from contextlib import suppress
 from skyrl.utils.backoff import pause_s
 
 HELLO, READY, ENDS = b"h", b"r", b"e"
-"""Messages of the API process: it accepts orders (with the listening socket, if it has created the socket); its engine
-is ready; it is about to exit in an orderly way."""
+"""Messages of the API process. HELLO: it accepts orders (the message carries the listening socket if the process has
+created it). READY: its engine is ready. ENDS: it is about to exit in an orderly way."""
 STOP, NOW = b"s", b"n"
-"""Messages of the launcher: stop after everything is stored; stop at once."""
+"""Messages of the launcher. STOP: stop after everything is stored. NOW: stop at once."""
 
 STARTS = 5
 """Number of crashes without any `READY` after which the launcher gives up."""
@@ -46,7 +46,7 @@ class Launcher:
     Args:
         prog: Name of the command, for messages to the user.
         options: Command line of the server, which the API process parses.
-        owner: End of a pipe; the server stops when the other end is closed.
+        owner: File descriptor of a pipe. The server stops when the other end of the pipe is closed.
     """
 
     def __init__(self, prog: str, options: Sequence[str], owner: int | None = None):
@@ -65,7 +65,7 @@ class Launcher:
         self._deaths = 0
 
     def run(self) -> int:
-        """Serve until the API process exits in an orderly way. Returns its exit status."""
+        """Serve until the API process exits in an orderly way or crashes too often. Returns the exit status."""
         os.umask(PRIVATE)
         self._waker.setblocking(False)
         self._wake.setblocking(False)
@@ -125,7 +125,7 @@ class Launcher:
         return status
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Wait for an event, for `timeout_s` seconds. None: until the API process may have exited."""
+        """Handle events for `timeout_s` seconds. None: until a signal arrives, such as for the exit of a child."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             sources = [source for source in (self._wake, self._link, self._owner) if source is not None]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from skyrl.tinker.processes.launcher import ENDS, HELLO, NOW, READY
 
 BACKLOG = 4096
-"""Backlog of the listening socket: a client opens hundreds of connections at once."""
+"""Backlog of the listening socket. It is large because a client opens hundreds of connections at once."""
 
 
 class LauncherLink:
@@ -48,7 +48,7 @@ class LauncherLink:
         self._say(ENDS)
 
     def watch(self, on_order: Callable[[bool], None]) -> None:
-        """Call `on_order` on the running loop when this process has to stop; True means at once."""
+        """Call `on_order` on the running loop when this process has to stop. Its argument is True to stop at once."""
         loop = asyncio.get_running_loop()
 
         def read() -> None:
@@ -69,7 +69,7 @@ class LauncherLink:
 
 
 def fail(message: str, link: LauncherLink, for_good: bool = False) -> int:
-    """Print an error for the user who started the server, and return its exit status.
+    """Print an error for the user who started the server, and return the exit status for this process.
 
     If the server was ready before, the error counts as temporary unless `for_good`.
 

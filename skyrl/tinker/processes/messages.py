@@ -10,7 +10,7 @@ from skyrl.types import BackendInfo, Result
 
 @dataclass(frozen=True)
 class Start:
-    """The first frame: configuration of the engine."""
+    """The first frame. It has the configuration of the engine."""
 
     config: EngineConfig
 
@@ -48,7 +48,7 @@ class DropVersion:
 
 @dataclass(frozen=True)
 class RetryLater:
-    """A request was rejected and will be sent again; later requests of the model keep waiting for it."""
+    """A request was rejected and will be sent again. Later requests of the model must keep waiting for it."""
 
     model_id: str
 
@@ -133,7 +133,7 @@ class Done:
     request_id: str
     result: Result
     device_s: float = 0.0
-    """See `Completion`."""
+    """Device time of the request in seconds; see `Completion`."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Running:
-    """Requests that the engine computes from now on. A crash would interrupt them. Empty: there are
-    no such requests."""
+    """Requests that the engine computes from now on. A crash would interrupt them. Empty: the engine computes none."""
 
     request_ids: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""Effects of the engine's frames and of its exit on the API process."""
+"""Handling of the engine's frames, and of its exit, in the API process."""
 
 from skyrl.tinker.context import Service
 from skyrl.tinker.identity.ids import is_sample
@@ -35,7 +35,7 @@ class EngineEvents:
         self._samples = samples
         self._training = training
         self.sampling: tuple[str, ...] = ()
-        """Samples in the engine's most recent `Running` frame, without frames that report training requests."""
+        """Samples in the most recent `Running` frame from the engine. Frames with training requests do not count."""
 
     def frame(self, frame: FromEngine) -> None:
         """Handle a frame from the engine."""

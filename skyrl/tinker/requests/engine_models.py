@@ -1,9 +1,9 @@
 """Models in the engine: sends training requests to loaded models, and revives models that have requests.
 
 A model is absent, being revived, in the engine, or being parked. Requests for a model in the engine are sent
-immediately. Requests that arrive during a revival or parking wait in `Pending`; they are sent once each, in order, when
-the revival has been sent or parking has ended. If the engine exits, all models become absent and all revivals and
-parkings for that engine are abandoned. `_life` is the number of the current engine.
+immediately. Requests that arrive during a revival or parking wait in `Pending`. When the revival has been sent or
+parking has ended, they are sent once each, in order. If the engine exits, all models become absent, and all revivals
+and parkings for that engine are abandoned. `_life` is the number of the current engine.
 
 Requests that were running when an engine exited become suspects. Suspects run alone from then on, so that no other
 request becomes a suspect in a further crash.
@@ -75,8 +75,8 @@ class EngineModels:
         """Replayed operations whose requests already have an outcome, by request id."""
         self._life = 0
         self._proving = -1
-        """Number of the engine for which models with suspect bodies (`CrashRecord.suspect_bodies`) are revived, one at
-        a time and before all other models. -1: no such engine."""
+        """If equal to `_life`, models with suspect bodies (`CrashRecord.suspect_bodies`) are now being revived in this
+        engine, one at a time. All other models wait until then."""
         self._places = asyncio.Semaphore(AT_A_TIME)
         self._database = RetryingWriter(service.database, OSError, Unreachable)
         self._tasks = Tasks()
@@ -286,7 +286,7 @@ class EngineModels:
             self._free(model_id, revival.tenant)
 
     def _unless_cancelled(self, operation: ModelOperation) -> ModelOperation:
-        """Return the operation of a revival, or its refusal if the request was cancelled after the log was read."""
+        """Return the operation, or a refusal in its place if its request was cancelled after the log was read."""
         owed = self._pending.get(operation.request_id)
         return operation if owed is None or owed.cancelled is None else _operation(owed)
 
@@ -322,7 +322,7 @@ class EngineModels:
                 self._end(owed.request_id, ErrorResponse(why, error.category, gradients=gradients))
 
     async def _lose_if_missing(self, operation: ModelOperation) -> None:
-        """Record that a model is lost if the bucket answers that the files of its operation are missing."""
+        """If the bucket answers that the files of an operation are missing, record that its model is lost."""
         try:
             lost = await asyncio.to_thread(_has_lost_files, operation)
         except StorageError as error:  # the next request of the model reads the files again
@@ -367,7 +367,7 @@ def is_pass(owed: PendingRequest) -> bool:
 def _has_lost_files(operation: ModelOperation) -> bool:
     """Return True if the files that an operation reads are missing or have another digest.
 
-    May take minutes if they are in a bucket. Raises `StorageError` if the bucket fails.
+    May take minutes if the files are in a bucket. Raises `StorageError` if the bucket fails.
     """
     if not isinstance(operation, LoadSnapshot | LoadCheckpoint):
         return False

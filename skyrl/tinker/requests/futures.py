@@ -25,7 +25,7 @@ from skyrl.tinker.results import Answer, Lost, Outcome
 from skyrl.tinker.traces.timelines import Timeline, Timelines
 
 MAX_FINISHED_BYTES = 256 * 2**20
-"""Memory for finished answers in bytes. Twice as much is allowed if the sharer with the most bytes has a single answer.
+"""Maximum bytes of finished answers. If the sharer with the most bytes has a single answer, twice as much is allowed.
 """
 OVERHEAD_BYTES = 1536
 """Bytes that each answer counts for in addition to its body."""

@@ -70,7 +70,7 @@ class Outcomes:
         self._writer = RetryingWriter(service.database, DatabaseFull)
         self._last_writer = RetryingWriter(service.database, Exception)
         self._dropped: set[str] = set()
-        """Models with an outcome that could not be stored before the stop; their later outcomes are dropped."""
+        """Models with an outcome that could not be stored before the stop. Later outcomes of these are dropped."""
 
     # -- events to store ----------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class Outcomes:
         self._add(owed.model_id, partial(self._finish, owed, result))
 
     def snapshotted(self, frame: Snapshotted) -> None:
-        """Record a snapshot; earlier requests of the model need no replay."""
+        """Record a snapshot. Earlier requests of the model then need no replay."""
         self._add(frame.model_id, partial(self._record_snapshot, frame))
 
     def stored(self, version: str, saved: SaveOutput) -> None:
@@ -159,7 +159,7 @@ class Outcomes:
     async def _store_at_last(
         self, owed: PendingRequest, error: ErrorResponse, done: bool
     ) -> tuple[Outcome, UnreferencedFiles | None]:
-        """Store the failure of a request, with retries after any error.
+        """Store that a request has failed. Retries after any error.
 
         If the failure were reported but not stored, a revival would repeat the request.
         """
@@ -224,7 +224,7 @@ def _remove_stored(path: str) -> None:
 
 
 def _size(result: Result) -> int:
-    """Bytes of the arrays of a result."""
+    """Return the number of bytes in a result's arrays."""
     if isinstance(result, ForwardBackwardOutput):
         return sum(array.nbytes for outputs in result.loss_fn_outputs for array in outputs.values())
     return 0
@@ -271,7 +271,7 @@ def _store_answer(owed: PendingRequest, answer: Answer, session: Session) -> tup
 def _store_failure(
     owed: PendingRequest, error: ErrorResponse, session: Session, done: bool = False
 ) -> tuple[Failure, UnreferencedFiles | None]:
-    """Store a failure. `done`: the engine completed the operation, and only the answer failed."""
+    """Store a failure. If `done`, the engine completed the operation, and only the answer failed."""
     failure = Failure(error.error, error.status)
     if owed.creates and (model := session.get(ModelRow, owed.model_id)) is not None and model.status == "creating":
         model.status = "failed"
@@ -293,9 +293,9 @@ def _end(session: Session, owed: PendingRequest, outcome: Answer | Failure) -> U
 
 
 def _as_done(owed: PendingRequest) -> Decisions | None:
-    """Return the decisions to log for a cancelled request that was done nevertheless; they replace the logged refusal.
+    """Return the decisions that replace the logged refusal of a request that was cancelled but done nevertheless.
 
-    None: the request was not cancelled.
+    Returns None if the request was not cancelled.
     """
     return owed.decided if owed.cancelled is not None else None
 
@@ -306,7 +306,7 @@ def _is_repeated(owed: PendingRequest) -> bool:
 
 
 def _release(session: Session, owed: PendingRequest) -> UnreferencedFiles | None:
-    """Return the snapshot folder to remove if the model is unloaded and needs no revival any more, else None."""
+    """Return the snapshot folder if it can be removed: the model is unloaded and needs no revival. Otherwise None."""
     model = session.get(ModelRow, owed.model_id)
     folder = replay_log.release(session, owed.model_id) if model is not None and model.status == "unloaded" else None
     return UnreferencedFiles(None, folder) if folder is not None else None

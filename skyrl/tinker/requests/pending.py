@@ -83,8 +83,8 @@ class Pending:
         return owed
 
     def held(self, sharer: str, model_id: str | None = None) -> list[PendingRequest]:
-        """Requests of a sharer that the engine holds until an earlier request arrives. `model_id`: only those of this
-        model."""
+        """Return the sharer's requests that the engine holds until an earlier request arrives. With `model_id`, only
+        requests of this model."""
         some = self._by_id if model_id is None else self._by_model.get(model_id, {})
         return [owed for owed in some.values() if owed.held and owed.sharer == sharer]
 

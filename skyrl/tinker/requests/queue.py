@@ -22,7 +22,8 @@ from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.tinker.results import Answer, Failure, Lost, Outcome
 
 SHORTEST_POLL = 0.5
-"""Minimum duration of a poll, as a fraction of `long_poll_s`. The random duration spreads polls that began together."""
+"""Minimum duration of a poll, as a fraction of `long_poll_s`. Durations are random, so that polls that began together
+do not end together."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class RequestQueue:
             self.samples.charges.handed_out(request_id)
 
     async def read(self, request_id: str, size: int, caller: Caller) -> Answer | Failure:
-        """Load a large stored result, fairly between senders. The caller must have access to the request."""
+        """Load a large stored result. Loads are fair between senders. The caller must have access to the request."""
         job = partial(request_log.result_of, request_id=request_id)
         answer = await self._service.answers.read(caller.sharer, request_id, size, job)
         return self._result_is_gone(request_id) if answer is None else answer

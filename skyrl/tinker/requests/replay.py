@@ -1,4 +1,4 @@
-"""Revival of a model that is not in the engine: the operations to replay, and where its pending requests continue.
+"""Revival of a model that is not in the engine: which operations are replayed, and what becomes of pending requests.
 
 The state of a model follows from its newest snapshot and the later requests. `plan` decides from rows of the log alone
 what to do with each of these requests:
@@ -10,10 +10,10 @@ what to do with each of these requests:
     done      any other (forward only, saves)              skipped
     failed    only its answer failed; it was computed      repeated; its failure stays
     failed    did not change the gradient sums             skipped
-    failed    left them incomplete, or cleared them        replaced by the same failure
+    failed    left these incomplete, or cleared them       replaced by the same failure
     pending   cancelled                                    fails at its position
-    pending   before the last request with an outcome      finished from its files if they are complete, else
-              (only a save can be)                         repeated
+    pending   before the last request with an outcome      finished from its files if these are complete,
+              (only a save can be)                         otherwise repeated
     pending   after the last request with an outcome       sent after the revival as an ordinary request
 
 `prepare` reads the bodies of these requests and accepts them again with the logged decisions of their first acceptance.
@@ -204,7 +204,7 @@ class Revival:
     accepted: dict[str, tuple[Accepted, Decisions]]
     """Pending requests whose bodies were read from the log, with the decisions about them."""
     written: dict[str, SaveOutput]
-    """Saves by version: versions that are complete on disk although the log counts them as unwritten."""
+    """Saves by version, for versions that are complete on disk although the log counts them as unwritten."""
     published_again: set[str]
     """Versions that one of the operations publishes."""
 
@@ -215,11 +215,11 @@ async def prepare(service: Service, model_id: str, known: Mapping[str, Accepted]
     Args:
         service: The server's shared parts.
         model_id: A model that is not in the engine.
-        known: Pending requests that are in memory already, by request id; they are not read from the log.
+        known: Pending requests that are in memory already, by request id. These are not read from the log.
 
     Raises:
         Unrevivable: The model cannot be revived.
-        Unreachable: The bucket with its files does not answer; try again later.
+        Unreachable: The bucket with the model's files does not answer; try again later.
     """
     history = await service.database.read(partial(replay_log.history, model_id=model_id))
     if history is None:
@@ -262,7 +262,7 @@ def _placed(service: Service, step: ModelOperation) -> ModelOperation:
 
 
 def _check_reachable(operations: Sequence[Operation]) -> None:
-    """Raise `Unreachable` if the bucket of a snapshot or checkpoint that these operations load does not answer."""
+    """Raise `Unreachable` if an operation loads a snapshot or checkpoint from a bucket that does not answer."""
     for operation in operations:
         if isinstance(operation, LoadSnapshot | LoadCheckpoint) and is_url(operation.path):
             try:

@@ -178,14 +178,14 @@ class SampleQueue:
         return schemas.RetrieveFuturesResponse(completions=ends, cursor=completions.cursor)
 
     def cancel(self, request_id: str, caller: Caller) -> None:
-        """Drop a pending sample of the caller. Does nothing if the request is not one."""
+        """Drop a pending sample of the caller. Does nothing if the caller has no pending sample with this id."""
         future = self._futures.get(request_id)
         if future is None or not caller.may_touch(future.tenant) or request_id not in self._pending:
             return
         self._drop(request_id, "the sample was cancelled by its client")
 
     def cancel_by_order(self, request_id: str) -> None:
-        """Drop a pending sample on behalf of an operator; the client's error says so.
+        """Drop a pending sample on behalf of an operator. The error that the client receives says so.
 
         Raises:
             UnknownName: There is no pending sample with this id.
@@ -323,7 +323,7 @@ def _not_a_number(sample: Sample) -> str:
 
 
 def _size(body: Body, sample: Sample) -> int:
-    """Size of a sample in memory, at least the size of its body."""
+    """Return the approximate bytes of a sample in memory. They are at least the size of its body."""
     targets, stop = sample.target_prompt_logprobs, sample.params.stop
     indices = () if targets is None else (targets.values, targets.crow_indices, targets.col_indices)
     arrays = [array for array in (sample.prompt, *indices) if array is not None]

@@ -1,5 +1,5 @@
-"""Queue of training requests. A request is logged before it is acknowledged; its outcome is stored before it is
-answered.
+"""Queue of training requests. A request is logged before it is acknowledged, and its outcome is stored before the
+client receives the outcome.
 
 This module has the part that all operations share; `operations` defines each operation. A logged request stays pending
 until it has an outcome, even if processes crash. `EngineModels` sends it to the current engine, and `Outcomes` stores
@@ -132,9 +132,9 @@ class TrainingQueue:
         three quarters of the limit.
 
         Raises:
-            RequestError: The held requests of this model, with this request, exceed their limit: three quarters of
-                `MAX_PENDING_BYTES` if the request precedes them, else half. Waiting cannot help, because the client
-                sends the missing request only after them.
+            RequestError: This request and the held requests of its model exceed their limit. The limit is three
+                quarters of `MAX_PENDING_BYTES` if this request precedes the held ones, and otherwise half. Waiting
+                cannot help, because the client sends the missing request only after these requests.
         """
         target, sharer = admission.target, admission.caller.sharer
         if self._pending.quota.has_room(sharer, size, MAX_PENDING_BYTES):

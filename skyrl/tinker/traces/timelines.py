@@ -30,7 +30,7 @@ class Timeline:
     ended: float | None = None
     """Time when the outcome was stored and available to clients."""
     outcome: str = "pending"
-    """pending, answer, lost, or the category of its failure."""
+    """pending, answer, lost, or the category of the failure."""
     engines: int = 0
     """Number of engines that exited before they finished the request."""
 

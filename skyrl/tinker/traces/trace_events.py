@@ -1,7 +1,7 @@
 """Timelines in Chrome's trace event format, as JSON for https://ui.perfetto.dev and chrome://tracing.
 
-A model or sampler is a process. Its requests are slices, on as few threads as possible, so that slices on a thread do
-not overlap. The slice of a request is divided into its phases, without gaps:
+A model or sampler is a process. Its requests are slices. Slices on one thread do not overlap, and as few threads as
+possible are used. The slice of a request is divided into the phases of the request, without gaps:
 
 queue     until it is sent to the engine: waits for the log, its model's revival, its version, or the engine's start
 batch     until the engine starts it: waits for earlier requests of its model, other tenants, or room in a batch
@@ -67,7 +67,7 @@ class _Lanes:
     def __init__(self) -> None:
         self._processes: dict[str, int] = {}
         self._free: dict[str, list[tuple[float, int]]] = {}
-        """Heap of (time from which the thread is free, thread) of each model or sampler."""
+        """Heap of (time from which the thread is free, thread), by model or sampler."""
 
     def place(self, run: str, begin: float, end: float) -> tuple[int, int, bool]:
         """Return (process, thread, True if the process is new)."""

@@ -7,7 +7,7 @@ too_large, legacy_json         oversized bodies; JSON answers for older clients
 json_numbers, strict_json      incremental decoding and encoding of JSON
 protobuf_scan                  limits of a protobuf body, checked before it is parsed
 protobuf_writer                encoding of large arrays
-pace                           pauses in long work, for the event loop
+pace                           pauses in long work, in which the event loop runs
 sharing                        memory and threads, shared between senders
 proto                          protobuf messages
 """

@@ -44,16 +44,17 @@ DTYPES = {
 DTYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 MAX_JSON_BYTES = 64 * 2**20
-"""Maximum bytes of a JSON request, which takes longer to parse than protobuf."""
+"""Maximum bytes of a JSON request. JSON takes longer to parse than protobuf."""
 ZSTD_PIECE = 1024
 """Maximum compressed bytes per decompression step. A step yields at most 32 MiB, so a zip bomb is detected in time."""
 ZSTD_MAKES = 2**20
-"""Target size of a decompressed piece in bytes. Copying holds the interpreter lock, so steps shrink for a zip bomb."""
+"""Target bytes of a decompressed piece. Copying a piece holds the interpreter lock, so a zip bomb gets shorter steps.
+"""
 
 
 @dataclass(frozen=True)
 class PassRequest:
-    """A decoded forward_backward or forward request, not validated yet. Its contents are empty if `error` is set."""
+    """A decoded forward_backward or forward request, not validated yet. If `error` is set, it has only its address."""
 
     model_id: str
     seq_id: int
@@ -62,7 +63,7 @@ class PassRequest:
     loss_fn: str = ""
     loss_fn_config: dict[str, float | str] = field(default_factory=dict)
     error: str | None = None
-    """Decoding error, as a message to the client; None if there was none."""
+    """Decoding error, as a message to the client. None if there was no error."""
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ def decode_forward_backward(
 ) -> PassRequest:
     """Decode the body of `forward_backward` (protobuf or JSON) or `forward` (JSON).
 
-    Sparse tensors are converted to dense ones, with 0 where they have no value. Raises `MalformedBody`, and
+    Sparse tensors are converted to dense ones; entries without a value become 0. Raises `MalformedBody` and
     `BodyTooLarge`.
 
     Args:
@@ -81,8 +82,8 @@ def decode_forward_backward(
         content_type: Media type of the body.
         content_encoding: None, "", "identity" or "zstd".
         max_bytes: Limit of the decompressed body, and of the arrays decoded from it, in bytes.
-        max_parts: Maximum number of fields of a protobuf body, in all its messages. Above `MAX_PARTS`, JSON is not
-            limited.
+        max_parts: Maximum number of fields of a protobuf body, in all its messages. If it is above `MAX_PARTS`, the
+            limits of JSON bodies do not apply.
     """
     body = decompress(body, content_encoding, max_bytes)
     media_type = content_type.partition(";")[0].strip().lower()
@@ -120,10 +121,9 @@ def prompt_tokens(model_input: ModelInput) -> np.ndarray:
 
 
 def target_matrix(tensor: TensorData) -> TokenMatrix:
-    """Decode the token ids of `target_prompt_logprobs`: int32 `[prompt tokens - 1, K]`, in the sent layout (dense or
-    CSR).
+    """Decode the token ids of `target_prompt_logprobs`. Raises `RequestError`.
 
-    Raises `RequestError`.
+    Returns int32 of shape `[prompt tokens - 1, K]`, dense or CSR as the client sent it.
     """
     name = "target_prompt_logprobs"
     if tensor.dtype != "int64":
@@ -333,7 +333,7 @@ def encode_forward_backward(output: ForwardBackwardOutput) -> bytes:
 
 
 def forward_backward_json(output: ForwardBackwardOutput) -> dict[str, Any]:
-    """Convert the result of a pass to JSON for clients without protobuf, to be written by `strict_json`.
+    """Convert the result of a pass to JSON for clients without protobuf. `strict_json` must write it.
 
     Numbers may be NaN.
     """
@@ -376,7 +376,7 @@ def encode_sample(output: SampleOutput) -> bytes:
 
 
 def sample_json(output: SampleOutput) -> dict[str, Any]:
-    """Convert the samples of one prompt to JSON for clients without protobuf, to be written by `strict_json`.
+    """Convert the samples of one prompt to JSON for clients without protobuf. `strict_json` must write it.
 
     Undefined prompt logprobs are null.
     """
@@ -406,7 +406,7 @@ def sample_json(output: SampleOutput) -> dict[str, Any]:
 
 
 EMPTY_CELL = -99999.0
-"""Logprob that marks an empty cell of a top-k table."""
+"""Logprob that marks an empty entry of a top-k table."""
 
 
 def _topk_parts(table: TokenTable) -> list[Part]:
@@ -508,7 +508,7 @@ def _unzstd(body: bytes, max_bytes: int) -> bytes:
 
 
 def too_large_pass(max_bytes: int) -> str:
-    """Return the error message of a pass with more bytes than configured."""
+    """Return the error message for a pass whose body has more than `max_bytes`."""
     return (
         f"the body has more than {max_bytes} bytes; send fewer sequences per request, or start the server with a "
         "larger --max-body-bytes"

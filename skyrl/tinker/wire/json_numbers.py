@@ -1,8 +1,8 @@
 """JSON parser that decodes long lists of numbers to NumPy arrays.
 
 An ordinary JSON parser holds the interpreter lock until the end of the text, and creates an object per number.
-Therefore, long lists are parsed separately, in small pieces. Each is replaced by a placeholder in the rest of the text,
-which has a size limit and goes through the ordinary parser.
+Therefore, long lists are parsed separately, in small pieces. In the rest of the text, a placeholder replaces each list.
+The rest has a size limit and goes through the ordinary parser.
 """
 
 import re
@@ -25,7 +25,7 @@ PIECE_BYTES = 32 * 1024
 MAX_REST_BYTES = 2 * 2**20
 """Maximum bytes of a text without its long lists. A request with 1024 datums needs a quarter of it."""
 MAX_MARKS = 2**18
-"""Maximum number of quotes and opening brackets in the rest, which limits the number of parsed objects."""
+"""Maximum number of quotes and opening brackets in that text. It limits the number of parsed objects."""
 
 TOKENS_BYTES = 2**20
 TOKEN_BYTES = 32
@@ -57,7 +57,7 @@ def parse(text: bytes, max_tokens: int | None = None, bounded: bool = True) -> A
 
     Args:
         text: Body to parse.
-        max_tokens: Approximate limit of the total number of tokens in fields `tokens`. None: no limit.
+        max_tokens: Approximate limit of the number of tokens in all fields `tokens` together. None: no limit.
         bounded: True to limit the size of the text without its long lists.
     """
     rest, arrays, pace = [], [], Pace()
@@ -84,7 +84,7 @@ def parse(text: bytes, max_tokens: int | None = None, bounded: bool = True) -> A
 
 
 def parse_short(text: bytes, bounded: bool = True) -> Any:
-    """Parse a JSON text. Raises `ValueError` for invalid JSON, and, if `bounded`, `JsonTooLarge`."""
+    """Parse a JSON text. Raises `ValueError` for invalid JSON. If `bounded`, may also raise `JsonTooLarge`."""
     if bounded and (len(text) > MAX_REST_BYTES or sum(map(text.count, (b'"', b"[", b"{"))) > MAX_MARKS):
         raise _too_much()
     return from_json(text)
@@ -93,7 +93,7 @@ def parse_short(text: bytes, bounded: bool = True) -> Any:
 def outer_members(text: bytes) -> dict[str, Any]:
     """Return scalar members at the beginning and the end of a JSON object, without parsing the text in between.
 
-    A list or object right after the first scalar members is returned with the value None.
+    If a list or object follows right after the first scalar members, its name is returned with the value None.
     """
     members: dict[str, Any] = {}
     first, last = _FIRST.match(text[:_OUTER_BYTES]), _LAST.search(text[-_OUTER_BYTES:])
@@ -123,7 +123,7 @@ def _too_much() -> JsonTooLarge:
 
 
 def _array(text: bytes, at: int, end: int, pace: Pace) -> np.ndarray | None:
-    """Parse the numbers of a list, `text[at:end]` without brackets.
+    """Parse the numbers of a list. `text[at:end]` is the list without its brackets.
 
     Returns None for an empty list, for other values than numbers, and for integers that do not fit into 64 bits.
     """
@@ -149,7 +149,7 @@ def _array(text: bytes, at: int, end: int, pace: Pace) -> np.ndarray | None:
 
 
 def _with_arrays(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Replace the placeholders in a value by their arrays."""
+    """Replace each placeholder in a value by its array."""
     if isinstance(value, list):
         return [_with_arrays(child, arrays) for child in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Conversion of protobuf results to JSON, for clients before 0.25, which do not accept protobuf.
+"""Conversion of protobuf results to JSON for clients with an SDK before 0.25, which does not accept protobuf.
 
 Results are stored only as protobuf, and converted when a client requests JSON.
 """

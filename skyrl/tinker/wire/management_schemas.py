@@ -26,12 +26,12 @@ KINDS = {name: kind for kind, name in CHECKPOINT_TYPES.items()}
 
 
 def moment(seconds: float) -> datetime:
-    """Convert a unix time to the type of times in the API."""
+    """Convert a unix time in seconds to a datetime in UTC, the type of times in the API."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
 def texts(user_metadata: dict[str, Any] | None) -> dict[str, str] | None:
-    """Convert metadata to strings, because the API has only strings. Other values become JSON texts."""
+    """Convert metadata values to strings, because the API has only strings. Other types become JSON texts."""
     if user_metadata is None:
         return None
     return {
@@ -44,7 +44,7 @@ def texts(user_metadata: dict[str, Any] | None) -> dict[str, str] | None:
 
 
 class Cursor(BaseModel):
-    """A page of a list."""
+    """Position of a page in a list."""
 
     offset: int
     limit: int
@@ -71,11 +71,11 @@ class CheckpointsListResponse(BaseModel):
 
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
-    """Page of the list. None: the list is complete."""
+    """Position of this page. None: the response has the whole list."""
 
 
 class TrainingRun(BaseModel):
-    """A model."""
+    """A training run. It has the id of the model that it trains."""
 
     training_run_id: str
     base_model: str
@@ -98,13 +98,13 @@ class TrainingRunsResponse(BaseModel):
 
 
 class SetTtlRequest(WireModel):
-    """`.../ttl`. An explicit null removes the time to live."""
+    """Request of `.../ttl`. An explicit null removes the time to live."""
 
     ttl_seconds: TtlSeconds | None
 
 
 class CopyWeightsRequest(RequestModel):
-    """`copy_weights`: to a project, or as a model of a session."""
+    """Request of `copy_weights`. The copy goes to a project, or it becomes a model of a session."""
 
     source_path: str
     destination_project_id: str | None = None
@@ -124,7 +124,7 @@ class CopyWeightsRequest(RequestModel):
 
 
 class CopyWeightsResponse(BaseModel):
-    """`copy_weights`."""
+    """Response of `copy_weights`."""
 
     tinker_path: str
 
@@ -133,7 +133,7 @@ class CopyWeightsResponse(BaseModel):
 
 
 class UploadStartRequest(RequestModel):
-    """`external_weights_upload_start`: description of the adapter to be uploaded."""
+    """Request of `external_weights_upload_start`. Describes the adapter that the client wants to upload."""
 
     base_model: str
     lora_config: ApiLoraConfig
@@ -141,7 +141,7 @@ class UploadStartRequest(RequestModel):
 
 
 class UploadUrl(BaseModel):
-    """URL for the PUT of a file, in the format of SDK 0.40 and later."""
+    """URL to which the client PUTs a file, in the format of SDK 0.40 and later."""
 
     url: str
     headers: dict[str, str] = Field(default_factory=dict)
@@ -149,22 +149,22 @@ class UploadUrl(BaseModel):
 
 
 class UploadStartResponse(BaseModel):
-    """`external_weights_upload_start`."""
+    """Response of `external_weights_upload_start`."""
 
     upload_id: str
     urls: dict[str, str] | dict[str, UploadUrl]
-    """URL for the PUT of each file, by file name."""
+    """URL to which the client PUTs each file, by file name."""
     expires: datetime
 
 
 class UploadFinishRequest(RequestModel):
-    """`external_weights_upload_finish`."""
+    """Request of `external_weights_upload_finish`."""
 
     upload_id: str
 
 
 class UploadFinishResponse(BaseModel):
-    """`external_weights_upload_finish`."""
+    """Response of `external_weights_upload_finish`."""
 
     tinker_path: str
     warning: str | None = None
@@ -175,14 +175,14 @@ class UploadFinishResponse(BaseModel):
 
 
 class ArchiveUrlResponse(BaseModel):
-    """`.../archive`, for clients that ask for JSON."""
+    """Response of `.../archive`, for clients that ask for JSON."""
 
     url: str
     expires: datetime
 
 
 class TraceExportResponse(BaseModel):
-    """`sessions/{session_id}/trace_export`."""
+    """Response of `sessions/{session_id}/trace_export`."""
 
     status: Literal["pending", "ready", "failed"]
     url: str | None = None
@@ -190,7 +190,7 @@ class TraceExportResponse(BaseModel):
 
 
 class ExternalWeightsUrlsResponse(BaseModel):
-    """`.../external_weights_urls`."""
+    """Response of `.../external_weights_urls`."""
 
     urls: dict[str, str]
     """URL of each file, by file name."""
@@ -207,7 +207,7 @@ class ListSessionsResponse(BaseModel):
 
 
 class GetSessionResponse(BaseModel):
-    """`sessions/{session_id}`."""
+    """Response of `sessions/{session_id}`."""
 
     training_run_ids: list[str]
     sampler_ids: list[str]
@@ -216,7 +216,7 @@ class GetSessionResponse(BaseModel):
 
 
 class SetProjectRequest(RequestModel):
-    """`sessions/{session_id}/project`."""
+    """Request of `sessions/{session_id}/project`."""
 
     project_id: str = Field(min_length=1)
 
@@ -225,7 +225,7 @@ class SetProjectRequest(RequestModel):
 
 
 class AuthTokenResponse(BaseModel):
-    """`auth/token`."""
+    """Response of `auth/token`."""
 
     jwt: str
 
@@ -250,7 +250,7 @@ class ApiKeyDetails(BaseModel):
 
 
 class ApiKeyResponse(BaseModel):
-    """`auth/apikey/me`."""
+    """Response of `auth/apikey/me`."""
 
     key_id: int
     name: str
@@ -288,7 +288,7 @@ class SampleUsage(BaseModel):
 
 
 class CheckpointUsage(BaseModel):
-    """Created named checkpoints."""
+    """Named checkpoints that were created."""
 
     type: Literal["checkpoint"] = "checkpoint"
     count: int
@@ -303,7 +303,7 @@ class StorageUsage(BaseModel):
 
 
 class UsageEvent(BaseModel):
-    """Usage of one kind in an hour, by session and run. Costs are always null, because the server has no prices."""
+    """Usage of one kind by one session and run in one hour. Costs are always null, because the server has no prices."""
 
     bucket_start: datetime
     bucket_end: datetime
@@ -313,8 +313,8 @@ class UsageEvent(BaseModel):
     session_id: str | None = None
     project_id: str | None = None
     training_run_id: str | None = None
-    """Run that was trained or sampled; None: the base model. This field and the next two are not in the SDK's schema.
-    """
+    """Run that was trained or sampled. None: the base model was sampled. This field and the next two are not in the
+    SDK's schema."""
     flops: int | None = None
     """Number of operations, by the convention in docs/operations.md. None if the number of parameters is unknown."""
     device_seconds: float | None = None
@@ -332,7 +332,7 @@ class UsageSession(BaseModel):
 
 
 class UsageResponse(BaseModel):
-    """`billing/usage/events`, by hour, most tokens first."""
+    """Response of `billing/usage/events`. Ordered by hour, and within an hour by tokens, most tokens first."""
 
     data: list[UsageEvent]
     sessions: dict[str, UsageSession]
@@ -340,7 +340,7 @@ class UsageResponse(BaseModel):
 
 
 class StoredNow(BaseModel):
-    """Named checkpoints of a project and an owner."""
+    """Storage of one owner's named checkpoints in one project."""
 
     project_id: str | None = None
     org_user_urn: str
@@ -353,7 +353,7 @@ class StoredNow(BaseModel):
 
 
 class StoredNowResponse(BaseModel):
-    """`billing/usage/checkpoints/current`."""
+    """Response of `billing/usage/checkpoints/current`."""
 
     effective_rate_usd_per_gigabyte_month: float | None = None
     data: list[StoredNow]
@@ -371,6 +371,6 @@ class AuditEntry(BaseModel):
 
 
 class AuditResponse(BaseModel):
-    """`audit`, oldest first."""
+    """Response of `audit`. Oldest entries first."""
 
     entries: list[AuditEntry]

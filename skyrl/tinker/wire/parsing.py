@@ -26,8 +26,8 @@ _REPR.maxstring = _REPR.maxother = 100
 MANY_FAULTS = 1000
 """Number of validation errors above which only their number is reported."""
 BEGINNING_BYTES = 2**18
-"""Number of bytes that are read from an oversized body: twice the maximum block size of zstd, because a block can only
-be decoded as a whole."""
+"""Number of bytes that are read from an oversized body. It is twice the maximum block size of zstd, because zstd can
+only decode whole blocks."""
 MAX_ERROR = 2000
 """Maximum characters of an error message, which may quote names and values of any length from the request."""
 JSON_FACTOR = 32
@@ -63,7 +63,7 @@ class ModelAddress(BaseModel):
 
 
 class WholeModelAddress(BaseModel):
-    """A model. The request's position in the model's order is the position at which it arrives."""
+    """A model, for requests without seq_id. They take their position in the model's order when they arrive."""
 
     model_id: str
 
@@ -94,7 +94,7 @@ class Parsed(Generic[T]):
     request: T | None
     error: str = ""
     is_pass: bool = False
-    """True if the request would have added gradients, so that the next optimizer step must not run without it."""
+    """True for a pass that would have added gradients. If it fails, the next optimizer step must not run."""
     held_bytes: int = 0
     """Approximate memory of the request in bytes, which may be much more than the size of its body."""
 
@@ -107,14 +107,13 @@ class Limits:
     """Limit of the decompressed body, and of the arrays decoded from it, in bytes."""
     max_parts: int | None = None
     """Maximum number of fields of a protobuf training pass, in all its messages. None: `protobuf_scan.MAX_PARTS`, and
-    the limits of `json_numbers` for JSON."""
+    JSON bodies have the limits of `json_numbers`. Otherwise JSON bodies have no such limits."""
     max_context_length: int = 2**31
     """Approximate maximum number of tokens of a prompt."""
 
 
 def json_object(body: Body, parse: Callable[[bytes], Any] = parse_short) -> dict[str, Any]:
-    """Parse a body with `parse`; an empty body counts as {}. Raises `MalformedBody` if the body is
-    not a JSON object."""
+    """Parse a body with `parse`. An empty body counts as {}. Raises `MalformedBody` unless the body is an object."""
     if body.content_encoding not in ("", "identity"):
         raise MalformedBody(f"Content-Encoding: {body.content_encoding} is not served for JSON; send it uncompressed")
     try:
@@ -129,7 +128,7 @@ def json_object(body: Body, parse: Callable[[bytes], Any] = parse_short) -> dict
 
 
 def read_address(kind: type[Address], value: dict[str, Any]) -> Address:
-    """Read the address in a JSON object; null counts as missing. Raises `MalformedBody` if the address is invalid."""
+    """Read the address in a JSON object. A null counts as missing. Raises `MalformedBody` for an invalid address."""
     try:
         return kind.model_validate({key: child for key, child in value.items() if child is not None})
     except ValidationError as error:
@@ -139,7 +138,7 @@ def read_address(kind: type[Address], value: dict[str, Any]) -> Address:
 def json_parser(
     schema: type[R], address: type[Address] | Callable[[dict[str, Any]], type[Address]]
 ) -> Callable[[Body, Limits], Parsed[R]]:
-    """Return a function that parses a JSON body to its request.
+    """Return a function that parses a JSON body to a request of this schema.
 
     Args:
         schema: Schema of the request.
@@ -165,8 +164,8 @@ def json_parser(
 
 
 def describe_faults(error: ValidationError) -> str:
-    """Describe validation errors in one line. Above `MANY_FAULTS`, give only their number, because a list of all would
-    take seconds."""
+    """Describe validation errors in one line. If there are more than `MANY_FAULTS`, give only their number, because
+    listing them would take seconds."""
     count = error.error_count()
     if count > MANY_FAULTS:
         return f"{count} values or names do not fit this request; its schema is in /openapi.json"
@@ -189,7 +188,7 @@ def _describe(error: ErrorDetails) -> str:
 
 
 def brief(error: str) -> str:
-    """Shorten an error message to `MAX_ERROR` characters. Keeps the beginning (the field) and the end (the way out)."""
+    """Shorten an error message to `MAX_ERROR` characters. Keeps its beginning (the field) and its end (the advice)."""
     if len(error) <= MAX_ERROR:
         return error
     return f"{error[: MAX_ERROR // 2]} ... {error[-MAX_ERROR // 2 :]}"

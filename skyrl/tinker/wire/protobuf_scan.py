@@ -1,4 +1,4 @@
-"""Count of the fields of a protobuf body, before it is parsed.
+"""Counting of the fields of a protobuf body before the body is parsed.
 
 A field takes two bytes on the wire, almost none if compressed, and a hundred bytes once parsed. A body of a few KB can
 therefore expand to gigabytes of messages, and block the interpreter for seconds. All fields are counted, including
@@ -14,8 +14,8 @@ from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.wire.schemas import MAX_DATUMS
 
 MAX_PARTS = 2**17
-"""Maximum number of fields of a request and its nested messages (datums, chunks, tensors, shapes): 128 for each of the
-1024 datums that clients send at most. A datum with one chunk and five tensors has 34."""
+"""Maximum number of fields of a request and its nested messages (datums, chunks, tensors, shapes). Clients send at most
+1024 datums, so this allows 128 fields per datum. A datum with one chunk and five tensors has 34."""
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 
@@ -27,7 +27,7 @@ ADDRESS = (
 )
 
 Table = dict[int, "Table | None"]
-"""Fields with several values, by field number: the table of a nested message, or None for packed numbers."""
+"""Fields that count as several parts, by field number. The value is a nested message's table, or None for numbers."""
 
 
 def _table(message: Any) -> Table:
@@ -93,7 +93,7 @@ def check_parts(body: bytes, most: int = MAX_PARTS) -> None:
 
 
 def _parts_within(data: bytes, key: int, at: int, end: int, table: Table, most: int) -> int:
-    """Count the parts of a field. Stops shortly after `most`."""
+    """Count the parts of a field. Stops soon after the count exceeds `most`."""
     if key & 7 != LENGTH or at == end or (inner := table.get(key >> 3, ABSENT)) is ABSENT:
         return 0
     if inner is None:

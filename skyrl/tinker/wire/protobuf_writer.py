@@ -1,7 +1,7 @@
 """Protobuf encoding of large arrays in pieces.
 
-`SerializeToString` of a message copies its arrays several times and holds the interpreter lock meanwhile: a quarter of
-a second for 128 MiB.
+`SerializeToString` copies the arrays of a message several times and holds the interpreter lock meanwhile. For 128 MiB,
+this takes a quarter of a second.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,12 +18,12 @@ Part = bytes | memoryview
 
 
 def field(number: int, parts: Sequence[Part]) -> list[Part]:
-    """Encode a length-delimited field: the bytes of a message or of an array."""
+    """Encode a length-delimited field. `parts` are the bytes of a message or of an array."""
     return [_varint(number << 3 | 2) + _varint(sum(map(len, parts))), *parts]
 
 
 def array(values: np.ndarray, dtype: str) -> memoryview:
-    """Return the bytes of an array in `dtype`, which includes the byte order."""
+    """Return the bytes of an array, converted to `dtype`. `dtype` includes the byte order."""
     return np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8).data
 
 

@@ -51,7 +51,7 @@ def _array_of_numbers(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
 
 Integers = Annotated[list[StrictInt], Field(fail_fast=True), WrapValidator(_array_of_integers)]
 Numbers = Annotated[list[StrictInt | StrictFloat], Field(fail_fast=True), WrapValidator(_array_of_numbers)]
-"""Lists that report only their first bad entry. Long lists are arrays already (`json_numbers`), and stay arrays."""
+"""Lists that report only their first bad entry. `json_numbers` makes long lists arrays, and these stay arrays."""
 
 
 class RequestModel(WireModel):
@@ -60,7 +60,7 @@ class RequestModel(WireModel):
     type: str | None = None
 
     UNSERVED: ClassVar[dict[str, str]] = {}
-    """Names of fields that are not supported yet and must have their default, with the advice for the error."""
+    """Fields that are not supported yet and must have their default. The values are the advice for the error."""
 
     @model_validator(mode="before")
     @classmethod
@@ -101,7 +101,7 @@ TtlSeconds = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 
 
 class CreateSessionRequest(RequestModel):
-    """`create_session`."""
+    """Request of `create_session`."""
 
     tags: list[str] = Field(default_factory=list)
     user_metadata: dict[str, JsonValue] = Field(default_factory=dict)
@@ -111,7 +111,7 @@ class CreateSessionRequest(RequestModel):
 
 
 class SessionHeartbeatRequest(RequestModel):
-    """`session_heartbeat`."""
+    """Request of `session_heartbeat`."""
 
     session_id: str
 
@@ -141,7 +141,7 @@ class CustomLossGraph(WireModel):
 
 
 class CreateCustomLossRequest(RequestModel):
-    """`create_custom_loss`."""
+    """Request of `create_custom_loss`."""
 
     session_id: str
     custom_loss_seq_id: Int64
@@ -157,7 +157,7 @@ class FinishReason(WireModel):
 
 
 class FinishSessionRequest(RequestModel):
-    """`sessions/{session_id}/finish`."""
+    """Request of `sessions/{session_id}/finish`."""
 
     reason: FinishReason | None = None
     detail: str | None = None
@@ -184,7 +184,7 @@ ApiLoraConfig = Annotated[LoraConfig, BeforeValidator(_only_options_of_the_api),
 
 
 class CreateModelRequest(RequestModel):
-    """`create_model`: the request with seq_id 0 of the model."""
+    """Request of `create_model`. It counts as the request with seq_id 0 of the new model."""
 
     session_id: str
     model_seq_id: Int64
@@ -201,11 +201,11 @@ class ModelRequest(RequestModel):
 
 
 class GetInfoRequest(ModelRequest):
-    """`get_info`."""
+    """Request of `get_info`."""
 
 
 class UnloadModelRequest(ModelRequest):
-    """`unload_model`. It has no seq_id and comes after all requests that have arrived."""
+    """Request of `unload_model`. It has no seq_id and runs after all requests of the model that arrived before it."""
 
 
 class OrderedRequest(ModelRequest):
@@ -215,7 +215,7 @@ class OrderedRequest(ModelRequest):
 
 
 class TensorData(RequestModel):
-    """A tensor as JSON: a flat list, or the values of a CSR matrix of `shape`."""
+    """A tensor as JSON. `data` is a flat list of all values, or the values of a CSR matrix."""
 
     data: Numbers
     dtype: Literal["int64", "float32"]
@@ -225,7 +225,7 @@ class TensorData(RequestModel):
 
 
 class ModelInputChunk(RequestModel):
-    """A part of a model input. `type` has its kind; old clients omit `type`, and the set fields determine the kind."""
+    """A part of a model input. `type` is its kind. Old clients omit `type`; then the set fields determine the kind."""
 
     tokens: Integers | None = None
     data: str | None = None
@@ -238,7 +238,7 @@ class ModelInputChunk(RequestModel):
 
     @property
     def kind(self) -> str:
-        """`type`, or the kind to which the fields of this chunk belong."""
+        """`type`. If the client omitted `type`, the kind to which the set fields belong."""
         if self.type is not None:
             return self.type
         return next((kind for field, kind in self.KINDS.items() if getattr(self, field) is not None), "unknown")
@@ -277,19 +277,19 @@ class PassInput(RequestModel):
 
 
 class ForwardBackwardRequest(OrderedRequest):
-    """`forward_backward` as JSON (clients before 0.25)."""
+    """Request of `forward_backward` as JSON (clients before 0.25)."""
 
     forward_backward_input: PassInput
 
 
 class ForwardRequest(OrderedRequest):
-    """`forward`."""
+    """Request of `forward`."""
 
     forward_input: PassInput
 
 
 class OptimStepRequest(OrderedRequest):
-    """`optim_step`."""
+    """Request of `optim_step`."""
 
     adam_params: AdamParams = AdamParams.model_validate({})
     optimizer_params: DimuonParams | None = None
@@ -297,7 +297,7 @@ class OptimStepRequest(OrderedRequest):
 
 
 class SaveWeightsRequest(OrderedRequest):
-    """`save_weights`. `path` is the checkpoint's name."""
+    """Request of `save_weights`. `path` is the checkpoint's name."""
 
     path: str
     ttl_seconds: TtlSeconds | None = None
@@ -306,7 +306,7 @@ class SaveWeightsRequest(OrderedRequest):
 
 
 class SaveWeightsForSamplerRequest(OrderedRequest):
-    """`save_weights_for_sampler`: a named checkpoint (`path`) or a new sampler (`sampling_session_seq_id`)."""
+    """Request of `save_weights_for_sampler`, under a name (`path`) or for a new sampler (`sampling_session_seq_id`)."""
 
     path: str | None = None
     sampling_session_seq_id: Int64 | None = None
@@ -322,7 +322,7 @@ class SaveWeightsForSamplerRequest(OrderedRequest):
 
 
 class SaveWeightsExternalRequest(OrderedRequest):
-    """`save_weights_external`. `path` is the checkpoint's name."""
+    """Request of `save_weights_external`. `path` is the checkpoint's name."""
 
     path: str
     ttl_seconds: TtlSeconds | None = None
@@ -331,7 +331,7 @@ class SaveWeightsExternalRequest(OrderedRequest):
 
 
 class LoadWeightsRequest(RequestModel):
-    """`load_weights`: into a model (`model_id`, `seq_id`) or as a new model (`session_id`, `model_seq_id`)."""
+    """Request of `load_weights`, into a model (`model_id`, `seq_id`) or a new one (`session_id`, `model_seq_id`)."""
 
     model_id: str | None = None
     seq_id: Int64 | None = None
@@ -345,9 +345,9 @@ class LoadWeightsRequest(RequestModel):
     """If set, must be the base model of the checkpoint."""
     user_metadata: dict[str, JsonValue] | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
-    """Optimizer of a new model if its state is reset. Otherwise the optimizer family of the checkpoint is used."""
+    """Optimizer of a new model if `optimizer` is False. Otherwise the optimizer family of the checkpoint is used."""
     weights_access_token: str | None = None
-    """API key or token of the owner of the checkpoint."""
+    """API key or token of the checkpoint's owner."""
 
     @model_validator(mode="after")
     def _has_one_address(self) -> "LoadWeightsRequest":
@@ -358,7 +358,7 @@ class LoadWeightsRequest(RequestModel):
 
 
 class CreateSamplingSessionRequest(RequestModel):
-    """`create_sampling_session`: a sampler of the base model, or of the checkpoint `model_path`."""
+    """Request of `create_sampling_session`. Creates a sampler of the base model, or of the checkpoint `model_path`."""
 
     session_id: str
     sampling_session_seq_id: Int64
@@ -373,7 +373,7 @@ class CreateSamplingSessionRequest(RequestModel):
 
 
 class SampleRequest(RequestModel):
-    """`asample`. `check_sample` and `check_scores` of `skyrl.algorithms` define the limits of its numbers."""
+    """Request of `asample`. `check_sample` and `check_scores` of `skyrl.algorithms` define the limits of its values."""
 
     sampling_session_id: str
     seq_id: Int64
@@ -398,45 +398,45 @@ class SampleRequest(RequestModel):
 
 
 class RetrieveFutureRequest(RequestModel):
-    """`retrieve_future`."""
+    """Request of `retrieve_future`."""
 
     request_id: str
     allow_metadata_only: bool = False
-    """True if the answer to a large result may have only its size."""
+    """True if the client accepts a response that has only the size of a large result."""
 
 
 class SamplingSessionTarget(RequestModel):
-    """A client of a sampler: 0 is the first, and each clone has its own number."""
+    """A client of a sampler. The first client has number 0, and each clone of it has its own number."""
 
     sampling_session_id: str
     cloned_sampler_id: int = Field(0, ge=0, lt=2**34)
 
 
 class RetrieveFuturesRequest(RequestModel):
-    """`retrieve_futures`: samples of a client that have ended since `prev_cursor`."""
+    """Request of `retrieve_futures`. Asks for the samples of a client that have ended since `prev_cursor`."""
 
     target: SamplingSessionTarget
     prev_cursor: Int64 = 0
     timeout: float | None = Field(None, ge=0)
-    """Seconds to wait for a sample; None: `long_poll_s`."""
+    """Seconds to wait until a sample ends. None: `long_poll_s`."""
     retrieved_request_ids: list[str] = Field(default_factory=list)
     """Samples whose results the server may drop."""
 
 
 class JoinSamplingSessionRequest(RequestModel):
-    """`join_sampling_session`: one more client of a sampler."""
+    """Request of `join_sampling_session`. Adds a client to a sampler."""
 
     sampling_session_id: str
 
 
 class CancelFutureRequest(RequestModel):
-    """`cancel_future`. Only samples can be cancelled."""
+    """Request of `cancel_future`. Only samples can be cancelled."""
 
     request_id: str
 
 
 class WeightsInfoRequest(RequestModel):
-    """`weights_info`."""
+    """Request of `weights_info`."""
 
     tinker_path: str
 
@@ -445,7 +445,7 @@ class WeightsInfoRequest(RequestModel):
 
 
 class HealthResponse(BaseModel):
-    """`healthz`."""
+    """Response of `healthz`."""
 
     status: str = "ok"
     engine: dict[str, int] = {}
@@ -453,7 +453,7 @@ class HealthResponse(BaseModel):
 
 
 class ClientConfigResponse(BaseModel):
-    """`client/config`: settings for clients of this server. Flags not listed here keep the client's defaults."""
+    """Response of `client/config`. Settings for clients of this server. Other flags keep the client's defaults."""
 
     pjwt_auth_enabled: bool = True
     parallel_fwdbwd_chunks: bool = True
@@ -468,7 +468,7 @@ class ClientConfigResponse(BaseModel):
 
 
 class DynamicConfigResponse(BaseModel):
-    """`client/dynamic_config`. The client sends at most `sample_cancel_max_batch_size` cancellations at a time."""
+    """Response of `client/dynamic_config`. Limits how many cancellations a client sends at a time."""
 
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = True
@@ -476,7 +476,7 @@ class DynamicConfigResponse(BaseModel):
 
 
 class CreateSessionResponse(BaseModel):
-    """`create_session`. The client logs the messages."""
+    """Response of `create_session`. The client logs the messages."""
 
     session_id: str
     info_message: str | None = None
@@ -486,13 +486,13 @@ class CreateSessionResponse(BaseModel):
 
 
 class SessionHeartbeatResponse(BaseModel):
-    """`session_heartbeat`."""
+    """Response of `session_heartbeat`."""
 
     type: str = "session_heartbeat"
 
 
 class TelemetryResponse(BaseModel):
-    """`telemetry`."""
+    """Response of `telemetry`."""
 
     status: str = "accepted"
 
@@ -507,13 +507,13 @@ class SupportedModel(BaseModel):
 
 
 class ServerCapabilitiesResponse(BaseModel):
-    """`get_server_capabilities`."""
+    """Response of `get_server_capabilities`."""
 
     supported_models: list[SupportedModel]
 
 
 class FutureResponse(BaseModel):
-    """Answer to every queued request: the request id, with which the client waits for the result."""
+    """Response to every queued request. With `request_id`, the client waits for the result."""
 
     request_id: str
     model_id: str | None = None
@@ -522,7 +522,7 @@ class FutureResponse(BaseModel):
 
 
 class TryAgainResponse(BaseModel):
-    """`retrieve_future` of a request that is not done (status 408)."""
+    """Response of `retrieve_future` for a request that is not done (status 408)."""
 
     request_id: str
     queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
@@ -531,14 +531,14 @@ class TryAgainResponse(BaseModel):
 
 
 class FailedResponse(BaseModel):
-    """`retrieve_future` of a request that failed. No other response has a field `error`."""
+    """Response of `retrieve_future` for a request that failed. No other response has a field `error`."""
 
     error: str
     category: ErrorCategory
 
 
 class MetadataResponse(BaseModel):
-    """`retrieve_future` of a large result: its size in bytes. The client repeats the call to get the result."""
+    """Response of `retrieve_future` for a large result: its size in bytes. The client calls again to get the result."""
 
     response_payload_size: int
     status: Literal["complete_metadata"] = "complete_metadata"
@@ -553,27 +553,27 @@ class SampleEnd(BaseModel):
 
     @classmethod
     def of(cls, request_id: str, size: int | None) -> "SampleEnd":
-        """Create from the size of the result in bytes; None if the sample failed."""
+        """Create from the result's size in bytes. A size of None means that the sample failed."""
         state: Literal["finished", "failed"] = "failed" if size is None else "finished"
         return cls(request_id=request_id, state=state, response_payload_uncompressed_size=size)
 
 
 class RetrieveFuturesResponse(BaseModel):
-    """`retrieve_futures`. The client sends `cursor` with its next call."""
+    """Response of `retrieve_futures`. The client sends `cursor` with its next call."""
 
     completions: list[SampleEnd]
     cursor: int
 
 
 class JoinSamplingSessionResponse(BaseModel):
-    """`join_sampling_session`: number of the new client. Each client has its own range of one billion seq_ids."""
+    """Response of `join_sampling_session`: the new client's number. Each client has its own range of 10^9 seq_ids."""
 
     client_counter: int
     type: str = "join_sampling_session"
 
 
 class ModelData(BaseModel):
-    """Names of a base model. Clients load the tokenizer `tokenizer_id`; if it is None, that of `model_name`."""
+    """Names of a base model. Clients load the tokenizer `tokenizer_id`, or `model_name` if `tokenizer_id` is None."""
 
     arch: str | None = None
     model_name: str | None = None
@@ -581,7 +581,7 @@ class ModelData(BaseModel):
 
 
 class GetInfoResponse(BaseModel):
-    """`get_info`."""
+    """Response of `get_info`."""
 
     model_id: str
     model_data: ModelData
@@ -593,7 +593,7 @@ class GetInfoResponse(BaseModel):
 
 
 class WeightsInfoResponse(BaseModel):
-    """`weights_info`."""
+    """Response of `weights_info`."""
 
     base_model: str
     is_lora: bool = True
@@ -605,14 +605,14 @@ class WeightsInfoResponse(BaseModel):
 
 
 class CreateSamplingSessionResponse(BaseModel):
-    """`create_sampling_session`."""
+    """Response of `create_sampling_session`."""
 
     sampling_session_id: str
     type: str = "create_sampling_session"
 
 
 class SamplerResponse(BaseModel):
-    """`samplers/{sampler_id}`. The client loads the tokenizer of `base_model`."""
+    """Response of `samplers/{sampler_id}`. The client loads the tokenizer of `base_model`."""
 
     sampler_id: str
     base_model: str

@@ -1,4 +1,4 @@
-"""JSON of the searches for sessions and checkpoints. The cursor of the next page names the last entry of a page."""
+"""JSON of the searches for sessions and checkpoints. The cursor for a page names the last entry of the page before."""
 
 from datetime import datetime
 from typing import Literal
@@ -12,7 +12,7 @@ from skyrl.types import WireModel
 
 
 class SearchOwner(WireModel):
-    """Users whose sessions or checkpoints to search."""
+    """Users whose sessions or checkpoints are searched."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[str] | None = Field(default=None, min_length=1, max_length=10)
@@ -48,7 +48,7 @@ class SearchCursor(WireModel):
 
 
 class SessionSearchRequest(RequestModel):
-    """`sessions/search`. An omitted condition matches everything."""
+    """Request of `sessions/search`. An omitted condition matches everything."""
 
     session_id: str | None = None
     project_ids: list[str] | None = None
@@ -86,7 +86,7 @@ class SessionSummary(BaseModel):
 
 
 class SessionSearchResponse(BaseModel):
-    """`sessions/search`, newest first."""
+    """Response of `sessions/search`. Newest sessions first."""
 
     sessions: list[SessionSummary]
     next_cursor: SearchCursor | None = None
@@ -104,7 +104,7 @@ class CheckpointSearchCursor(WireModel):
 
 
 class CheckpointSearchRequest(RequestModel):
-    """`checkpoints/search`. An omitted condition matches everything; an empty list matches nothing."""
+    """Request of `checkpoints/search`. An omitted condition matches everything; an empty list matches nothing."""
 
     project_ids: list[str] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)
@@ -116,7 +116,7 @@ class CheckpointSearchRequest(RequestModel):
 
 
 class CheckpointSearchResponse(BaseModel):
-    """`checkpoints/search`, newest first."""
+    """Response of `checkpoints/search`. Newest checkpoints first."""
 
     checkpoints: list[Checkpoint]
     next_cursor: CheckpointSearchCursor | None = None

@@ -17,9 +17,9 @@ import numpy as np
 PIECE_BYTES = 64 * 1024
 """Bytes of text in a piece, which takes two milliseconds to write."""
 NUMBERS = 1024
-"""Numbers of an array written at once."""
+"""Number of array elements that are written at once."""
 ITEMS = 32
-"""Items of an iterator written at once. Each may be a short list."""
+"""Number of an iterator's items that are written at once. Each may be a short list."""
 
 
 def dumps(value: Any) -> bytes:

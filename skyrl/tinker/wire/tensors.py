@@ -1,4 +1,4 @@
-"""Decoding of a request's tensors to NumPy arrays of bounded total size, from bytes or numbers, dense or CSR.
+"""Decoding of a request's tensors (bytes or numbers, dense or CSR) to NumPy arrays of bounded total size.
 
 Declared shapes are not trusted: an inconsistent tensor raises `RequestError` before memory of its declared size is
 allocated.
@@ -34,8 +34,8 @@ class Budget:
 
 
 def from_bytes(name: str, data: bytes, dtype: np.dtype) -> np.ndarray:
-    """View a buffer as an array `[n]`, without a copy. Raises `RequestError` unless its size is a multiple of
-    `dtype`'s."""
+    """View `data` as an array `[n]` without a copy. Raises `RequestError` unless the size of `data` is a multiple of
+    the item size."""
     if len(data) % dtype.itemsize:
         raise RequestError(
             f"{name}: {len(data)} bytes is not a multiple of the size of {dtype.name}; send every value whole"
@@ -51,8 +51,8 @@ def check_dimensions(name: str, shape: Sequence[int]) -> None:
 
 
 def dense(name: str, values: np.ndarray, shape: list[int], budget: Budget) -> np.ndarray:
-    """Reshape flat values to `shape`; an empty shape means one dimension. Raises `RequestError` if
-    they do not match."""
+    """Reshape flat values to `shape`. An empty shape means one dimension. Raises `RequestError` if the number of values
+    does not match."""
     check_dimensions(name, shape)
     if shape == [values.size]:
         budget.take(name, shape, values.dtype)

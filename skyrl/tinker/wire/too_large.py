@@ -57,7 +57,7 @@ def _members(body: Body) -> dict[str, Any]:
 
 
 def _decompressed(body: Body) -> bytes:
-    """Decompress the beginning of a body: at least `ADDRESS_BYTES` or, if it is shorter, all of it."""
+    """Decompress the beginning of a body. Returns at least `ADDRESS_BYTES`, or the whole body if it is shorter."""
     if body.content_encoding != "zstd":
         return body.data
     decompressor, beginning = zstandard.ZstdDecompressor().decompressobj(), BytesIO()

@@ -20,7 +20,7 @@ SUFFIX = ".age"
 MAX_RECIPIENTS = 10
 FIELD = "age_encryption_recipients"
 NOT_PANICS = (KeyboardInterrupt, SystemExit, asyncio.CancelledError)
-"""Exceptions that are not an `Exception`, and not panics of `pyrage`."""
+"""Exceptions that do not derive from `Exception` and yet are no panics of `pyrage`."""
 
 
 def read_recipients(texts: Sequence[str]) -> list[Any]:

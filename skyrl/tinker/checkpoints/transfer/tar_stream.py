@@ -14,7 +14,7 @@ from skyrl.utils.files.stored_folders import open_stored
 
 PIECE_BYTES = 2**20
 COMPLETE = "checkpoint_complete"
-"""Last member of an archive, empty. Older clients look for it."""
+"""Name of the last member of an archive, which is empty. Older clients look for it."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Uploads: files that clients send one by one, to be imported as a checkpoint.
 
-They are stored in `.uploads/{tenant}/{expires}-{id}/{file}`, below checkpoints_base. The name alone has the tenant and
-the expiry time, so that a restarted server counts and removes them like its predecessor. A file gets its final name
+They are stored in `.uploads/{tenant}/{expires}-{id}/{file}`, below checkpoints_base. This path alone has the tenant and
+the expiry time, so that a restarted server counts and removes uploads like its predecessor. A file gets its final name
 only when it is complete.
 
 Space is reserved before data is read, and divided between tenants by `skyrl.utils.quota`.
@@ -45,7 +45,7 @@ MakeRoom = Callable[[int], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Upload:
-    """An upload, with the parts of its folder's name."""
+    """An upload. The fields are the parts of its folder's path."""
 
     tenant: str
     expires: int
@@ -190,7 +190,7 @@ class Uploads:
     async def turn_to_import(self, sharer: str) -> AsyncIterator[None]:
         """Context in which an adapter may be imported.
 
-        One import runs at a time. Each sharer has at most one import in the queue for it; further ones wait.
+        One import runs at a time. Each sharer has at most one import in the queue. Its other imports wait outside.
 
         Args:
             sharer: Sharer that finishes an upload; see `Caller.sharer`.

@@ -30,11 +30,11 @@ KINDS = (
     UsageRow.cached_tokens,
     UsageRow.samples,
 )
-"""Columns of `UsageRow` that have an event each if they are not 0."""
+"""Columns of `UsageRow`. Each column that is not 0 has an event."""
 TRAIN_FLOPS, FORWARD_FLOPS = 6, 2
 """Floating-point operations per token and active parameter, for passes with gradients and for all other computation
-(Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Attention and adapters are not counted. The gradients of the base
-model's weights are, although an adapter does not need them."""
+(Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Attention and adapters are not counted. Gradients of the base
+model's weights are counted, although the training of an adapter does not need them."""
 AuditType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
@@ -208,9 +208,9 @@ def _audited(
 
 
 def _places(session: Session) -> Callable[[dict[str, Any]], Place]:
-    """Return a function that gives the place in the details of an audit event of a checkpoint.
+    """Return a function that returns a checkpoint's place from the details of its audit event.
 
-    The project is the current one of the session, or that of the event if the session was removed.
+    The project is the session's current project, or the event's project if the session was removed.
     """
     found: dict[str, SessionRow | None] = {}
 
@@ -227,7 +227,7 @@ def _places(session: Session) -> Callable[[dict[str, Any]], Place]:
 
 
 def stored_now(session: Session, caller: Caller, project_id: str | None, now: float) -> rest.StoredNowResponse:
-    """The caller's named checkpoints, by project."""
+    """Return the number and size of the caller's named checkpoints, by project."""
     query = _with_session(select(CheckpointRow, SessionRow.project_id).where(_owned(CheckpointRow.tenant, caller)))
     sizes: defaultdict[str | None, list[int]] = defaultdict(list)
     for row, project in session.exec(query):

@@ -34,7 +34,7 @@ _KNOWN = text("SELECT request_id FROM charged_samples WHERE request_id IN :reque
 
 
 def add(session: Session, samples: Mapping[str, Charge]) -> None:
-    """Charge samples, by request id, in the current hour. An earlier charge of the same request id is replaced."""
+    """Add these charges, by request id, to the current hour. An earlier charge with the same id is replaced."""
     hour = charges.this_hour()
     for row in _rows(session, list(samples)):
         _take_back(session, row)
@@ -48,7 +48,7 @@ def add(session: Session, samples: Mapping[str, Charge]) -> None:
 
 
 def refund(session: Session, request_id: str, caller: Caller) -> None:
-    """Refund the charge of a sample of the caller whose answer was not handed out. Does nothing otherwise."""
+    """Refund a sample's charge if the sample is the caller's and its answer was not handed out."""
     row = session.get(ChargedSampleRow, request_id)
     used = None if row is None else session.get(UsageRow, (row.session_id, row.model_id, row.hour))
     if row is not None and used is not None and caller.may_touch(used.tenant):
@@ -63,7 +63,7 @@ def handed_out(session: Session, request_ids: Collection[str]) -> None:
 
 
 def forget(session: Session) -> None:
-    """Make charges final whose answers were not retrieved within `KEPT_S`."""
+    """Make the charges of answers final that were not retrieved within `KEPT_S`."""
     session.execute(delete(ChargedSampleRow).where(col(ChargedSampleRow.hour) < charges.this_hour() - KEPT_S))
 
 

@@ -23,7 +23,7 @@ HOUR_S = 3600
 class Charge:
     """Usage of one request, or the sum of several requests of the same session and run.
 
-    Fields are those of `UsageRow`.
+    `UsageRow` describes the fields.
     """
 
     session_id: str

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 60.0
 """Maximum seconds that a sample waits for the first attempt to store its charge. SQLite gives up a lock after 10 s."""
 RECORD_S = 1.0
-"""Maximum seconds for which the delivery of an answer is not recorded, if the database responds."""
+"""Maximum seconds from the delivery of an answer until it is recorded, if the database responds."""
 
 
 class _Batch:
@@ -36,7 +36,7 @@ class _Batch:
         self.charges: dict[str, Charge] = {}
         """Charges by request id."""
         self.tried = asyncio.Event()
-        """Set after the first attempt to store them."""
+        """Set after the first attempt to store the charges."""
 
 
 class SampleCharges:
@@ -48,7 +48,7 @@ class SampleCharges:
         self._next = _Batch()
         self._storing: asyncio.Task[None] | None = None
         self._recording: asyncio.TimerHandle | None = None
-        """Next record of answers that were handed out, while no charges are stored."""
+        """Timer of the next record of deliveries. A write of charges before then records them, too."""
         self._stopping = False
         self._since = time.monotonic()
         self._handed_out: set[str] = set()
@@ -72,7 +72,7 @@ class SampleCharges:
         self._record_soon()
 
     async def refund(self, request_id: str, caller: Caller) -> None:
-        """Refund the charge of a sample whose answer was lost, before its client gets the error."""
+        """Refund the charge of a sample whose answer was lost. Call before the client gets the error."""
         if request_id in self._handed_out:
             return
         if await self._database.read(lambda session: session.get(ChargedSampleRow, request_id)) is not None:

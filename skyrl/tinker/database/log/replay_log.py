@@ -50,10 +50,10 @@ class History:
     model: ModelRow
     session: SessionRow
     requests: list[LoggedRequest]
-    """All requests after the snapshot, and earlier ones that are pending, by seq_id. Requests without a seq_id come
-    last."""
+    """All requests after the snapshot, and earlier ones that are pending, in the order of their seq_ids. Requests
+    without a seq_id come last."""
     unwritten: dict[str, str]
-    """Folder of each published version that may not be on disk."""
+    """Folder of each published version that may not be on disk, by version."""
 
 
 def history(session: Session, model_id: str) -> History | None:
@@ -77,7 +77,7 @@ def history(session: Session, model_id: str) -> History | None:
 
 
 def bodies(session: Session, request_ids: Sequence[str]) -> dict[str, Body]:
-    """Bodies of requests, by request id."""
+    """Return the bodies of requests, by request id."""
     columns = (RequestRow.request_id, RequestRow.body, RequestRow.content_type, RequestRow.content_encoding)
     found: dict[str, Body] = {}
     for start in range(0, len(request_ids), AT_A_TIME):
@@ -88,10 +88,10 @@ def bodies(session: Session, request_ids: Sequence[str]) -> dict[str, Body]:
 
 
 def record_snapshot(session: Session, snapshot: Snapshotted) -> str | None:
-    """Record a snapshot; a revival then needs no earlier requests.
+    """Record a snapshot. A revival then needs no earlier requests.
 
-    Returns the folder to remove: of the older snapshot or, if the model is gone or has a newer one, of this one. None:
-    there is no such folder.
+    Returns the folder to remove, or None. It is the folder of the older snapshot or, if the model is gone or has a
+    newer snapshot, the folder of this one.
     """
     model = session.get(ModelRow, snapshot.model_id)
     if model is None or (model.snapshot_seq_id is not None and model.snapshot_seq_id > snapshot.seq_id):
@@ -117,7 +117,7 @@ def record_version(session: Session, version: str, saved: SaveOutput) -> str | N
 
 
 def unwritten_versions(session: Session) -> dict[str, str]:
-    """Model of each published version that may not be on disk."""
+    """Return the model of each published version that may not be on disk, by version."""
     query = select(col(VersionRow.version), col(VersionRow.model_id)).where(col(VersionRow.digest).is_(None))
     return dict(session.execute(query).all())
 
@@ -128,7 +128,7 @@ def release(session: Session, model_id: str) -> str | None:
     Does nothing while the model has pending requests, or published versions that are not on disk.
 
     Returns:
-        The folder of the model's snapshot, which is no longer needed; None if nothing was forgotten.
+        The folder of the model's snapshot, which is no longer needed. None if nothing was forgotten.
     """
     waits = select(col(RequestRow.request_id)).where(
         col(RequestRow.model_id) == model_id, col(RequestRow.status) == "pending"
@@ -144,7 +144,7 @@ def release(session: Session, model_id: str) -> str | None:
 
 
 def folders_to_load(session: Session) -> set[str]:
-    """Folders of checkpoints that a revival may load again, because their loading is not part of a snapshot yet."""
+    """Return the folders of checkpoints that a revival may load again, because no snapshot includes their load yet."""
     uncovered = or_(col(ModelRow.snapshot_seq_id).is_(None), col(RequestRow.seq_id) > col(ModelRow.snapshot_seq_id))
     query = (
         select(col(RequestRow.decided))

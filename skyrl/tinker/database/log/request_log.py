@@ -63,7 +63,7 @@ class Entry:
     content_type: str
     content_encoding: str
     needs_model: bool
-    """True if the model must exist already; False for its creation."""
+    """True if the model must exist already. False for the request that creates it."""
     is_pass: bool = False
     """True if the request would add gradients, so a refusal leaves the sums incomplete."""
     decided: Decisions = field(default_factory=Decisions)
@@ -178,7 +178,7 @@ def finish(
 
 
 def result_row(request_id: str, body: bytes, media_type: str, finished_at: float) -> ResultRow:
-    """Row of a result."""
+    """Return the row of a result."""
     return ResultRow(**_result_values(request_id, body, media_type, finished_at))
 
 
@@ -205,14 +205,14 @@ class LargeResult:
 
 
 def outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | ExpiredResult]:
-    """(tenant, outcome) of a logged request that is no longer pending. Raises `UnknownName` if it is not in the log."""
+    """Return (tenant, outcome) of a logged request that is not pending. Raises `UnknownName` for unlogged requests."""
     tenant, outcome = small_outcome_of(session, request_id)
     return tenant, result_of(session, request_id) or ExpiredResult() if isinstance(outcome, LargeResult) else outcome
 
 
 def small_outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | ExpiredResult | LargeResult]:
-    """(tenant, outcome) of a request, like `outcome_of`. A result above `LARGE_BYTES` is not read: `LargeResult`
-    instead."""
+    """Return (tenant, outcome) of a request, like `outcome_of`. For a result above `LARGE_BYTES`, the outcome is
+    `LargeResult`, and the result is not read."""
     size = _RESULTS.c.size_bytes
     asked = (_REQUESTS.c.tenant, size, case((size <= LARGE_BYTES, _RESULTS.c.body)), _RESULTS.c.media_type)
     told = (_REQUESTS.c.error, _REQUESTS.c.category, _REQUESTS.c.status)
@@ -232,7 +232,7 @@ def small_outcome_of(session: Session, request_id: str) -> tuple[str, Outcome | 
 
 
 def result_of(session: Session, request_id: str) -> Answer | None:
-    """Result of a request; None if it was removed."""
+    """Return the result of a request, or None if the result was removed."""
     query = select(_RESULTS.c.body, _RESULTS.c.media_type).where(_RESULTS.c.request_id == request_id)
     row = session.execute(query).first()
     return None if row is None else Answer(*row)
@@ -259,7 +259,7 @@ class PendingRow:
 
 
 def pending(session: Session) -> list[PendingRow]:
-    """All requests without an outcome, in order of arrival."""
+    """Return all requests without an outcome, in order of arrival."""
     names = ("request_id", "kind", "tenant", "model_id", "seq_id", "decided")
     columns = [getattr(RequestRow, name) for name in names]
     query = select(*columns, func.length(RequestRow.body)).where(_IS_PENDING)
@@ -268,7 +268,7 @@ def pending(session: Session) -> list[PendingRow]:
 
 
 def lose_model(session: Session, model_id: str) -> None:
-    """Mark a model as lost: it cannot be revived because its files or log are missing or damaged."""
+    """Mark a model as lost, because it cannot be revived: its files or log are missing or damaged."""
     model = session.get(ModelRow, model_id)
     if model is not None and model.status in ("creating", "live"):
         model.status = "lost"
@@ -291,7 +291,7 @@ def _taken(entry: Entry, kind: str) -> Failure:
 
 
 def _expired(session: Session, model_id: str) -> Failure:
-    """Failure of requests to an expired model, with the checkpoints that can be loaded instead."""
+    """Return the failure of requests to an expired model. It names the model's last checkpoint."""
     saved = select(CheckpointRow).where(col(CheckpointRow.model_id) == model_id, col(CheckpointRow.kind) == "weights")
     last = session.execute(saved.order_by(col(CheckpointRow.id).desc()).limit(1)).scalar()
     which = f"its last checkpoint is tinker://{model_id}/weights/{last.name}" if last else "it has no checkpoint"

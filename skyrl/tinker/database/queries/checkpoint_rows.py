@@ -103,7 +103,7 @@ async def refuse_taken_name(database: Database, saved: SavedAs) -> None:
 def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> UnreferencedFiles | None:
     """Store the row of a finished save.
 
-    Returns the previous files of this name if no sampler uses them, else None.
+    Returns the previous files of this name if no sampler uses them, or None.
 
     Raises `RequestError` if the name was taken during the save.
     """
@@ -141,13 +141,13 @@ def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> Un
 
 
 def expiry(ttl_seconds: int | None) -> float | None:
-    """Time at which an object with this time to live expires, from now."""
+    """Return the Unix time at which a time to live that starts now ends. None: never."""
     return None if ttl_seconds is None else time.time() + ttl_seconds
 
 
 def own_checkpoint(session: Session, path: TinkerPath, caller: Caller) -> CheckpointRow:
-    """Return the caller's checkpoint at a path, for a change. Raises `UnknownName` for another tenant's, even if
-    public."""
+    """Return the caller's checkpoint at a path, for a change. Raises `UnknownName` for other tenants' checkpoints, even
+    for public ones."""
     row = find_checkpoint(session, path)
     if row is None or not caller.may_touch(row.tenant):
         raise unknown_checkpoint("path", path)
@@ -155,7 +155,7 @@ def own_checkpoint(session: Session, path: TinkerPath, caller: Caller) -> Checkp
 
 
 def was_saved(session: Session, path: TinkerPath, caller: Caller) -> bool:
-    """Return True if the log has a save by the caller at this path; the checkpoint may have been deleted since."""
+    """Return True if the log has a save by the caller at this path. The checkpoint may have been deleted since."""
     query = select(col(RequestRow.tenant), col(RequestRow.decided)).where(
         RequestRow.model_id == path.model, RequestRow.status == "done", col(RequestRow.kind).in_(SAVES)
     )

@@ -16,7 +16,7 @@ from skyrl.tinker.wire.search_schemas import CheckpointSearchCursor, CheckpointS
 
 
 def search(session: Session, caller: Caller, request: CheckpointSearchRequest) -> CheckpointSearchResponse:
-    """A page of matching checkpoints. A job for `Database.read`."""
+    """Return a page of matching checkpoints. A job for `Database.read`."""
     found = list(islice(_matching(session, caller, request), request.limit + 1))
     page = found[: request.limit]
     cursor = None
@@ -28,7 +28,7 @@ def search(session: Session, caller: Caller, request: CheckpointSearchRequest) -
 
 
 def _matching(session: Session, caller: Caller, request: CheckpointSearchRequest) -> Iterator[CheckpointRow]:
-    """Matching checkpoints, newest first."""
+    """Yield matching checkpoints, newest first."""
     owners = request.owner.owner_urns
     if owners is not None and caller.urn not in owners:
         return
@@ -58,6 +58,6 @@ def _matching(session: Session, caller: Caller, request: CheckpointSearchRequest
 
 
 def _uuid(row: CheckpointRow) -> UUID:
-    """The row's number as a UUID that sorts like the number."""
+    """Return the row's number as a UUID. UUIDs sort like the numbers."""
     assert row.id is not None, "it is stored"
     return UUID(int=row.id)

@@ -1,4 +1,4 @@
-"""Last activity of sessions: in memory, and periodically written to the database for retention."""
+"""Last activity of sessions. It is kept in memory, and periodically written to the database for retention."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ class Activity:
         self._finished.add(session_id)
 
     def forget(self, session_ids: Iterable[str]) -> None:
-        """Forget sessions that were removed; other ids are ignored."""
+        """Forget sessions that were removed. Other ids are ignored."""
         for session_id in session_ids:
             self._last_seen.pop(session_id, None)
             self._finished.discard(session_id)
@@ -39,7 +39,7 @@ class Activity:
         return 0 <= timeout_s <= silent_s
 
     def unsaved(self) -> dict[str, float]:
-        """Times of activity that are not in the database yet."""
+        """Return the times of activity that are not in the database yet, by session."""
         return dict(self._news)
 
     def stored(self, unsaved: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Listings of runs, checkpoints and sessions, newest first, limited to those that the caller may see.
+"""Listings of the runs, checkpoints and sessions that the caller may see, newest first.
 
 All functions only read (jobs for `Database.read`).
 """
@@ -22,7 +22,7 @@ Scope = Literal["owned", "accessible"]
 
 
 def checkpoints(session: Session, caller: Caller, limit: int, offset: int) -> rest.CheckpointsListResponse:
-    """A page of the caller's checkpoints."""
+    """Return a page of the caller's checkpoints."""
     mine = own_checkpoints(caller)
     total = session.exec(select(func.count()).select_from(CheckpointRow).where(mine)).one()
     page = select(CheckpointRow).where(mine).order_by(*newest_first()).limit(limit).offset(offset)
@@ -31,7 +31,7 @@ def checkpoints(session: Session, caller: Caller, limit: int, offset: int) -> re
 
 
 def checkpoints_of_run(session: Session, caller: Caller, run_id: str) -> rest.CheckpointsListResponse:
-    """All checkpoints of a run; only the public ones of another tenant's run. Raises `UnknownName`."""
+    """Return all checkpoints of a run, or only public ones if the run is another tenant's. Raises `UnknownName`."""
     _run(session, caller, "accessible", run_id)
     rows = session.exec(
         select(CheckpointRow).where(readable(caller), CheckpointRow.model_id == run_id).order_by(*newest_first())
@@ -40,7 +40,7 @@ def checkpoints_of_run(session: Session, caller: Caller, run_id: str) -> rest.Ch
 
 
 def checkpoint(row: CheckpointRow) -> rest.Checkpoint:
-    """A checkpoint in the form of the API."""
+    """Convert a checkpoint to the form of the API."""
     checkpoint_id = f"{row.kind}/{row.name}"
     return rest.Checkpoint(
         checkpoint_id=checkpoint_id,
@@ -58,7 +58,7 @@ def checkpoint(row: CheckpointRow) -> rest.Checkpoint:
 def training_runs(
     session: Session, caller: Caller, scope: Scope, project_id: str | None, limit: int, offset: int
 ) -> rest.TrainingRunsResponse:
-    """A page of the runs that a caller may see."""
+    """Return a page of the runs that a caller may see."""
     seen = [_visible_run(caller, scope), col(ModelRow.status) != "failed"]
     if project_id is not None:
         seen.append(
@@ -72,19 +72,19 @@ def training_runs(
 
 
 def training_run(session: Session, caller: Caller, scope: Scope, run_id: str) -> rest.TrainingRun:
-    """A run. Raises `UnknownName`."""
+    """Return a run. Raises `UnknownName`."""
     return _described(session, caller, [_run(session, caller, scope, run_id)])[0]
 
 
 def sessions(session: Session, caller: Caller, limit: int, offset: int) -> rest.ListSessionsResponse:
-    """A page of the caller's sessions."""
+    """Return a page of the caller's sessions."""
     newest = col(SessionRow.created_at).desc(), col(SessionRow.session_id).desc()
     mine = select(SessionRow.session_id).where(_owned(SessionRow.tenant, caller))
     return rest.ListSessionsResponse(sessions=list(session.exec(mine.order_by(*newest).limit(limit).offset(offset))))
 
 
 def session_contents(session: Session, row: SessionRow) -> rest.GetSessionResponse:
-    """The runs and samplers of a session, in order of creation."""
+    """Return the runs and samplers of a session, in order of creation."""
     runs = select(ModelRow.model_id).where(ModelRow.session_id == row.session_id, ModelRow.status != "failed")
     samplers = select(SamplerRow.sampler_id).where(SamplerRow.session_id == row.session_id)
     return rest.GetSessionResponse(
@@ -127,7 +127,7 @@ def _training_run(model: ModelRow, caller: Caller, newest: dict[tuple[str, str],
 def _newest_checkpoints(
     session: Session, caller: Caller, model_ids: Sequence[str]
 ) -> dict[tuple[str, str], rest.Checkpoint]:
-    """Newest checkpoint of each kind, by model."""
+    """Return the newest checkpoint by (model, kind)."""
     newest = (
         select(func.max(CheckpointRow.id))
         .where(readable(caller), col(CheckpointRow.model_id).in_(model_ids))
@@ -138,7 +138,7 @@ def _newest_checkpoints(
 
 
 def _owner(tenant: str, caller: Caller) -> str:
-    """Name of an object's owner. A tenant's id is a hash of its key, so other callers do not see it."""
+    """Return the name of an object's owner. Other callers do not see it, because a tenant's id is a hash of its key."""
     return caller.urn if caller.may_touch(tenant) else "skyrl:user:another"
 
 

@@ -38,7 +38,7 @@ class Directory:
         return await self._find(SamplerRow, "sampling_session_id", sampler_id, caller, hint)
 
     async def custom_loss(self, field: str, loss_id: str, caller: Caller) -> CustomLossRow:
-        """A traced loss. It is not cached, because it may be large."""
+        """Return a traced loss. Losses are not cached, because they may be large."""
         row = await self._database.read(lambda session: session.get(CustomLossRow, loss_id))
         if row is None or not caller.may_touch(row.tenant):
             raise _unknown(field, loss_id, "make one with create_custom_loss")

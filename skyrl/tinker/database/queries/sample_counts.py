@@ -31,7 +31,7 @@ MOST_EVENTS = 10**12
 
 
 def first_cursor(session: Session, now: int) -> int:
-    """First cursor of this server, at time `now` in microseconds: above all cursors of the previous server."""
+    """Return the first cursor of this server, above all cursors of the previous one. `now` is in microseconds."""
     row = session.get(SettingRow, CURSORS) or SettingRow(name=CURSORS, value="0")
     start = now if now > int(row.value) else int(row.value) + MOST_EVENTS
     row.value = str(start)
@@ -65,7 +65,7 @@ class SampleCounts:
             self._bounds.popitem(last=False)
 
     async def used(self, client: Client) -> range:
-        """Most recent seq_ids that the client may have used."""
+        """Return the most recent seq_ids that the client may have used."""
         row = await self._database.read(lambda session: session.get(SamplerRow, client[0]))
         first = _first(client)
         bound = max(first + STEP, row.counted.get(str(client[1]), 0) if row else 0)

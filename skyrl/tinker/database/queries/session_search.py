@@ -23,15 +23,15 @@ from skyrl.tinker.wire.search_schemas import (
 )
 
 ACTIVE_S = 300
-"""A session counts as active for this many seconds after its last activity."""
+"""Seconds after its last activity for which a session counts as active."""
 NO_PROJECT = "default"
 """Name of the project of a session without one."""
 ROUNDING_S = 1e-3
-"""Upper bound of the rounding error of a time that a client sends back."""
+"""Upper bound, in seconds, of the rounding error of a time that a client sends back."""
 
 
 def search(session: Session, caller: Caller, request: SessionSearchRequest) -> SessionSearchResponse:
-    """A page of the caller's matching sessions. A job for `Database.read`."""
+    """Return a page of the caller's matching sessions. A job for `Database.read`."""
     found = list(islice(_matching(session, caller, request), request.limit + 1))
     page = found[: request.limit]
     sizes = _checkpoints(session, [row.session_id for row in page])
@@ -44,7 +44,7 @@ def search(session: Session, caller: Caller, request: SessionSearchRequest) -> S
 
 
 def _matching(session: Session, caller: Caller, request: SessionSearchRequest) -> Iterator[SessionRow]:
-    """Matching sessions, newest first."""
+    """Yield matching sessions, newest first."""
     if request.owner.owner_urns is not None and caller.urn not in request.owner.owner_urns:
         return
     query = select(SessionRow).order_by(col(SessionRow.created_at).desc(), col(SessionRow.session_id).desc())
@@ -96,7 +96,7 @@ def _project(row: SessionRow) -> str:
 
 
 def _checkpoints(session: Session, session_ids: list[str]) -> dict[str, tuple[int, int]]:
-    """(number, bytes) of each session's checkpoints."""
+    """Return (number, bytes) of each session's checkpoints."""
     query = (
         select(ModelRow.session_id, func.count(), func.sum(CheckpointRow.size_bytes))
         .join(CheckpointRow, col(CheckpointRow.model_id) == col(ModelRow.model_id))

@@ -10,7 +10,7 @@ SECRET = "signing_secret"
 
 
 def server_secret(session: Session) -> str:
-    """The secret of the server that owns this database. A job for the writer."""
+    """Return the secret of the server that owns this database. Creates it if missing. A job for the writer."""
     row = session.get(SettingRow, SECRET)
     if row is None:
         row = SettingRow(name=SECRET, value=secrets.token_hex(32))

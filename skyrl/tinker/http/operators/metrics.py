@@ -16,7 +16,7 @@ router = APIRouter()
 STORED_S = 5.0
 """Seconds for which disk usage is cached."""
 PATIENCE_S = 2.0
-"""Time limit for the database query of disk usage; after it, the cached values are shown."""
+"""Timeout in seconds for the database query of disk usage. After a timeout, the cached values are shown."""
 
 
 @router.get("/metrics", response_class=PlainTextResponse, dependencies=[Depends(operator)])

@@ -31,7 +31,7 @@ class CommandStatus(BaseModel):
     """State of the cancelled request, or of the request that unloads the model."""
     cancelled: bool = False
     error: str | None = None
-    """Error message for the client of the request."""
+    """Error message that the client of the request receives."""
 
 
 @router.post("/operator/requests/{request_id}/cancel")
@@ -44,7 +44,7 @@ async def cancel_request(queue: QueueDependency, request_id: str) -> CommandStat
 
 @router.post("/operator/models/{model_id}/unload")
 async def unload_model(queue: QueueDependency, model_id: str) -> CommandStatus:
-    """Unload a model, like an unload by its client: free its training state after all requests that have arrived."""
+    """Unload a model as its client could. Its training state is freed after all requests that have arrived."""
     body = Body(strict_json.dumps({"model_id": model_id}), JSON)
     request_id = await queue.training.submit(OPERATIONS[UNLOAD], body, EVERYBODY)
     log.warning("model %s is unloaded by an operator", model_id)

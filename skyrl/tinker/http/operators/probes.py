@@ -60,7 +60,7 @@ def _versions() -> dict[str, str | dict[str, str]]:
 
 
 def engine_trouble(engine: Engine) -> str | None:
-    """Reason why requests are not processed. It has no secrets, because the probe needs no key."""
+    """Return the reason why requests are not processed, or None. It has no secrets, because probes need no key."""
     if engine.state != READY:
         return f"the engine is not ready: {engine.state}"
     return f"the engine is not ready: {SILENT}" if engine.progress == SILENT else None
@@ -85,5 +85,5 @@ def _ask(session: Session) -> bool:
 
 
 def unready(detail: str) -> JSONResponse:
-    """Response of the readiness probe."""
+    """Return the readiness probe's response for a server that is not ready (status 503)."""
     return JSONResponse({"status": "not ready", "detail": detail}, 503)

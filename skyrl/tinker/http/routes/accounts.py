@@ -1,4 +1,4 @@
-"""Keys, tokens that replace them, usage and audit."""
+"""Routes for keys, for tokens that clients send instead of keys, for usage and for the audit log."""
 
 import time
 from datetime import date
@@ -22,7 +22,7 @@ router = APIRouter()
 
 @router.post("/auth/token")
 async def auth_token(service: ServiceDependency, _: CallerDependency, request: Request) -> rest.AuthTokenResponse:
-    """Exchange a key for a token. The client sends the token instead, and renews it with the key."""
+    """Exchange a key for a token. The client sends the token instead of the key, and renews it with the key."""
     try:
         return rest.AuthTokenResponse(jwt=service.keys.token_for_key(request.headers.get("x-api-key")))
     except BadKey as error:

@@ -64,7 +64,7 @@ async def search_checkpoints(
 async def delete_checkpoint(
     path: PathDependency, service: ServiceDependency, queue: QueueDependency, caller: CallerDependency
 ) -> None:
-    """Delete a checkpoint permanently. Its name is removed first, its files when nothing reads them any more."""
+    """Delete a checkpoint permanently. Its name is removed at once, and its files when nothing reads them any more."""
 
     def known(session: Session) -> None:
         if find_checkpoint(session, path) is None and was_saved(session, path, caller):

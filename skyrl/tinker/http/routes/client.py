@@ -1,4 +1,4 @@
-"""Routes for the start of a client (health, settings, capabilities), and telemetry."""
+"""Routes that a client calls when it starts (health, settings, capabilities), and telemetry."""
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -35,7 +35,7 @@ async def dynamic_config(_: CallerDependency) -> schemas.DynamicConfigResponse:
 
 @public.post("/telemetry")
 async def telemetry() -> schemas.TelemetryResponse:
-    """Accept and discard events about the client, which waits for this response when it exits."""
+    """Accept and discard events of a client. A client waits for this response when it exits."""
     return schemas.TelemetryResponse()
 
 

@@ -125,7 +125,7 @@ class JsonBody:
 
     Args:
         schema: Schema of the request.
-        max_bytes: Largest body; None: the configured limit.
+        max_bytes: Maximum bytes of a body. None: the configured limit.
     """
 
     def __init__(self, schema: type[BaseModel], max_bytes: int | None = None):

@@ -73,7 +73,7 @@ async def archive(
 
 @public.get(DOWNLOADS, response_model=None, responses={200: {"content": {"application/octet-stream": {}}}})
 async def download(token: str, name: str, service: ServiceDependency) -> Response:
-    """Return the file of a link."""
+    """Return the file, or the archive of a checkpoint, to which a link refers."""
     try:
         claims = service.keys.signer.read("download", token)
     except BadToken as error:
@@ -104,13 +104,13 @@ def _link(
     member: str | None,
     expires: int,
 ) -> str:
-    """Create a link to a file. `member` is a file of the checkpoint; None: all files."""
+    """Create a link to a file. `member` is a file of the checkpoint, or None for an archive of all files."""
     claims = {"path": str(path), "version": row.version, "name": name, "member": member}
     return link(request, service, "download", service.keys.signer.sign("download", claims, expires), name)
 
 
 async def _read(path: TinkerPath, function: Callable[[], T]) -> T:
-    """Call `function`, which reads files of a checkpoint, in a thread. Missing and damaged files are status 410."""
+    """Call `function` in a thread. If files of the checkpoint are missing or damaged, raises an error of status 410."""
     try:
         return await asyncio.to_thread(function)
     except DamagedFiles as error:
@@ -124,5 +124,5 @@ def _response(stream: Stream, name: str) -> Response:
 
 
 def _signed_files(folder: str, expires: int) -> dict[str, str | None]:
-    """Signed URLs of the object store for each file, if it supports them."""
+    """Return the object store's signed URL of each file, by file name. None: there is no signed URL."""
     return sign_stored(folder, expires - time.time())

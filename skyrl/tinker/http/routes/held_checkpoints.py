@@ -1,6 +1,6 @@
-"""Checkpoints with a separate run each: copies of checkpoints, and uploaded adapters.
+"""Routes that create a checkpoint in a run of its own: copies of checkpoints, and uploaded adapters.
 
-A file is uploaded to a signed link, without a key. It is written while it arrives, up to the size in the link.
+A file is uploaded to a signed link, without a key. It is written to disk while it arrives, up to the size in the link.
 """
 
 import re
@@ -26,7 +26,7 @@ UPLOADS = "/uploads/{token}/{name}"
 HEADERS_SINCE = (0, 40)
 """First SDK version that expects {"url", "headers"} where 0.39 expects a URL."""
 MAX_FILE_BYTES = 2**63
-"""Maximum size of an uploaded file on this path; its link may have a lower limit."""
+"""Maximum bytes of a body on the upload path. The link of a file has the limit for that file."""
 
 
 @router.post("/copy_weights")
@@ -61,14 +61,14 @@ async def external_weights_upload_start(
 
 
 def _reads_headers(sdk_version: str | None) -> bool:
-    """Return True if an SDK of this version reads an upload's addresses as objects; older ones read strings."""
+    """Return True if an SDK of this version reads the URLs of an upload as objects. Older SDKs read strings."""
     told = re.match(r"(\d{1,9})\.(\d{1,9})", sdk_version or "")
     return told is not None and (int(told[1]), int(told[2])) >= HEADERS_SINCE
 
 
 @public.put(UPLOADS, response_class=Response)
 async def upload(token: str, name: str, request: Request, service: ServiceDependency) -> None:
-    """Store the file of a link. A repeated upload replaces the file."""
+    """Store a file that is uploaded to its link. A repeated upload replaces the file."""
     try:
         claims = service.keys.signer.read("upload_file", token)
     except BadToken as error:

@@ -13,7 +13,7 @@ LIFETIME_S = 3600
 def end_of_link(caller: Caller) -> int:
     """Unix time at which a new link expires.
 
-    A link that is requested with a token expires no later than this token, which may have leaked.
+    A link that is requested with a token expires no later than the token, because the token may have leaked.
     """
     hour = int(time.time()) + LIFETIME_S
     return hour if caller.expires is None else min(hour, caller.expires)

@@ -1,4 +1,4 @@
-"""Traced losses: checked and stored once, then referenced by passes of their session."""
+"""Route that checks and stores traced losses. Passes of the same session refer to a stored loss."""
 
 from typing import Annotated
 

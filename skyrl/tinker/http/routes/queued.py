@@ -34,11 +34,11 @@ from skyrl.tinker.wire.strict_json import PIECE_BYTES
 router = APIRouter()
 
 MAX_INLINE_BYTES = 4 * 2**20
-"""Maximum size of a result for clients with `allow_metadata_only`. Of a larger result, these clients get only the size;
-they request the result when they have room.
+"""Maximum bytes of a result for clients with `allow_metadata_only`. If a result is larger, these clients get only its
+size, and they request the result when they have room.
 """
 JSON_COPIES = 3
-"""Copies of a result while it is encoded as JSON: the result, the message built from it, its arrays."""
+"""Copies of a result in memory while it is encoded as JSON: the result, the message parsed from it, and its arrays."""
 
 
 def _add_route(operation: QueuedOperation) -> None:

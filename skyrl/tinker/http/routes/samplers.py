@@ -1,4 +1,4 @@
-"""Samplers of the base model and of checkpoints. (`save_weights_for_sampler` creates samplers of fresh weights.)"""
+"""Samplers of the base model and of checkpoints. (`save_weights_for_sampler` creates samplers of current weights.)"""
 
 from typing import Annotated
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 router = APIRouter()
 
 MOST_DETAIL = 1000
-"""Maximum characters of a client's message about the end of a session that are logged."""
+"""Maximum characters that are logged of a client's message about the end of a session."""
 
 
 @router.post("/create_session", response_model_exclude_none=True)

@@ -1,1 +1,1 @@
-"""Fair sharing between senders: memory for bodies (`body_quota`), threads for decoding and encoding (`decode_pool`)."""
+"""Fair shares for each sender: of memory for bodies (`body_quota`), and of threads for coding (`decode_pool`)."""

@@ -1,9 +1,9 @@
 """Memory quota for request bodies that are being read or processed, and for answers. `skyrl.utils.quota` divides it
 between sharers.
 
-Memory is reserved before a body is read, by its Content-Length, or as it arrives if the length is unknown. If there is
-not enough, the body is rejected unread (429), and the client retries. Small bodies need no reservation, so that a
-sender of large bodies can still poll and keep its sessions alive.
+Memory for a body's Content-Length is reserved before the body is read. Without a Content-Length, memory is reserved as
+the body arrives. If there is not enough memory, the body is rejected unread (429), and the client retries. Small bodies
+need no reservation, so that a sender of large bodies can still poll and keep its sessions alive.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class BodyQuota:
     """Memory reservations by sharer.
 
     Args:
-        what: Description for errors, with braces for the number of bytes.
+        what: Description for errors, a format string with `{}` for the number of bytes.
     """
 
     def __init__(self, what: str = "bodies of {} bytes") -> None:
@@ -31,7 +31,7 @@ class BodyQuota:
 
     @contextmanager
     def keep(self, sharer: str) -> Iterator["Reservation"]:
-        """Create an empty reservation for a body of a sender, and release it at the end of the block."""
+        """Create an empty reservation for a body of this sender. It is released at the end of the block."""
         kept = Reservation(self.quota, sharer)
         try:
             yield kept

@@ -113,7 +113,7 @@ class DecodePool:
                 del self._lines[tenant]
 
     def _end(self, turn: _Turn, ended: asyncio.Future[Any] | None = None) -> None:
-        """Release the thread of a call, and charge the call's excess CPU time."""
+        """Release the thread of a call, and charge the call's excess CPU time to its tenant."""
         if ended is not None and not ended.cancelled():
             ended.exception()  # marks it as retrieved; the caller, if still there, gets it from `run`
         self._free += 1

@@ -1,4 +1,4 @@
-"""Losses that clients have traced."""
+"""Table of the losses that clients have traced."""
 
 import sqlalchemy as sa
 from alembic import op

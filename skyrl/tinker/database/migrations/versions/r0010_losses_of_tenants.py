@@ -1,4 +1,4 @@
-"""Losses that clients have traced, by tenant."""
+"""Index of traced losses by tenant."""
 
 from alembic import op
 

@@ -1,4 +1,4 @@
-"""Number of sampled sequences, beside their tokens. It is unknown for earlier hours."""
+"""Number of sampled sequences, in addition to the number of their tokens. For earlier hours, it is unknown."""
 
 import sqlalchemy as sa
 from alembic import op
