@@ -183,7 +183,8 @@ class EngineConfig(BaseModel):
     used again. Checkpoints are kept longer."""
 
     keep_last_checkpoints: int = Field(0, ge=0)
-    """Number of newest checkpoints that a model keeps per kind, in addition to public ones; 0: all."""
+    """Number of newest checkpoints that a model keeps per kind (training, sampler, external), in addition to public
+    checkpoints. 0: all."""
 
     trash_retention_sec: int = Field(7 * 24 * 3600, ge=0)
     """Seconds for which expired and surplus checkpoints and unreferenced files stay in .trash, below checkpoints_base.
@@ -369,12 +370,12 @@ class EngineConfig(BaseModel):
         return bucket_folder(base) if isinstance(base, str) else base
 
     def path_of(self, folder: str) -> str:
-        """Return the path or URL of a folder. The database names the folder MODEL/KIND/NAME."""
+        """Return the path or URL of a folder that the database names MODEL/KIND/NAME."""
         bucket = self.checkpoints_bucket if folder.split("/")[1] in NAMED else self.snapshots_bucket
         return str(self.checkpoints_folder / folder) if bucket is None else f"{bucket}/{folder}"
 
     def folder_of(self, path: str) -> str:
-        """Return the name that the database has for a folder with this path or URL."""
+        """Return the name MODEL/KIND/NAME of the folder at a path or URL."""
         if is_url(path):
             return path.removeprefix(f"{self.checkpoints_bucket}/")
         return str(Path(path).relative_to(self.checkpoints_folder))
@@ -393,7 +394,7 @@ class EngineConfig(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
     def without_secrets(self) -> "EngineConfig":
-        """Return the options for the engine, without keys and database URL. `tenant_weights` has tenants, not keys."""
+        """Return the options for the engine, without keys and database URL. Their `tenant_weights` are by tenant."""
         hidden = {"api_keys": (), "operator_keys": (), "tenant_weights": self.weights, "database_url": ""}
         return self.model_copy(update=hidden)
 

@@ -110,7 +110,7 @@ class Service:
         self._waited = asyncio.Event()
         """Set when waiting for the base model is over: it is known, or the server stops."""
         self.copying: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Lock of each request that copies a checkpoint, held during the copy."""
+        """Lock of each request that copies a checkpoint, by request id. It is held during the copy."""
 
     @property
     def info(self) -> BackendInfo:
@@ -140,11 +140,11 @@ class Service:
         return self.config.checkpoints_folder
 
     def path_of(self, folder: str) -> str:
-        """Return the path or URL of a folder that has this name in the database."""
+        """Return the path or URL of a folder that the database names MODEL/KIND/NAME."""
         return self.config.path_of(folder)
 
     def folder_of(self, path: str) -> str:
-        """Return the name that the database has for a folder with this path or URL."""
+        """Return the name MODEL/KIND/NAME of the folder at a path or URL."""
         return self.config.folder_of(path)
 
     def served_names(self) -> list[str]:

@@ -24,7 +24,7 @@ class Redaction:
     The base model's path stays, because clients request the model by this name.
 
     Args:
-        config: Options that name the folders of checkpoints, database and shared adapters, and those of the backend.
+        config: Options with the folders: of checkpoints, database and shared adapters, and in the backend's options.
     """
 
     def __init__(self, config: EngineConfig):

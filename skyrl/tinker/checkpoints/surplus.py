@@ -2,7 +2,7 @@
 
 A model keeps its newest versions and its versions in use. A version is in use if it was created or sampled within
 `ephemeral_idle_sec`, needed by a queued sample, current for inflight samplers, or not on disk yet. All others beyond
-the limits are removed while the session still runs. Samplers of removed versions stay, and their errors name the limit.
+the limits are removed during the session. The newest samplers of removed versions stay; their errors name the limit.
 """
 
 from collections.abc import Iterator, Sequence

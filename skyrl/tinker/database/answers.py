@@ -86,4 +86,4 @@ async def _pieces(answer: Answer) -> AsyncIterator[memoryview]:
     whole = memoryview(answer.body)
     for begin in range(0, len(whole), PIECE_BYTES):
         yield whole[begin : begin + PIECE_BYTES]
-        await asyncio.sleep(0)  # or a client that takes all of it at once keeps the others waiting
+        await asyncio.sleep(0)  # otherwise a client that reads everything at once would block the others

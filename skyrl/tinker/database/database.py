@@ -203,7 +203,7 @@ class Database:
             if len(group) == 1 or _is_of_all(error):
                 for queued in group:
                     queued.future.set_exception(_named(error, self.url))
-            else:  # such as of a disk that is almost full: what is small may fit
+            else:  # for example, the disk is almost full: small jobs may still fit
                 for queued in group:
                     self._commit([queued])
             return
@@ -237,7 +237,7 @@ def _attempt(session: Session, jobs: Sequence[Job[Any]]) -> list[Any]:
                 raise
             savepoint.rollback()
             outcome = _Failed(error)
-        session.expunge_all()  # or a later job's failure would take back what this one returns
+        session.expunge_all()  # otherwise a later job's rollback could expire the rows that this job returns
         outcomes.append(outcome)
     return outcomes
 
@@ -420,7 +420,7 @@ def _keep_private(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch(mode=0o600)
     for suffix in ("", "-wal", "-shm", ".lock"):
-        with suppress(OSError):  # it is not there, or somebody else's
+        with suppress(OSError):  # it does not exist, or another user owns it
             file.with_name(file.name + suffix).chmod(0o600)
 
 

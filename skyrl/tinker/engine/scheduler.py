@@ -119,7 +119,7 @@ class Scheduler:
         return True
 
     def tenant(self, model_id: str) -> str:
-        """Tenant of a model; "" if the model is not known."""
+        """Return the tenant of a model, or "" if the model is not known."""
         line = self._lines.get(model_id)
         return line.tenant if line else ""
 

@@ -27,7 +27,7 @@ class Measured:
     Args:
         app: The application.
         prefix: Path prefix of the API; some versions of FastAPI omit it from a route's path.
-        access_log: True to log a line for each response. It has the route, because values in the path may be secret.
+        access_log: True to log a line for each response. The line has the route, because the path may have secrets.
     """
 
     def __init__(self, app: ASGIApp, prefix: str, access_log: bool = False):
@@ -41,8 +41,8 @@ class Measured:
             return
         given = Headers(scope=scope).get(ID_HEADER, "")
         request_id = given if GIVEN_ID.fullmatch(given) else uuid4().hex
-        REQUEST_ID.set(request_id)  # of this request's task, and of those that it starts
-        began, status, sent = time.perf_counter(), 500, 0  # an exception that gets here is answered with that
+        REQUEST_ID.set(request_id)  # in this request's task, and in tasks that it starts
+        began, status, sent = time.perf_counter(), 500, 0  # 500: for exceptions that reach this middleware
 
         async def noted(message: Message) -> None:
             nonlocal status, sent

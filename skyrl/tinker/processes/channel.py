@@ -210,7 +210,7 @@ class ApiChannel:
                     self._writing = False
                 else:
                     self._write_small(frames[0])
-                    await asyncio.sleep(0)  # many may wait
+                    await asyncio.sleep(0)  # many frames may wait, and other tasks should run in between
                 frames.popleft()  # only now: the tenant's next frame must not overtake it
                 self._unsent.move_to_end(tenant)
                 if not frames:

@@ -31,7 +31,7 @@ TOKENS = "tokens"
 
 
 def encode(frame: object) -> list[bytes | memoryview]:
-    """Encode a frame as a list of buffers. All but the first are arrays of the frame, not copied."""
+    """Encode a frame as a list of buffers. All buffers after the first are the frame's arrays, which are not copied."""
     parts = _parts(frame)
     return [b"".join([*map(NUMBER.pack, [len(parts), *map(len, parts)]), parts[0]]), *parts[1:]]
 

@@ -76,7 +76,7 @@ class EngineModels:
         self._life = 0
         self._proving = -1
         """If equal to `_life`, models with suspect bodies (`CrashRecord.suspect_bodies`) are now being revived in this
-        engine, one at a time. All other models wait until then."""
+        engine, one at a time. All other models wait until this is done."""
         self._places = asyncio.Semaphore(AT_A_TIME)
         self._database = RetryingWriter(service.database, OSError, Unreachable)
         self._tasks = Tasks()

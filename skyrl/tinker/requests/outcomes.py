@@ -70,7 +70,7 @@ class Outcomes:
         self._writer = RetryingWriter(service.database, DatabaseFull)
         self._last_writer = RetryingWriter(service.database, Exception)
         self._dropped: set[str] = set()
-        """Models with an outcome that could not be stored before the stop. Later outcomes of these are dropped."""
+        """Models with an outcome that could not be stored before the stop. Later outcomes of a model are dropped."""
 
     # -- events to store ----------------------------------------------------------------------------------------------
 

@@ -48,8 +48,7 @@ MAX_JSON_BYTES = 64 * 2**20
 ZSTD_PIECE = 1024
 """Maximum compressed bytes per decompression step. A step yields at most 32 MiB, so a zip bomb is detected in time."""
 ZSTD_MAKES = 2**20
-"""Target bytes of a decompressed piece. Copying a piece holds the interpreter lock, so a zip bomb gets shorter steps.
-"""
+"""Target bytes of a decompressed piece. Steps adapt to it, because copying a piece holds the interpreter lock."""
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class SetTtlRequest(WireModel):
 
 
 class CopyWeightsRequest(RequestModel):
-    """Request of `copy_weights`. The copy goes to a project, or it becomes a model of a session."""
+    """Request of `copy_weights`. The copy goes to a project, or it becomes a run of a session."""
 
     source_path: str
     destination_project_id: str | None = None

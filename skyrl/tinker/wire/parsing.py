@@ -63,7 +63,7 @@ class ModelAddress(BaseModel):
 
 
 class WholeModelAddress(BaseModel):
-    """A model, for requests without seq_id. They take their position in the model's order when they arrive."""
+    """A model, for requests without seq_id. Such requests take their position in the model's order when they arrive."""
 
     model_id: str
 
@@ -94,7 +94,7 @@ class Parsed(Generic[T]):
     request: T | None
     error: str = ""
     is_pass: bool = False
-    """True for a pass that would have added gradients. If it fails, the next optimizer step must not run."""
+    """True for a pass that adds gradients. If it fails, the model's next optimizer step must not run."""
     held_bytes: int = 0
     """Approximate memory of the request in bytes, which may be much more than the size of its body."""
 

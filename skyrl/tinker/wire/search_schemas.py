@@ -90,7 +90,7 @@ class SessionSearchResponse(BaseModel):
 
     sessions: list[SessionSummary]
     next_cursor: SearchCursor | None = None
-    """None: this is the last page."""
+    """Cursor for the next page. None: this is the last page."""
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -120,4 +120,4 @@ class CheckpointSearchResponse(BaseModel):
 
     checkpoints: list[Checkpoint]
     next_cursor: CheckpointSearchCursor | None = None
-    """None: this is the last page."""
+    """Cursor for the next page. None: this is the last page."""

@@ -36,7 +36,7 @@ def stream_archive(folder: str) -> Stream:
 
 
 def _opened(parts: Iterator[int | bytes]) -> Stream:
-    """Open a generator that yields the total size first, once its files are open, and then the pieces."""
+    """Start a generator, which opens its files, yields the total size, and then yields the pieces."""
     size = next(parts)
     assert isinstance(size, int)
     return Stream(size, parts)  # pyright: ignore[reportArgumentType]

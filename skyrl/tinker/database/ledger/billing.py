@@ -208,7 +208,7 @@ def _audited(
 
 
 def _places(session: Session) -> Callable[[dict[str, Any]], Place]:
-    """Return a function that returns a checkpoint's place from the details of its audit event.
+    """Return a function that reads a checkpoint's place from the details of an audit event.
 
     The project is the session's current project, or the event's project if the session was removed.
     """

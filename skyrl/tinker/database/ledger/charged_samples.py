@@ -34,7 +34,7 @@ _KNOWN = text("SELECT request_id FROM charged_samples WHERE request_id IN :reque
 
 
 def add(session: Session, samples: Mapping[str, Charge]) -> None:
-    """Add these charges, by request id, to the current hour. An earlier charge with the same id is replaced."""
+    """Charge samples in the current hour. `samples` has the charges by request id; an earlier charge is replaced."""
     hour = charges.this_hour()
     for row in _rows(session, list(samples)):
         _take_back(session, row)
@@ -63,7 +63,7 @@ def handed_out(session: Session, request_ids: Collection[str]) -> None:
 
 
 def forget(session: Session) -> None:
-    """Make the charges of answers final that were not retrieved within `KEPT_S`."""
+    """Make a sample's charge final if the sample's answer was not retrieved within `KEPT_S`."""
     session.execute(delete(ChargedSampleRow).where(col(ChargedSampleRow.hour) < charges.this_hour() - KEPT_S))
 
 

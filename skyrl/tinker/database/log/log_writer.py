@@ -45,7 +45,7 @@ class LogWriter:
         job, what = _Append(entry, refusal, on_log), f"request {entry.request_id}"
         try:
             return await self._writer.write(job, what)
-        except IntegrityError:  # with an earlier try of it, which has taken effect after all? Then this one finds it
+        except IntegrityError:  # perhaps an earlier attempt was committed after all; then this one finds its row
             return await self._writer.write(job, what)
 
     def stop(self) -> None:

@@ -65,7 +65,7 @@ class Entry:
     needs_model: bool
     """True if the model must exist already. False for the request that creates it."""
     is_pass: bool = False
-    """True if the request would add gradients, so a refusal leaves the sums incomplete."""
+    """True if the request would add gradients, so a refusal leaves the gradient sums incomplete."""
     decided: Decisions = field(default_factory=Decisions)
 
 

@@ -141,7 +141,7 @@ def store_checkpoint(session: Session, saved: SavedAs, result: SaveOutput) -> Un
 
 
 def expiry(ttl_seconds: int | None) -> float | None:
-    """Return the Unix time at which a time to live that starts now ends. None: never."""
+    """Return the Unix time at which a time to live ends if it starts now. None: never."""
     return None if ttl_seconds is None else time.time() + ttl_seconds
 
 

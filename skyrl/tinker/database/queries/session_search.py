@@ -25,7 +25,7 @@ from skyrl.tinker.wire.search_schemas import (
 ACTIVE_S = 300
 """Seconds after its last activity for which a session counts as active."""
 NO_PROJECT = "default"
-"""Name of the project of a session without one."""
+"""Project of a session without a project, in requests and answers."""
 ROUNDING_S = 1e-3
 """Upper bound, in seconds, of the rounding error of a time that a client sends back."""
 

@@ -1,1 +1,1 @@
-"""Fair shares for each sender: of memory for bodies (`body_quota`), and of threads for coding (`decode_pool`)."""
+"""Fair sharing between senders. `body_quota` divides memory for bodies, and `decode_pool` divides threads."""
