@@ -8,9 +8,9 @@
     async_client             asyncio client that runs a backend in a thread (used by the trainers)
     statistics               statistics that a backend reports
     base_folder, base_id     a base model's folder, from a path or a hub id, and the content id of its files
-    jax                      the embedded backend
+    jax                      JAX backend, in this process
     torch                    any model of transformers, on workers in this process or in others
-    skyrl_train_backend      documented names of the torch backend
+    skyrl_train_backend      the torch backend under its documented names
 
 To add one: docs/add-a-backend.md.
 """

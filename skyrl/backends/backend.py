@@ -2,12 +2,12 @@
 
 It has three primitives: `submit(operation)` queues work, `step()` does the work that is possible now and returns
 completions, and `cancel(request_id)` drops a sample. Operations of one model take effect in the order of submission;
-operations of different models, and samples, interleave. The documented synchronous methods (`forward_backward(batch)`,
-`optim_step(...)`, `sample(batch)`, ...) submit operations and step until these are done. `AbstractBackend` has every
-member that the engine, the trainers and the contract tests use.
+operations of different models, and samples, interleave. The synchronous methods (`forward_backward(batch)`,
+`optim_step(...)`, `sample(batch)`, ...) submit operations and call `step` until these are done. `AbstractBackend` has
+every member that the engine, the trainers and the contract tests use.
 
-To add a backend, subclass `skyrl.backends.executor.Executor`, which implements the primitives with a few hooks
-(`docs/add-a-backend.md`). The conformance tests in `tests/conformance` show what is missing.
+To add a backend, subclass `skyrl.backends.executor.Executor`, which implements the primitives and calls a few hooks of
+the subclass (`docs/add-a-backend.md`). The conformance tests in `tests/conformance` show what is missing.
 """
 
 from abc import ABC, abstractmethod
@@ -92,7 +92,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """Dispatch micro-batches, handle results, and run a burst of decoding, as far as possible now.
+        """Do the work that is possible now: dispatch micro-batches, handle results, and run a burst of decoding.
 
         Returns completions. Raises `BackendLost` if the backend cannot continue.
         """
@@ -113,7 +113,7 @@ class AbstractBackend(ABC):
     @property
     @abstractmethod
     def computed(self) -> tuple[str, ...]:
-        """Requests that other processes are computing. If such a process crashes, any of them may be the cause."""
+        """Ids of requests that other processes compute now. If such a process crashes, any of them may be the cause."""
 
     @abstractmethod
     def time_left(self) -> float | None:
@@ -162,8 +162,8 @@ class AbstractBackend(ABC):
     def refuse(self, refusal: Rejected) -> bool:
         """Make the model operation with this request id fail at its position, with the refusal's error.
 
-        A pass that has started is not computed further; any other started operation continues. Returns True if the
-        operation fails, False if it is unknown or continues.
+        A forward or forward-backward pass that has started is stopped and fails. Any other operation that has started
+        continues. Returns True if the operation will fail, False if it is unknown or continues.
         """
         return False
 
@@ -183,11 +183,14 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def abandon(self) -> list[ModelOperation]:
-        """Drop and return all unfinished model operations. Their models stay unchanged."""
+        """Drop and return all unfinished model operations.
+
+        Their models stay unchanged, except in a backend with `Executor.in_place`.
+        """
 
     @abstractmethod
     def failed_pass(self, model_id: str) -> str | None:
-        """Error of a pass that failed since the last optimizer step, or None. Such a pass makes the next step fail."""
+        """Error of a pass that failed since the last optimizer step, or None. It makes the next optimizer step fail."""
 
     # -- callbacks set by the engine and the trainers -----------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class AbstractBackend(ABC):
         """Called, from any thread, when `step` may have something to do."""
 
     def on_quantum(self, request_ids: tuple[str, ...]) -> None:  # noqa: B027
-        """Called before a computation, with the ids of its requests and of those in `computed`, which continue."""
+        """Called before a computation, with the ids of its requests and the ids in `computed`, whose work continues."""
 
     def on_progress(self, progress: Progress) -> None:  # noqa: B027
         """Called by `step` with new tokens of a running sample, if the backend reports progress."""
@@ -206,9 +209,9 @@ class AbstractBackend(ABC):
     # -- documented synchronous methods -------------------------------------------------------------------------------
 
     def create_model(self, model_id: str, lora_config: LoraConfig, value_head: bool = False) -> None:
-        """Create an adapter (rank 0: base weights) and its optimizer. With a value head, the model is a critic.
+        """Create an adapter (rank 0: a copy of the base model) and its optimizer. `value_head=True` makes it a critic.
 
-        Raises `RequestError` if it cannot be created.
+        Raises `RequestError` if the model cannot be created.
         """
         self._run(CreateModel(request_id=_new_id(), model_id=model_id, lora_config=lora_config, value_head=value_head))
 
@@ -219,7 +222,7 @@ class AbstractBackend(ABC):
     def forward_backward(
         self, prepared_batch: PreparedModelPassBatch
     ) -> dict[str, ForwardBackwardOutput | ErrorResponse]:
-        """Add gradients to each model's sums; one output per request id."""
+        """Add gradients to each model's gradient sums. Returns one output per request id."""
         return self._finish(passes_of(prepared_batch, False, self.info()))
 
     def forward(self, prepared_batch: PreparedModelPassBatch) -> dict[str, ForwardBackwardOutput | ErrorResponse]:
@@ -232,7 +235,7 @@ class AbstractBackend(ABC):
         return self._expect(operation, OptimStepOutput)
 
     def sample(self, prepared_batch: PreparedSampleBatch) -> dict[str, SampleOutput | ErrorResponse]:
-        """Generate one sequence per row; one output per request id."""
+        """Generate one sequence per row. Returns one output per request id."""
         return self._finish(samples_of(prepared_batch, self.info()))
 
     def save_checkpoint(self, output_path: str, model_id: str) -> None:
@@ -261,7 +264,7 @@ class AbstractBackend(ABC):
         self._run(Publish(request_id=_new_id(), model_id=model_id, version=version, path=path, persist=persist))
 
     def export_model(self, output_path: str, model_id: str) -> None:
-        """Write the whole model to the folder `output_path` in Hugging Face format, with the adapter merged."""
+        """Write the base model with the adapter merged into it to the folder `output_path`, in Hugging Face format."""
         self._run(ExportModel(request_id=_new_id(), model_id=model_id, path=str(output_path)))
 
     def _expect(self, operation: Operation, kind: type[T]) -> T:

@@ -15,7 +15,7 @@ ROPE = ("rope_theta", "rope_scaling")
 
 
 def model_folder(base_model: str) -> Path:
-    """Folder with the model's files; a hub id is downloaded, or found in the hub's cache.
+    """Folder with the model's files. For a hub id, the files are downloaded unless the hub's local cache has them.
 
     Raises:
         RequestError: The name is neither a model folder nor a model that can be downloaded.
@@ -46,7 +46,7 @@ def config_of(base_model: str, field: str = "base_model") -> Mapping[str, Any]:
 
     Args:
         base_model: Folder or hub id.
-        field: Name of the setting with this value, for error messages.
+        field: Name of the setting that gave `base_model`, for error messages.
 
     Raises:
         RequestError: The name is neither a model folder nor a model that can be downloaded, or the file is malformed.
@@ -68,7 +68,7 @@ def config_of(base_model: str, field: str = "base_model") -> Mapping[str, Any]:
 
 
 def overridden(folder: Path, values: Mapping[str, Any], parent: str | Path | None) -> Path:
-    """Create a model folder with changed values in config.json. The other files are links to those of `folder`.
+    """Create a model folder with changed values in config.json. Its other files are links to the files in `folder`.
 
     Args:
         folder: Folder of the model.
@@ -105,7 +105,7 @@ def overridden(folder: Path, values: Mapping[str, Any], parent: str | Path | Non
 
 
 def _check_names(names: Collection[str], known: Collection[str], model_type: Any) -> None:
-    """Raise `RequestError` for a name that is neither known nor a field of transformers for this type of model."""
+    """Raise `RequestError` for a name that is neither known nor in transformers' configuration of this model type."""
     if not (unknown := [name for name in names if name not in known]):
         return
     from transformers import CONFIG_MAPPING
@@ -120,7 +120,7 @@ def _check_names(names: Collection[str], known: Collection[str], model_type: Any
 
 
 def hub_silence() -> str | None:
-    """Reason why the model hub cannot be reached, determined once; None if it responds.
+    """Reason why the model hub cannot be reached, determined by one request; None if the hub responds.
 
     The hub's own client retries many times, with a log line for each attempt, before it uses its cache.
     """
@@ -137,7 +137,7 @@ def hub_silence() -> str | None:
 
 
 def _found(base_model: str, download: Callable[[bool], str], field: str = "base_model") -> Path:
-    """Return the local folder `base_model`, or else the folder that `download` returns.
+    """Return the local folder `base_model` if it exists, otherwise the folder that `download` returns.
 
     The argument of `download` is True if the hub is unreachable, so that only the hub's local cache can be used.
     """

@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 from skyrl.utils.files.tensor_file import read_header
 
 PIECES, PIECE = 16, 4096
-"""Number of pieces read from a tensor, and bytes of each. Smaller tensors are read completely."""
+"""Number of pieces read from a large tensor, and bytes per piece. Tensors up to 64 KiB are read completely."""
 DIGITS = 16
 """Hexadecimal digits of an id."""
 BESIDE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Entries of config.json without influence on computation."""
+"""Entries of config.json that do not affect computation."""
 
 
 def base_id(folder: Path, random: bool = False) -> str:

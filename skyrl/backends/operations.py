@@ -1,4 +1,4 @@
-"""Operations that a backend runs: one dataclass per kind, and the completion that it returns."""
+"""Operations that a backend runs, one dataclass per kind, and the completion that the backend returns for each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ ADAMW = AdamParams()
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """A unit of work. `request_id` is unique, and its completion has the same id."""
+    """A unit of work. `request_id` is unique, and the operation's completion has the same id."""
 
     request_id: str
     tenant: str = ""
@@ -55,8 +55,8 @@ class ForwardBackward(ModelOperation):
     """Add the gradients of a loss, summed over `data`, to the model's sums. Returns `ForwardBackwardOutput`."""
 
     data: list[Datum]
-    """Sequences, checked by `check_pass`. With an objective, their inputs are its `inputs`, `weights`, `target_tokens`
-    and `temperature`."""
+    """Sequences, checked by `check_pass`. If `loss_fn` is an objective, each has the inputs that its `inputs` names,
+    and `weights`, `target_tokens` and `temperature`."""
     loss_fn: str | Objective
     """Name of a loss of the Tinker protocol, or a trainer's objective. Reuse the same object: compiled programs are
     looked up by it."""
@@ -97,7 +97,7 @@ class SaveCheckpoint(ModelOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadCheckpoint(ModelOperation):
-    """Replace the model's weights by those of a training checkpoint. Creates the model if it does not exist.
+    """Load weights and optimizer state from a training checkpoint. Creates the model if it does not exist.
 
     Pending gradients are dropped. Returns `ModelOutput`.
     """
@@ -111,11 +111,11 @@ class LoadCheckpoint(ModelOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveSnapshot(ModelOperation):
-    """Write the model's complete state, gradient sums included, to the folder `path`. Returns `SaveOutput` when it is
-    complete.
+    """Write the model's complete state, gradient sums included, to the folder `path`. Returns `SaveOutput` when the
+    folder is complete.
 
-    When it completes, all earlier writes of the model (checkpoints, versions) are on disk. If one of them cannot be
-    written, the snapshot fails.
+    Then all earlier writes of the model (checkpoints, versions) are on disk. If one of them cannot be written, the
+    snapshot fails.
     """
 
     path: str
@@ -158,7 +158,7 @@ class DeleteModel(ModelOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected(ModelOperation):
-    """Placeholder for a request that was rejected before it was submitted, at its position in the model's order.
+    """Placeholder for a request that was rejected before submission. It keeps the request's place in the model's order.
 
     It completes with `error`. `gradients="incomplete"` makes the model's next optimizer step fail too, which prevents a
     step on a partial batch. `gradients="dropped"` clears the gradient sums, as a failed step does.
@@ -183,8 +183,9 @@ class Sample(Operation):
     options: SamplingOptions = NO_OPTIONS
     num_samples: int = 1
     routing_key: str | None = None
-    """Requests with equal keys, such as those of a conversation, share prefixes. With several engines, the router
-    prefers one engine for them, whose cache may have the prefix. The key has no influence on the result."""
+    """Requests with equal keys, such as the turns of a conversation, share prefixes. With several engines, the router
+    prefers to send them to the same engine, because its cache may have the prefix. The key has no influence on the
+    result."""
     tempered_logprobs: bool = False
     """Report log-probabilities of generated tokens at the request's temperature, for trainers, instead of at 1."""
     topk_sample_logprobs: int = 0
@@ -197,13 +198,13 @@ class Sample(Operation):
     """int32 `[prompt - 1, K]`: K token ids to score at each prompt position after the first. Row i is for position
     i + 1; -1 stands for no token."""
     prompt_alt_tokens_k: int = 0
-    """Number of tokens to draw for each prompt position after the first, at the request's temperature, without filters.
-    """
+    """Number of tokens to draw for each prompt position after the first, at the request's temperature, without top-k,
+    top-p or other filters."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """New tokens of a running sequence. Its result contains them again."""
+    """New tokens of a running sequence. The request's result contains them again."""
 
     request_id: str
     number: int

@@ -21,7 +21,7 @@ def version_of(model_id: str, checkpoint_id: str) -> str:
 
 
 def checkpoint_id_of(path: str) -> str:
-    """Checkpoint id of a sampler checkpoint at this path: its last part, without the suffix of a tar file."""
+    """Id of the sampler checkpoint at this path: the path's last part, without the suffix of a tar file."""
     return without_suffix(path.rstrip("/").rsplit("/", 1)[-1])
 
 
@@ -65,7 +65,7 @@ def passes_of(batch: PreparedModelPassBatch, forward_only: bool, info: BackendIn
 
 
 def samples_of(batch: PreparedSampleBatch, info: BackendInfo) -> list[Operation]:
-    """Create one operation per request of the batch; its rows are samples 0, 1, ... of the first row's seed."""
+    """Create one operation per request of the batch. Row i of a request becomes sample i with the first row's seed."""
     operations: list[Operation] = []
     for request_id, model_id, start, end, needs_prompt_logprobs in batch.request_batch_slices:
         rows = range(start, end)
@@ -107,7 +107,7 @@ def _check_same(what: str, request_id: str, values: list) -> None:
 
 
 def _datum(batch: PreparedModelPassBatch, row: int) -> Datum:
-    """Datum of one row of the columns. Empty columns are inputs that the loss does not have."""
+    """Datum of one row of the batch. An empty column means that the loss has no such input."""
     floats = {
         "weights": batch.all_token_weights[row],
         "logprobs": batch.all_sampling_logprobs[row],

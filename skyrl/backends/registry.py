@@ -1,4 +1,4 @@
-"""Backends by name, for the server and the trainers. No code outside a backend's folder names its class."""
+"""Backends by name, for the server and the trainers. Only code in a backend's folder names the backend's class."""
 
 import inspect
 import pkgutil

@@ -26,7 +26,7 @@ __all__ = ["SkyRLTrainBackend", "SkyRLTrainBackendOverrides"]
 class SkyRLTrainBackendOverrides(TorchBackendConfig):
     """Options of the torch backend, or dotted overrides of the trainer configuration that are translated to them.
 
-    An example is `{"trainer.placement.policy_num_gpus_per_node": 4}`; 0 means the CPU.
+    Example: `{"trainer.placement.policy_num_gpus_per_node": 4}`. With 0 GPUs, workers run on the CPU.
     """
 
     @model_validator(mode="before")
@@ -36,7 +36,7 @@ class SkyRLTrainBackendOverrides(TorchBackendConfig):
 
 
 NOT_A_POLICYS = ForwardOnly, ValueObjective
-"""Objectives without a policy loss and without an entropy."""
+"""Objectives that have neither a policy loss nor an entropy."""
 
 
 class SkyRLTrainBackend(TorchBackend):
@@ -67,7 +67,7 @@ class SkyRLTrainBackend(TorchBackend):
             )
 
     def init_weight_sync_state(self, inference_engine_client: Any = None) -> None:
-        """Do nothing: published versions reach this process's sampler in memory, and engines through their folder.
+        """Do nothing: published versions reach this process's sampler in memory, and engines through `engines.folder`.
 
         Raises `RequestError` for an engine client.
         """

@@ -4,7 +4,7 @@ models             operations on models, and their files
 sampling           continuous batching on top of a backend's computation
 packing            packing of sequences into tiles
 pass_output        results of passes, reassembled from tiles
-adamw              hyper-parameters of a step
+adamw, dimuon      hyperparameters of an optimizer step
 memory_plan        division of a device's memory
 offload            models on the device, in host memory, on disk
 versions           published weights: users, and location in memory or on disk

@@ -7,7 +7,7 @@ import numpy as np
 from skyrl.types import AdamParams
 
 GradientReduction = Literal["sum", "mean"]
-"""Reduction of accumulated gradients by a step: their sum, or their sum divided by the number of sequences."""
+"""Gradient that a step applies: the sum of accumulated gradients, or this sum divided by the number of sequences."""
 SMALLEST_EPS = float(np.finfo(np.float32).tiny)
 """Minimum eps. A smaller one is 0 in float32, and gives 0 / 0 for weights that never had a gradient."""
 

@@ -2,9 +2,9 @@
 
 The order gives two guarantees. When a snapshot of a model is on disk, so are all its earlier writes. A read of a folder
 sees all earlier writes to this folder, by any model. Otherwise writes are independent: a model with slow writes
-occupies one thread. A version that was published with `persist=False` has no request left to fail if the disk is full.
-Such a version stays in memory and is written before the next snapshot of its model, which fails if this write fails
-again.
+occupies one thread. For a version that was published with `persist=False`, no request is left that could report a full
+disk. Such a version stays in memory and is written before the next snapshot of its model, which fails if this write
+fails again.
 """
 
 import logging
@@ -48,7 +48,7 @@ class Writer:
     thread.
 
     Args:
-        on_stored: Called in a thread with a version of `keep_version` when it is on disk.
+        on_stored: Called, in one of the threads, when a version passed to `keep_version` is on disk.
     """
 
     def __init__(self, on_stored: Callable[[str, SaveOutput], None]):
@@ -63,7 +63,7 @@ class Writer:
         self._unwritten: dict[str, _Unwritten] = {}
         """Unwritten versions, in order of publication."""
         self._pending: dict[Future[Any], tuple[str, int]] = {}
-        """Model and bytes of data that are in memory until they are written."""
+        """Model of each unfinished write, and the bytes that it keeps in memory."""
         self._next: Future[None] | None = None
         """Future for the next change of unwritten data, if `next_change` was called."""
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class Writer:
     def submit(
         self, model_id: str, path: str, write: Callable[[], T], nbytes: int = 0, large: bool = False
     ) -> "Future[T]":
-        """Write data of a model to the folder `path`, after all earlier writes of the model and to the folder.
+        """Write data of a model to the folder `path`, after all earlier writes of the model or to the folder.
 
         Meanwhile, `nbytes` count as `unwritten_bytes`. `large` writes do not delay small ones.
         """
@@ -120,13 +120,13 @@ class Writer:
 
     @property
     def unwritten_bytes(self) -> int:
-        """Memory of data that are not on disk yet."""
+        """Bytes of data in memory that are not on disk yet."""
         with self._lock:
             pending = sum(nbytes for _, nbytes in self._pending.values())
             return pending + sum(entry.nbytes for entry in self._unwritten.values())
 
     def has_unwritten(self, model_id: str) -> bool:
-        """True if this model has unwritten data."""
+        """Return True if this model has unwritten data."""
         with self._lock:
             versions = {entry.model_id for entry in self._unwritten.values()}
             return model_id in versions.union(model for model, _ in self._pending.values())
@@ -139,7 +139,7 @@ class Writer:
 
     @property
     def failure(self) -> Exception | None:
-        """Reason why some data are not on disk."""
+        """Reason why some data could not be written; None if no write has failed."""
         return next((entry.failure for _, entry in self._left() if entry.failure is not None), None)
 
     def next_change(self) -> "Future[None]":
@@ -158,7 +158,7 @@ class Writer:
     def snapshot(self, model_id: str, path: str, write: Callable[[], T], large: bool = False) -> "Future[T]":
         """Call `write` when all earlier data of the model are on disk.
 
-        Fails with `StorageError` if they cannot be written.
+        The future fails with `StorageError` if these data cannot be written.
         """
         return self.submit(model_id, path, partial(self._write_after_versions, model_id, write), large=large)
 

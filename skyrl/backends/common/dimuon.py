@@ -2,9 +2,9 @@
 
 The protocol names the optimizer and its hyperparameters, but its formula is not published. The SDK (0.30) mentions a
 learning rate "applied to a direction with Frobenius norm sqrt(rank)", and that "matrix-sign iteration count and
-normalization epsilon are internal constants". Muon does this to a matrix of full rank, so this is Muon on every A and
-B. Early SDKs had a setting that corrected the learning rate by rank. This correction, a factor of 1 at rank 32, is
-omitted here.
+normalization epsilon are internal constants". Muon's direction for a matrix of full rank has this norm, so this module
+applies Muon to every A and B. Early SDKs had a setting that corrected the learning rate by rank. This correction, a
+factor of 1 at rank 32, is omitted here.
 
 Sources: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/ (Muon, the quintic iteration); Bjorck & Bowie
 1971, https://doi.org/10.1137/0708036 (the cubic iteration, used for the last steps because its fixed point is 1).
@@ -50,7 +50,7 @@ class DimuonScalars(NamedTuple):
 
 
 def matrix_sign(matrix: Float[Any, "*batch rows columns"]) -> Float[Any, "*batch rows columns"]:
-    """U V^T of each matrix U S V^T, by iteration. Its Frobenius norm is the square root of the matrix's rank."""
+    """Return U V^T for each matrix U S V^T, by iteration. Its Frobenius norm is the square root of the rank."""
     xp = array_namespace(matrix)
     wide = matrix.shape[-2] <= matrix.shape[-1]
     x = matrix if wide else xp.matrix_transpose(matrix)

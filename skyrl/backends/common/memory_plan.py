@@ -13,11 +13,10 @@ KEPT_FREE = 0.1
 """Fraction of the memory that is not planned for."""
 
 TRAINING_SHARE = 0.4
-"""Fraction of the memory left by base weights and cache. Training calls that need more than it recompute activations.
-"""
+"""Fraction of `Plan.left` that a training call should not exceed. Calls that need more recompute activations."""
 
 COPIES = 4
-"""Maximum copies of a model's weights: weights, gradient sums and two moments."""
+"""Maximum arrays of the size of a model's weights: weights, gradient sums and two moments."""
 
 NEW_IN_A_STEP = 3
 """Arrays that optim_step creates in addition to existing ones: weights and two moments."""
@@ -36,7 +35,7 @@ class SharedDevice(NamedTuple):
     left: int
     """Bytes that engines leave free while they sample."""
     version: int
-    """Bytes of one version, for comparison with the engines."""
+    """Bytes of one version, which this backend holds while it compares engines with itself."""
     models_leave: bool
     """True if models are in host memory while engines sample."""
 
@@ -52,7 +51,7 @@ class Plan(NamedTuple):
     model: int
     """Bytes of a model of the largest rank."""
     device: Device = "host"
-    """Kind of memory. Models and their offloaded copies share the host's."""
+    """Kind of the device. On the host, models and their offloaded copies share one memory."""
     decoding: int = 0
     """Bytes of the largest decode call, in addition to the cache. It never runs together with a training call."""
     shared: SharedDevice | None = None
@@ -103,7 +102,7 @@ class Plan(NamedTuple):
         return on_device, int(host * GIB) or (min(self.left // 4, beside // 2) if shared else beside // 4)
 
     def on_device(self, gib: float, held: int = 0) -> int:
-        """The first value of `models`, at least `held` bytes if they are left and no value is configured."""
+        """First value of `models`. If no value is configured, it is at least `held` bytes, as far as these are left."""
         _check_room("adapter_memory_gib", gib, self.left)
         part = max(self.left // (4 if self.device == "host" else 2), self.model)
         return int(gib * GIB) or max(part, min(held, self.left))
@@ -127,7 +126,7 @@ class Plan(NamedTuple):
         """Raise `RequestError` unless one model fits in addition to the rest.
 
         Args:
-            ways_out: Options to change.
+            ways_out: Options to change, named in the error message.
             call: Description of the largest training call, once its size is known.
         """
         if self.left >= self.model:

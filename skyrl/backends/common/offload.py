@@ -1,4 +1,4 @@
-"""Offloading of models: active models are on the device, idle models in host memory, and on disk when it is full.
+"""Offloading of models: active models are on the device, idle models in host memory or, when that is full, on disk.
 
 Any number of models may be open. A model that an operation needs queues for room on the device, first come first
 served. The first model in the queue reserves the room that it needs. Idle models are evicted in a thread, least
@@ -66,7 +66,7 @@ class OffloadState(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Maximum memory of the model, gradient sums included."""
+        """Maximum bytes of the model in memory, gradient sums included."""
         ...
 
     @property
@@ -103,7 +103,7 @@ class _Resident(Generic[State]):
     info: ModelInfo | None = None
     """Facts about a model on disk."""
     without_sums: bool = False
-    """True if the gradient sums on disk, or on their way there, are void."""
+    """True if the gradient sums in the stored or moving copy must be ignored, because they were dropped meanwhile."""
     refused: StorageError | RequestError | None = None
     """Error with which the model left the queue."""
 
@@ -179,7 +179,7 @@ class ModelOffload(Generic[State]):
         return model.info
 
     def used_bytes(self, tier: Tier) -> int:
-        """Size of the models in a tier; on the device, models with reserved room count, too."""
+        """Bytes of the models in a tier. On the device, models with reserved room count, too."""
         there = {model for model in self._models.values() if model.tier == tier}
         return sum(model.nbytes for model in (there | self._working if tier == "device" else there))
 
@@ -313,7 +313,7 @@ class ModelOffload(Generic[State]):
         self.tidy()
 
     def _served(self, first: _Resident[State]) -> bool:
-        """Return True if the first model has left the queue, with room or with an error."""
+        """Let the first model leave the queue if it has room, or if it cannot get any. Returns True if it left."""
         others = self.used_bytes("device") - (first.nbytes if first.tier == "device" else 0)
         excess = others + first.nbytes - self.budget.device
         if excess <= 0 or not others:

@@ -27,7 +27,7 @@ MAX_SEGMENTS = 64
 """Maximum sequences per tile (a static bound for losses over whole sequences)."""
 
 WIRE_FIELDS = tuple(field for field in INPUT_FIELDS.values() if field != "weights")
-"""Inputs of the losses of the Tinker protocol."""
+"""Inputs of the losses of the Tinker protocol, without `weights`."""
 
 WIDE = 64
 """Targets per token of a tile, for requests with more than one target per token. More targets take several tiles."""
@@ -42,7 +42,7 @@ class DropoutArrays(NamedTuple):
     """uint32 `[2]`, which determines the masks."""
 
     def at(self, *place: int) -> "DropoutArrays":
-        """Return the dropout of a part, such as a module or a rank, identified by numbers from 0."""
+        """Return the dropout for a part, such as a module or a rank. Numbers from 0 identify the part (`place`)."""
         return self._replace(key=np.random.SeedSequence([*self.key.tolist(), *place]).generate_state(2))
 
 
@@ -104,7 +104,7 @@ class Tile:
     arrays: TileArrays
     placements: list[Placement]
     first_target: int = 0
-    """Index of the tile's first target, among the targets per token of a sequence."""
+    """Index of the tile's first target among the targets of a token."""
 
     @property
     def length(self) -> int:
@@ -123,7 +123,7 @@ class TileShape:
     def lengths(self, longest: int, wide: bool = False) -> list[int]:
         """All tile lengths, ascending, if no sequence has more than `longest` tokens.
 
-        The lengths of `wide` tiles, with more than one target per token, are a subset of the others.
+        `wide` tiles have more than one target per token, and only some of these lengths.
         """
         sixteenths = (4, 16) if wide else (1, 4, 8, 12, 16)
         lengths = sorted({max(SHORTEST_TILE, self.tokens * part // 16) for part in sixteenths})

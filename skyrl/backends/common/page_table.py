@@ -1,8 +1,8 @@
 """Page table of the cache: owners of pages, and a tree of shared prefixes.
 
 A page is free, owned by one sequence that writes to it, or part of the prefix tree, where it is read-only. A node of
-the tree is a page with its tokens; the path to the node contains the preceding tokens. A user of a node pins its whole
-path. Unused nodes are evicted when their pages are needed, least recently used first. This module does not handle
+the tree is a page with its tokens; the path to the node contains the preceding tokens. A user of a node pins the whole
+path to it. Unused nodes are evicted when their pages are needed, least recently used first. This module does not handle
 arrays.
 """
 

@@ -11,7 +11,7 @@ from skyrl.types import ForwardBackwardOutput
 
 
 class PassOutput(NamedTuple):
-    """Outputs per token of a tile: the loss `[N]`, and the values that it is computed from."""
+    """Outputs per token of a tile: the loss `[N]`, and the values from which the loss is computed."""
 
     losses: Any
     scores: dict[Output, Any]
@@ -37,8 +37,9 @@ class PassOutputs:
             self._metrics[name] = self._metrics.get(name, 0.0) + total
 
     def result(self) -> ForwardBackwardOutput:
-        """Return the outputs of each datum, the sum of all losses, and a traced loss's metrics, aggregated by the rule
-        in each name.
+        """Return the outputs of each datum, and the metrics: loss, number of tokens, and a traced loss's metrics.
+
+        The end of a metric's name is its aggregation: `:sum` or `:mean` (over sequences).
         """
         loss = sum(float(output.losses.sum(dtype=np.float64)) for output in self._data)
         metrics = {"loss:sum": loss, "num_tokens:sum": float(self._tokens)}

@@ -44,7 +44,7 @@ class _Slot(Generic[Handle]):
 
 @dataclass(eq=False)
 class Claim:
-    """A claim on a version by a request. Created by `VersionPool.claim`."""
+    """A request's claim on a version. Created by `VersionPool.claim`."""
 
     version: str | None
     """Name in the pool, which changes when the version is dropped; None is the base model."""
@@ -56,7 +56,7 @@ class VersionPool(Generic[Handle]):
     """All published versions. Safe to use from several threads.
 
     Args:
-        nbytes: Returns the memory of an adapter.
+        nbytes: Returns the bytes that an adapter takes in memory.
         fitted: Converts an adapter to the form for slots, such as padded to the largest rank. Returns the same object
             if there is nothing to convert.
         slots: Number of slots, including the base model's.
@@ -255,12 +255,12 @@ class VersionPool(Generic[Handle]):
 
     @property
     def held_bytes(self) -> int:
-        """Memory of all versions, including copies in slots."""
+        """Bytes in memory of all versions, including copies in slots."""
         return sum(self._sizes.values()) + sum(slot.nbytes for slot in self._slots.values())
 
     @property
     def excess_bytes(self) -> int:
-        """Memory of all versions above the limit; negative if there is room."""
+        """Bytes by which all versions exceed the memory limit; negative if there is room."""
         return self.held_bytes - self._max_bytes
 
     def _slot_of(self, version: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Waiting of an operation for an external event, by yielding a future."""
+"""Generators with which an operation waits for external events."""
 
 from collections.abc import Generator
 from concurrent.futures import Future
@@ -7,4 +7,4 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 Awaiting = Generator[Future[Any], None, T]
-"""A generator that computes nothing: it yields a future to wait for, and returns the future's result."""
+"""A generator that computes nothing: it yields futures to wait for, and returns a result when they are done."""

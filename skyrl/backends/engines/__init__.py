@@ -2,9 +2,9 @@
 
 protocol, http_engine   interface of an engine, and its implementation over vLLM's OpenAI API
 config                  addresses, sizes and time limits
-needs, requests         engine features that a request needs; its requests to engines and its result
+needs, requests         engine features that a request needs; calls to engines for a request, and its result
 sleeping, waiting       engines that share devices with the trainer; samples that no engine can draw
-router, fleet           assignment of samples and adapters to engines, as pure state; the thread that executes it
+router, fleet           decisions (pure state) on the engine for each sample and adapter; the thread that executes them
 delivery, continuation  resuming a sample on another engine after its engine is lost
 adapter_folder          published versions as folders that engines read, each written once
 admission, probes       verification that an engine serves our base model and our adapters

@@ -78,7 +78,7 @@ class AdapterFolder:
     def write(self, files: Mapping[str, Content]) -> str:
         """Write an adapter to the folder and pin it. Returns its name. Raises `StorageError`.
 
-        A folder of that name stays if it is undamaged. Otherwise it is replaced.
+        An existing folder of that name is kept if it is undamaged. Otherwise it is replaced.
         """
         incoming = self._path / f"{INCOMING}{uuid4().hex}"
         written = write_folder(incoming, files)

@@ -2,9 +2,9 @@
 
 The engine generates a few tokens after a fixed prompt, and the backend's own sampler scores them. If the mean
 difference of log-probabilities exceeds the bound, the engine serves other weights. The same check runs with a random
-adapter on each group of modules, scaled to be far from the base model. It also runs with the base model while such
-adapters occupy all slots, because vLLM 0.32 on CPUs then applies the last slot's adapter to the base model. Finally,
-the check determines the engine's log-probability mode.
+adapter for each group of modules. The adapter's weights are large enough to change the model's log-probabilities
+clearly. The check also runs with the base model while such adapters occupy all slots, because vLLM 0.32 on CPUs then
+applies the last slot's adapter to the base model. Finally, the check determines the engine's log-probability mode.
 """
 
 import asyncio
@@ -169,7 +169,7 @@ class Admission:
         return PROCESSED if certain else RAW
 
     async def _seeds(self, engine: Engine) -> set[str]:
-        """`{BY_PLACE}` if the engine reproduces the second half of a sample from the same seed, else an empty set."""
+        """`{BY_PLACE}` if the engine reproduces the second half of a sample from the same seed, otherwise empty."""
         whole = self._prompt.draw()
         drawn = await engine.generate(whole)
         half = dataclasses.replace(drawn, tokens=drawn.tokens[: len(drawn.tokens) // 2])

@@ -32,8 +32,8 @@ class EngineOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     urls: Annotated[tuple[str, ...], BeforeValidator(_addresses)] = ()
-    """Address of each engine, such as http://10.0.0.5:8000: a server of vLLM's OpenAI API. Engines that do not answer
-    at startup join later."""
+    """Address of each engine, such as http://10.0.0.5:8000. An engine is a server with vLLM's OpenAI API. Engines that
+    do not answer at startup join later."""
 
     launch: LaunchOptions | None = None
     """Engines to start in addition to those at `urls`. They are restarted if they exit, and stopped on shutdown. If we
@@ -73,8 +73,8 @@ class EngineOptions(BaseModel):
     """Maximum top log-probabilities per position: the engine's --max-logprobs."""
 
     logprob_bound: float = Field(default=0.1, gt=0, allow_inf_nan=False)
-    """Maximum mean difference, in nats, between log-probabilities of an engine and ours for it to count as the same
-    model. Typical values are below 0.001 in float32 on both sides, and about 0.01 in bfloat16."""
+    """Maximum mean difference, in nats, between an engine's log-probabilities and ours. An engine within it counts as
+    serving the same model. Typical values are below 0.001 in float32 on both sides, and about 0.01 in bfloat16."""
 
     check_every_sync: bool = True
     """Before the first sample of a version on an engine, compare the engine's log-probabilities of 32 tokens after a
@@ -87,14 +87,14 @@ class EngineOptions(BaseModel):
 
     stream: bool = True
     """Stream tokens, so that samples of a lost engine resume on another engine instead of restarting. Start vLLM with a
-    --stream-interval of about 16: each chunk costs about 50 microseconds here."""
+    --stream-interval of about 16: each chunk costs this process about 50 microseconds."""
 
     connect_timeout_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
     """Timeout in seconds to connect to an engine, and for its health check."""
 
     timeout_s: float = Field(default=120.0, gt=0, allow_inf_nan=False)
-    """Timeout in seconds of a request to an engine, such as loading an adapter. For samples, token_timeout_s is
-    added. An engine that sends no token of any running sample for so long counts as lost, if samples are streamed."""
+    """Timeout in seconds of a request to an engine, such as loading an adapter. For samples, token_timeout_s is added.
+    If samples are streamed, an engine with running samples that sends no token for `timeout_s` counts as lost."""
 
     token_timeout_s: float = Field(default=0.5, gt=0, allow_inf_nan=False)
     """Seconds per token added to timeout_s for a sample."""

@@ -1,4 +1,4 @@
-"""The rest of a sample to request from an engine, and the tokens delivered before an engine was lost."""
+"""Continuation of a sample after its engine was lost: the tokens received so far, and the request for the rest."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ def rest_of(ticket: Ticket, admitted: Admitted) -> Draw:
 
 
 def keep(ticket: Ticket, name: str, admitted: Admitted) -> None:
-    """Save the tokens that an engine has sent of a sample that it will not complete."""
+    """Keep the tokens received for a sample that the engine will not complete."""
     pieces, ticket.pieces = ticket.pieces, []
     if not pieces or not can_go_on(ticket.draw):
         return

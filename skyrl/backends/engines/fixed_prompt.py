@@ -27,7 +27,7 @@ class FixedPrompt:
         self._prompt = np.random.default_rng(0).integers(info.vocab_size, size=length).astype(np.int32)
 
     def draw(self, adapter: str | None = None, top_k: int = 0) -> Draw:
-        """Request to an engine."""
+        """Request to an engine for a continuation of the fixed prompt."""
         return Draw(
             prompt=self._prompt,
             adapter=adapter,
@@ -39,7 +39,7 @@ class FixedPrompt:
         )
 
     async def difference(self, drawn: Drawn, version: str | None) -> float:
-        """Mean difference of an engine's log-probabilities from those of a version here, in nats."""
+        """Mean absolute difference, in nats, between an engine's log-probabilities and ours under a version."""
         return float(np.abs(drawn.logprobs - await self.scores(drawn, version)).mean())
 
     async def scores(self, drawn: Drawn, version: str | None) -> np.ndarray:

@@ -55,8 +55,8 @@ class Fleet:
         options: Time limits.
         admit: Checks that an engine may be used. Raises `EngineDown`, `EngineFailed`, `Mismatch`.
         path: Returns the folder of an adapter.
-        restore: Writes the folder of an adapter again if files are missing, or (True) damaged. Returns True if it did.
-            Raises `StorageError`.
+        restore: Called with an adapter and `verify`. Writes the adapter's folder again if files are missing or, with
+            `verify`, damaged. Returns True if it wrote the folder. Raises `StorageError`.
         tidy: Called in the thread after each adapter load, with the names of all adapters on engines.
         check: Compares a version on an engine with ours, before its first sample there. Raises `Mismatch`.
         tell: Called in the thread with a ticket and its outcome.

@@ -42,9 +42,9 @@ class HttpEngine(Engine):
     """An engine at a URL.
 
     Args:
-        name: Name for messages, and the URL without `address`.
+        name: Name for messages. It is also the URL if `address` is None.
         options: Key, limits and timeouts.
-        address: Returns the present URL of an engine whose URL changes when it is started again.
+        address: Returns the present URL, for an engine whose URL changes when it is restarted.
     """
 
     def __init__(self, name: str, options: EngineOptions, address: Callable[[], str] | None = None):

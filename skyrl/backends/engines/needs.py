@@ -1,4 +1,4 @@
-"""Features that a request needs of an engine, or the reason why only the backend's sampler can draw it.
+"""Features that a request needs of an engine, or the reason why only the backend's sampler can draw the request.
 
 An engine reports log-probabilities either of the unmodified model (`raw`), or after temperature and filters
 (`processed`). They are never converted, so each request goes to an engine that reports the requested kind. At
@@ -10,7 +10,7 @@ from skyrl.types import LoraConfig
 
 RAW, PROCESSED = "logprobs:raw", "logprobs:processed"
 RAW_MODE, PROCESSED_MODE = "raw_logprobs", "processed_logprobs"
-"""Values of vLLM's --logprobs-mode with these features. The first is its default."""
+"""Values of vLLM's --logprobs-mode that give these features. The first is vLLM's default."""
 BY_PLACE = "seeds by place"
 """Feature: each token depends only on seed, position and preceding tokens, so a sample that resumes on another such
 engine gets identical tokens."""
@@ -30,7 +30,7 @@ def adapter_feature(group: str) -> str:
 
 
 def way_out(lacking: frozenset[str]) -> str:
-    """Advice to start engines that have these features. Empty if there is none."""
+    """Advice on starting engines with the missing features, as the end of a message; empty if there is none."""
     modes = [mode for feature, mode in ((RAW, RAW_MODE), (PROCESSED, PROCESSED_MODE)) if feature in lacking]
     return f"; start them with --logprobs-mode {modes[0]}" if len(modes) == 1 else ""
 

@@ -36,7 +36,7 @@ class Probes(Generic[Version]):
         versions: Pool that the adapters are published to.
         score: Scoring function of the backend's own sampler.
         info: Facts about the backend.
-        bound: Allowed mean difference of log-probabilities for engines.
+        bound: Allowed mean difference, in nats, between log-probabilities of an engine and ours.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ class Admitted:
     base: str = ""
     """Content id of its base weights."""
     difference: float = 0.0
-    """Largest mean difference between its log-probabilities and ours, among the features that passed."""
+    """Largest mean difference, in nats, between the engine's log-probabilities and ours in the checks that passed."""
 
 
 class Engine(ABC):

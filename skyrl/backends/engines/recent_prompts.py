@@ -1,8 +1,8 @@
 """Engines that sampled recent prompts, so that the next turn of a conversation goes to the engine that has its prefix.
 
 The prompt of a turn begins with the whole prompt of an earlier turn. So only whole prompts are recorded, and a prompt
-belongs to the longest recorded prompt that it begins with. A system prompt that conversations share keeps none of them
-together.
+belongs to the longest recorded prompt that it begins with. Conversations that have only a system prompt in common may
+go to different engines.
 """
 
 import bisect
@@ -28,7 +28,7 @@ class RecentPrompts:
         self._sorted: list[int] = []
         """Lengths of recorded prompts, ascending."""
         self._factors = np.zeros(0, np.uint64)
-        """Random factor of each position in hashes."""
+        """Random factor of each position of a prompt, for its hash."""
 
     def hashes(self, context: bytes, prompt: np.ndarray) -> np.ndarray:
         """Hash of each prefix of a prompt, uint64 `[prompt]`. Prompts of different contexts have nothing in common."""
@@ -49,7 +49,7 @@ class RecentPrompts:
         return self._engines.get(begin)
 
     def record(self, hashes: np.ndarray, begin: int | None, engine: str) -> None:
-        """Record a prompt, and the engine for the recorded prompt that it begins with (`begin`)."""
+        """Record the engine of a prompt, and of the recorded prompt that it begins with (hash `begin`), if any."""
         if begin in self._engines:
             self._engines[begin] = engine
             self._engines.move_to_end(begin)

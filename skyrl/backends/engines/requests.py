@@ -1,7 +1,7 @@
-"""A request that engines draw: its sampling requests, and the result assembled from their responses.
+"""A request that engines draw: a call to an engine for each sample, and the result assembled from the responses.
 
-Our own stopping rules decide where sequences end: responses are checked token by token, as if they had been generated
-here. Engines also get the rules, only so that they do not generate more than needed.
+Our own stopping rules decide where sequences end: responses are checked token by token, as if our own sampler had
+generated them. Engines also get the rules, only so that they do not generate more than needed.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class EngineRequest:
     scores: SampleOutput | None = None
     """Scores of its prompt, once computed."""
     hits: int | None = None
-    """Prefix cache hits, in tokens of the prompt, of the sample that ended first."""
+    """Prompt tokens found in the prefix cache for the sample that ended first; None until one has ended."""
 
     @property
     def request_id(self) -> str:
@@ -111,6 +111,6 @@ class EngineRequest:
 
 
 def _seed(words: tuple[int, int], index: int) -> int:
-    """Seed of one sample, in 0 .. 2^63 - 1, which depends only on the request's seed and the index."""
+    """Seed of one sample, in 0 .. 2^63 - 1. It depends only on the request's seed and the index."""
     numbers = np.asarray([*words, index], np.uint64).tobytes()
     return int.from_bytes(blake2b(numbers, digest_size=8).digest()) >> 1

@@ -2,9 +2,9 @@
 
 Waiting samples start in the order of `FairQueue`, fairly between tenants, on an engine with room for a sample and
 either the sample's adapter or a slot for it. Later samples may overtake a sample that finds no slot. When the number of
-samples that overtook it reaches the total capacity of all engines, an adapter is drained on some engine: no more of its
-samples start there, and the running ones complete. So no engine exceeds its capacity, and the wait of a lone tenant's
-adapter is bounded. Samples of a lost engine precede all others.
+samples that overtook it reaches the total capacity of all engines, an adapter is drained on some engine: no more
+samples of this adapter start there, and the running ones complete. So no engine exceeds its capacity, and the wait of a
+lone tenant's adapter is bounded. Samples of a lost engine precede all others.
 """
 
 from collections import Counter, deque
@@ -77,7 +77,7 @@ class Ticket:
 
     @cached_property
     def likeness(self) -> bytes:
-        """Affinity key, equal for samples with the same routing key, or else with the same prompt."""
+        """Affinity key, equal for samples with the same routing key or, if they have none, the same prompt."""
         key = self.request.routing_key
         return self.context + (self.request.prompt.tobytes() if key is None else key.encode())
 
@@ -167,7 +167,7 @@ class Router:
         features: frozenset[str],
         adapters: list[str],
     ) -> None:
-        """Add an engine, with its loaded adapters, of which there are at most `max_loras`."""
+        """Add an engine and its loaded adapters, at most `max_loras`."""
         assert name not in self._places and len(adapters) <= max_loras, (name, adapters)
         held = {adapter: _Adapter("loaded") for adapter in adapters}
         self._places[name] = _ActiveEngine(name, max_requests, max_loras, longest, features, held)
@@ -337,10 +337,11 @@ class Router:
         return best[2]
 
     def _favourite(self, ticket: Ticket) -> str:
-        """Preferred engine for a sample: the one that sampled the beginning of its prompt, such as the previous turn of
-        its conversation, or else the engine of its affinity key.
+        """Preferred engine for a sample: the engine that sampled the beginning of its prompt, such as the previous
+        turn.
 
-        The latter is chosen by rendezvous hashing, so few keys change their engine when engines join or leave.
+        If there is none, rendezvous hashing chooses an engine by the affinity key. Few keys therefore change their
+        engine when engines join or leave.
         """
         if ticket.begin is not None and (recent := self._recent.engine(ticket.begin)) in self._places:
             return recent

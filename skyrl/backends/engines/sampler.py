@@ -1,7 +1,7 @@
-"""`SamplerLoop` that samples with engines. The backend's own sampler draws requests that no engine supports or draws.
+"""`SamplerLoop` that samples with engines. The backend's own sampler draws the requests that engines cannot.
 
 A request claims its version on arrival. Once the version is in memory, it is written to the folder that engines read,
-and the request's samples enter the fleet's queue. The backend's own sampler scores prompts, at the same version.
+and the request's samples enter the fleet's queue. The backend's own sampler scores prompts, with the same version.
 """
 
 import asyncio
@@ -54,13 +54,13 @@ SCORES = " (scores)"
 """Suffix of the ids of scoring requests to the backend's own sampler."""
 ABSENT = "no sampling engine is there that could draw this; the server's log says why; send it again later"
 GONE = "no engine that could draw them has been in use for absent_timeout_s"
-"""Reason for sampling here."""
+"""Reason why the backend's own sampler draws requests."""
 REASONS: dict[type[BaseException], str] = {
     Mismatch: "engines have other weights under their version's name, as errors above say",
     RequestError: "engines refuse them",
     StorageError: "their version cannot be written to the folder that engines read",
 }
-"""Reasons for sampling here, by the error of engines."""
+"""Reasons why the backend's own sampler draws requests, by type of the engines' error."""
 
 
 class EngineSampler(Generic[Version]):
@@ -111,7 +111,7 @@ class EngineSampler(Generic[Version]):
         self._numbers = count()
         self._heard = threading.Event()
         self._told: set[str] = set()
-        """Logged reasons for sampling here instead of on engines."""
+        """Logged reasons why the backend's own sampler draws requests."""
         self._gone = False
         """True if a sample has waited for an engine in vain, and none has joined since."""
         probes = Probes(probe, exports, versions, self._score, info, options.logprob_bound)
@@ -374,7 +374,7 @@ class EngineSampler(Generic[Version]):
     # -- requests of the backend's own sampler ------------------------------------------------------------------------
 
     def _move_here(self, request: EngineRequest, error: BaseException) -> list[Completion]:
-        """Give a request that engines do not draw to our own sampler. Returns its failure if that cannot draw it."""
+        """Give a request that engines did not draw to our own sampler. If it cannot draw it, return the failure."""
         asked, kind = request.job.request, type(error)
         why = GONE if kind is NoEngine else REASONS.get(kind, "engines fail at them, as errors above say")
         try:

@@ -1,4 +1,4 @@
-"""Comparison of each version on each engine with our copy of its weights, before its first sample there.
+"""Comparison of an engine's copy of a version with ours, before the version's first sample on that engine.
 
 The engine generates tokens, and the backend's own sampler scores them.
 
@@ -25,8 +25,8 @@ Version = TypeVar("Version")
 Check = Callable[[Engine, Ticket, Admitted], Awaitable[None]]
 """Compares the version of a sample on an engine with ours. Raises `Mismatch` or the errors of `Engine.generate`."""
 Restore = Callable[[str, bool], Awaitable[bool]]
-"""Writes the folder of an adapter again if files are missing, or (True) damaged. Returns True if it did. Raises
-`StorageError`."""
+"""Writes the folder of an adapter again if files are missing or, if the second argument is True, damaged. Returns True
+if it wrote the folder. Raises `StorageError`."""
 
 TIMES = 10
 """Allowed difference of a version, as a multiple of the difference measured at admission."""
@@ -56,7 +56,7 @@ class SyncCheck(Generic[Version]):
         self._numbers = count()
 
     def bound(self, admitted: Admitted) -> float:
-        """Largest accepted mean difference between log-probabilities of an engine's version and ours."""
+        """Largest accepted mean difference, in nats, between log-probabilities of an engine's version and ours."""
         if self._options.sync_logprob_bound is not None:
             return self._options.sync_logprob_bound
         return min(max(TIMES * admitted.difference, LEAST), self._options.logprob_bound)

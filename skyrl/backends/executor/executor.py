@@ -1,13 +1,13 @@
 """The executor loop: interleaves the training operations of many models with sampling.
 
-A subclass defines how to run an operation, as a generator that yields quanta, which are units of work (`run`), how to
-compute quanta (`compute`), and how to sample (`sampler`). The executor keeps each model's operations in order,
-alternates between models, and runs one sampling burst per step, so a short request never waits for a long one. Work
-that `compute` gives to other processes is in flight until its future is done, without polling. An operation may return
-a `Future` for background work (such as writing a file). It completes when the future is done, and the model continues
-meanwhile.
+A subclass defines three things: `run` runs an operation as a generator that yields quanta (units of work), `compute`
+computes quanta, and `sampler` samples. The executor keeps each model's operations in order, alternates between models,
+and runs one sampling burst per step, so a short request never waits for a long one. `compute` may give work to other
+processes and return a future. The work is in flight until the future is done; nothing polls it. An operation may return
+a `Future` for background work (such as writing a file). The operation completes when the future is done; later
+operations of the model run meanwhile.
 
-One thread calls `submit` and `step`. `wait` in that thread returns when another thread calls `notify`.
+One thread calls `submit` and `step`. When another thread calls `notify`, `wait` in that thread checks for work again.
 """
 
 import logging
@@ -61,19 +61,19 @@ class SamplerLoop(Protocol):
     def busy(self) -> bool:
         """True if `burst` has something to do.
 
-        If this becomes true other than by a call, such as by a finished read or an external answer, the executor's
-        `notify` is called.
+        If this becomes True without a call of this object, for example because a read has finished or an engine has
+        answered, the sampler calls the executor's `notify`.
         """
         ...
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Requests that the next burst may work on."""
+        """Ids of the requests that the next burst may work on."""
         ...
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """Requests that other processes sample, independently of bursts."""
+        """Ids of the requests that other processes sample, independently of bursts."""
         ...
 
     @property
@@ -86,7 +86,7 @@ class SamplerLoop(Protocol):
         ...
 
     def add(self, request: Sample) -> None:
-        """Queue a request, fairly between tenants (`FairQueue`). Raises `RequestError` if it can never run."""
+        """Queue a request, fairly between tenants (`FairQueue`). Raises `RequestError` if the request can never run."""
         ...
 
     def burst(self) -> list[Completion]:
@@ -100,7 +100,7 @@ class SamplerLoop(Protocol):
 
 
 class Executor(AbstractBackend):
-    """Base class of backends: `submit`, `step` and `cancel` for a subclass with `run`, `compute` and a sampler."""
+    """Base class of backends: implements `submit`, `step`, `cancel`. A subclass adds `run`, `compute` and a sampler."""
 
     sampler: SamplerLoop
     in_flight = 1
@@ -110,13 +110,13 @@ class Executor(AbstractBackend):
     in_place = False
     """True if `compute` changes models directly, so a failed dispatch must not be retried.
 
-    After a failed pass, the gradient sums are void until the model's next optimizer step fails and calls
-    `discard_gradients`. A model whose operation was abandoned halfway is void until it is loaded again. An optimizer
+    After a failed pass, the gradient sums are invalid until the model's next optimizer step, which fails and calls
+    `discard_gradients`. A model whose operation was abandoned halfway is invalid until it is loaded again. An optimizer
     step that fails after it began to change weights must raise `BackendLost`.
     """
 
     phase_s = 2.0
-    """Seconds of a training or sampling phase while the other has work, if they share devices."""
+    """Maximum seconds of a training or sampling phase while the other phase has work, if they share devices."""
 
     def __init__(self, base_model: str, config: BaseModel):
         super().__init__(base_model, config)
@@ -143,10 +143,10 @@ class Executor(AbstractBackend):
         """
 
     def compute(self, quanta: list[Quantum]) -> "list[Any] | Future[list[Any]]":
-        """Return the answers to several quanta of equal kind, or to a single one, or a future of the answers.
+        """Return the answers to one quantum, or to several quanta of equal kind, or return a future of the answers.
 
-        On an exception, from the call or from the future, nothing may have changed unless `in_place`. Several quanta
-        are then computed one at a time. If a single quantum fails, its operation's `yield` raises the exception.
+        The call or the future may raise an exception. Unless `in_place`, no model may have changed then, and several
+        quanta are retried one at a time. If a single quantum fails, its operation's `yield` raises the exception.
         `BackendLost` is for failures that no quantum caused; `step` raises it.
         """
         raise NotImplementedError(f"run of {type(self).__name__} yields quanta, so it needs compute")
@@ -273,7 +273,7 @@ class Executor(AbstractBackend):
         return completions
 
     def _burst(self) -> list[Completion]:
-        """Run a sampling burst, and divide its time among its requests."""
+        """Run a sampling burst, and divide its duration equally among the running requests."""
         running = self.sampler.running
         self.on_quantum((*running, *self.computed))
         since = time.monotonic()
@@ -288,7 +288,7 @@ class Executor(AbstractBackend):
     def sleep(self, phase: Phase) -> Future[Any] | None:
         """Release the device memory of a phase, which has no work in flight.
 
-        This method and the next three are called only if `_phases` is set: training and sampling share devices. At
+        This method and the next three are called only if training and sampling share devices (`_phases` is set). At
         first both phases are asleep and the sampler is paused. If a method returns a future, the executor waits for it.
         """
 
@@ -382,7 +382,7 @@ class Executor(AbstractBackend):
     def lose(self, error: BackendLost) -> None:
         """Report, from any thread, that the backend is lost.
 
-        `step` raises the error, unless a dispatch in flight has a more specific one.
+        `step` raises the error, unless a dispatch in flight fails with a more specific error.
         """
         self._lost = self._lost or error
         self.notify()

@@ -73,8 +73,8 @@ class FairQueue(Generic[T]):
     def order(self, most: int | None = None) -> Iterator[T]:
         """Iterate over requests in the order in which they start if each finds room.
 
-        Of a long queue, returns about `most` requests, with some of each tenant. Later changes of the queue do not
-        change the order.
+        From a long queue, yields about `most` requests, including some of each tenant. Later changes of the queue do
+        not change the order.
         """
         own = None if most is None else -(-most // max(1, len(self._lines)))
         lines = {tenant: iter(list(islice(line.values(), own))) for tenant, line in self._lines.items()}

@@ -5,11 +5,11 @@ Turns are fair between tenants, and round-robin between the models of a tenant.
 A model waits in the queue of the tenant of its next operation. Tenants are ordered by the service that they have
 received (`skyrl.utils.fairness`).
 
-Bounds: let Q be the largest cost of a turn of tenant i, and w its weight. The service of i never exceeds that of
-another waiting tenant by more than Q / w without companions (`may_join`), or 2 Q / w with companions. A tenant that
-starts to wait gets a turn after the current dispatches and at most one turn of each other tenant, whatever they send.
-Tenants that are being served when it arrives come after it. In the same way, a model that is being served comes after
-models of its tenant that arrive meanwhile.
+Bounds: let Q be the largest cost of a turn of tenant i, and w the weight of i. The service of i never exceeds the
+service of another waiting tenant by more than Q / w without companions (`may_join`), or 2 Q / w with companions. A
+tenant that starts to wait gets a turn after the current dispatches and at most one turn of each other tenant, whatever
+they send. Tenants that are being served when it arrives come after it. In the same way, a model that is being served
+comes after models of its tenant that arrive meanwhile.
 """
 
 import heapq
@@ -32,7 +32,7 @@ class FairScheduler:
         """Models of each waiting tenant, in round-robin order."""
         self._tenants: dict[str, str] = {}
         self._served: dict[str, str] = {}
-        """Models that had a turn since the last `order`, with the tenants that were charged."""
+        """Models that had a turn since the last `order`, each with the tenant that was charged."""
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -89,7 +89,8 @@ class FairScheduler:
     def may_join(self, model_id: str, cost: int) -> bool:
         """Return True if a model may join another model's turn at this cost, ahead of its own turn.
 
-        Joining is not allowed if it would cancel the effect of weights or of the number of a tenant's models.
+        The tenant's service may exceed the least service of a waiting tenant by at most the price of this cost.
+        Otherwise weights would have no effect, and tenants with many models would get a larger share.
         """
         return self._accounts.may_go_early(self._tenants[model_id], cost)
 

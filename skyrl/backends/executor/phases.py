@@ -1,7 +1,8 @@
-"""Alternating phases of training and sampling, for devices that only one of them can use (`BackendInfo.colocated`).
+"""Alternating phases of training and sampling, for devices that they use in turns (`BackendInfo.colocated`).
 
-A phase lasts while it has work and the other phase has none, or for `phase_s` seconds. Then it starts nothing more, its
-work in flight completes, and hooks of the backend hand the devices over:
+While the other phase has no work, a phase lasts without limit. Otherwise it lasts until it has no more work, or for
+`phase_s` seconds at most. Then it starts nothing more, its work in flight completes, and hooks of the backend hand the
+devices over:
 
     training -> sampling: sleep("training"), wake("sampling"), resume()
     sampling -> training: pause(), sleep("sampling"), wake("training")

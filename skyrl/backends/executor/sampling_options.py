@@ -18,7 +18,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_values(options: SamplingOptions, max_tokens: int) -> None:
-    """Raise `RequestError` for the first invalid value, for a sample of at most this many tokens."""
+    """Raise `RequestError` for the first invalid value. The sample generates at most `max_tokens` tokens."""
     for name, value in options.given.items():
         if name in RULES and not RULES[name][1](value):
             raise RequestError(f"{name}={value}: must be {RULES[name][0]}")

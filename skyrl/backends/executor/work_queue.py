@@ -1,14 +1,14 @@
 """The training part of the executor loop: operations of many models, dispatched in a few quanta at a time.
 
 An operation is a generator. It yields its next unit of work, a `Quantum` (or several), and receives the answers. In
-each turn, the model that `skyrl.backends.executor.fair_scheduler` selects leads. Quanta of other models of the same
-kind are added to its dispatch, and further quanta of these models while there is room. To find the quanta of another
-model, its next operation may be started before its turn, if it is a pass. Creating quanta is work of the host, and is
-limited per turn.
+each turn, `skyrl.backends.executor.fair_scheduler` selects a leading model, whose next quantum starts a dispatch. Other
+models add quanta of the same kind, and while there is room, all these models add more. To get the quanta of another
+model, the queue may start that model's next operation before its turn, if it is a pass. Creating quanta is work of the
+host, and is limited per turn.
 
-A dispatch is computed at once, or by other processes. In that case it is in flight until its future is done, beside as
-many other dispatches as the computer supports. Tenants are charged at dispatch. Meanwhile, other operations start,
-continue on the host, and end.
+A dispatch is computed at once, or by other processes. In the second case, it is in flight until its future is done; the
+computer sets the maximum number of dispatches in flight. Meanwhile, other operations start, continue on the host, and
+end. Tenants are charged at dispatch.
 
 An operation may also compute something itself and then yield None, which counts as a turn. Or it yields a future of an
 external event: then it has no turn, and costs nothing, until the future is done.
@@ -37,12 +37,12 @@ LOOKED_AT = 256
 BEGUN_EARLY = 2**16
 """Maximum tokens of operations that start before their turn, per turn. Larger operations wait for their own turn."""
 AHEAD = 4
-"""Models whose quanta are prepared while all dispatches are in flight, so that the next dispatch starts without delay.
+"""Maximum models whose quanta are prepared while no dispatch can start, so that the next dispatch starts without delay.
 """
 COUNTED = ("train_dispatches", "train_micro_batches", "train_places", "train_computed_tokens")
 WAITING_AT_ONCE = 2
-"""Started operations of a tenant that wait for a future, so that one can become ready while another is computed. With a
-larger value, all models of a tenant would enter the queue ahead of another tenant's only model."""
+"""Maximum started operations per tenant that wait for a future. With two, one can become ready while the other is
+computed. With a larger value, all models of a tenant would enter the queue ahead of another tenant's only model."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Quantum:
     cost: int
     """Tokens to compute."""
     kind: Hashable | None = None
-    """Quanta of different models with equal kind may be computed together; None: alone."""
+    """Quanta with equal kind may be computed together, also those of different models. None: computed alone."""
     inputs: Any = None
     surcharge: int = 0
     """Tokens charged in addition to the cost, for one-time work such as compiling the quantum's program."""
@@ -72,7 +72,7 @@ class Ended(NamedTuple):
     operation: ModelOperation
     outcome: "Result | Future[Result] | Exception"
     device_s: float = 0.0
-    """Seconds of its dispatches, divided by tokens among the quanta of each dispatch, and of its own turns."""
+    """Seconds of its own turns, plus its share of its dispatches. Quanta share the time of a dispatch by tokens."""
 
 
 class Part(NamedTuple):
@@ -120,7 +120,7 @@ class _Dispatch:
     """Quanta of the dispatch; empty if they were abandoned."""
     answers: "Future[list[Any]]"
     since: float
-    """Time at which the dispatch was sent, or at which the dispatch before it ended, on the monotonic clock."""
+    """Monotonic time at which the dispatch was sent or, if later, the dispatch before it ended."""
 
 
 class OperationRunner(Protocol):
@@ -146,7 +146,7 @@ class OperationRunner(Protocol):
         ...
 
     def compute(self, quanta: list[Quantum]) -> "list[Any] | Future[list[Any]]":
-        """Return the answers to several quanta of one kind, or to a single one, or a future of the answers."""
+        """Return the answers to one quantum, or to several quanta of equal kind, or return a future of the answers."""
         ...
 
     def most_together(self, kind: Hashable) -> int:
@@ -296,7 +296,7 @@ class WorkQueue:
 
     @property
     def computed(self) -> tuple[str, ...]:
-        """Requests with quanta in flight."""
+        """Ids of the requests with quanta in flight."""
         return self._requests([part for dispatch in self._dispatches for part in dispatch.parts])
 
     @property
@@ -331,7 +331,7 @@ class WorkQueue:
         return ended + self._try_again()
 
     def take_in(self) -> list[Ended]:
-        """Resume operations whose dispatches have ended. Dispatches only quanta whose joint dispatch failed.
+        """Resume operations whose dispatches have ended. Dispatches nothing except retries of failed quanta.
 
         Raises `BackendLost` like `turn`.
         """
@@ -353,7 +353,7 @@ class WorkQueue:
         return ended + self._try_again()
 
     def _next(self, model_id: str) -> Quantum | None:
-        """Next quantum of a model's operation to dispatch."""
+        """Next quantum that a model's operation has for dispatch, or None."""
         return self._asked[model_id].next if model_id in self._asked else None
 
     def _leader(self, order: Iterator[str], ended: list[Ended]) -> str | None:
@@ -521,7 +521,7 @@ class WorkQueue:
     def _advance(
         self, model_id: str, go_on: "Callable[[Work], Wanted]"
     ) -> "Result | Future[Result] | Exception | None":
-        """Run the model's operation up to its next yield. Returns its end, if it ended."""
+        """Run the model's operation up to its next yield. If the operation ended, returns its outcome."""
         self._stalled = False
         self._asked.pop(model_id, None)
         self._waits.pop(model_id, None)
@@ -561,7 +561,7 @@ class WorkQueue:
         return [Ended(operation, outcome, self._seconds.pop(model_id, 0.0))]
 
     def _tell(self, models: Iterable[str]) -> None:
-        """Report the requests that are computed from now on: those of these models, and those in flight."""
+        """Report the requests that are computed from now on: the current ones of these models, and all in flight."""
         request_ids = tuple(self._queues[model_id][0].request_id for model_id in models)
         request_ids += tuple(request_id for request_id in self.computed if request_id not in request_ids)
         if request_ids != self._told:

@@ -69,8 +69,8 @@ class JaxBackendConfig(BaseModel):
     of the memory left by base weights."""
 
     gpu_memory_utilization: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    """Maximum fraction of the device's memory (on CPU, the host's) for base weights and KV cache, in addition to
-    `kv_cache_gib`. 0: no limit."""
+    """Maximum fraction of the device's memory (on CPU, the host's) that base weights and KV cache use together. Applies
+    in addition to the limit `kv_cache_gib`. 0: no limit."""
 
     max_context_length: int = Field(default=0, ge=0)
     """Longest sequence in tokens for training and sampling, at most the model's limit. 0: that limit, at most 8192."""
@@ -104,8 +104,8 @@ class JaxBackendConfig(BaseModel):
     """Name of a critic's value head: `<value_head>.weight` is read from the base model if present, and exported."""
 
     gradient_reduction: GradientReduction = "sum"
-    """Reduction of gradients accumulated since the last optim_step: their sum, or `mean`, which divides it by the
-    number of sequences. Trainers reduce losses themselves, and reject `mean`."""
+    """Reduction of the gradients accumulated since the last optim_step. `sum`: their sum. `mean`: the sum divided by
+    the number of sequences. Trainers reduce losses themselves, and reject `mean`."""
 
     loss_chunk_size: int = Field(default=1024, ge=0)
     """Tokens whose logits are in memory at once. Longer micro-batches recompute logits in the backward pass. 0: all

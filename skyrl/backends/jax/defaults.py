@@ -30,7 +30,7 @@ ROW_TOKENS = 512
 
 
 class Defaults(NamedTuple):
-    """Resolved options: those configured, and defaults for those at 0 or "auto"."""
+    """Resolved options: configured values, and defaults for options at 0 or "auto"."""
 
     matmul_precision: Precision
     tile_tokens: int
@@ -63,8 +63,8 @@ def resolved(
         platform: As `jax.default_backend()`.
         exact: True if base weights are float32. Matrix products are then float32, too, although this is several times
             slower on an accelerator. With a bfloat16 base, products of float32 adapters round their inputs as
-            `jax.lax.Precision.HIGH` does (TF32 on a GPU, three passes of bfloat16 on a TPU), by far less than the
-            base's own activations are rounded.
+            `jax.lax.Precision.HIGH` does (TF32 on a GPU, three passes of bfloat16 on a TPU). The base's own activations
+            are rounded much more.
         left: Bytes of memory after base weights and the safety margin.
         token_bytes: Bytes of KV cache per token in all layers.
         room: Bytes that `gpu_memory_utilization` allows after base weights. None: no such limit.

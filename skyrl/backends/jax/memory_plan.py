@@ -17,20 +17,21 @@ Mode = bool | Literal["selective"]
 Checkpointing = Mode | Literal["auto"]
 
 MODES: tuple[Mode, ...] = (False, "selective", True)
-"""Modes from the fastest to the smallest."""
+"""Modes, from the fastest to the one that takes the least memory."""
 
 STACKS = (1, 4, 16)
 """Possible numbers of tiles in a call, ascending."""
 
 COPIES_OF_A_STACK = 3
-"""Copies of each adapter in a call with several tiles: in the stack, in the stack's gradients, and its gradients."""
+"""Copies of each adapter in a call with several tiles: in the stack, in the stack's gradients, and in its own
+gradients."""
 
 AT_ONCE = GIB // 4
 """Maximum bytes of attention scores that are computed at once, and of arrays derived from them."""
 
 
 def memory_limit() -> int:
-    """Bytes of memory of the base model's device: the accelerator, else the host."""
+    """Bytes of memory of the base model's device: the accelerator, or the host if there is none."""
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -82,5 +83,5 @@ def choose_stacks(room: int, adapter: int) -> tuple[int, ...]:
 
 
 def stack_bytes(stack: int, adapter: int) -> int:
-    """Bytes of a call for its adapters, in addition to those for its tokens."""
+    """Bytes that the adapters of a call take, in addition to the bytes for its tokens."""
     return COPIES_OF_A_STACK * stack * adapter if stack > 1 else 0

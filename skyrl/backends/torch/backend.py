@@ -163,7 +163,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
 
     @property
     def _held_bytes(self) -> int:
-        """Bytes of `full_models` on a worker."""
+        """Bytes that `full_models` models take on a worker."""
         count = self.config.full_models
         return count and count * self.nbytes_of(Kind(LoraConfig(rank=0), value_head=True))
 
@@ -340,7 +340,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         return self.group.hang()
 
     def _alone(self, quantum: Quantum) -> "Future[list[Any]]":
-        """Run a command on all ranks. If it fails, the exception is its result, as for tiles."""
+        """Run a command on all ranks. The future gives a list with the answer, or raises the command's exception."""
         outcome: Future[list[Any]] = Future()
         outcome.set_running_or_notify_cancel()
 
@@ -390,7 +390,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         return outputs.result(), sums
 
     def _together(self, kind: Kind, weights: int | None, sums: int | None) -> tuple[Any, ...]:
-        """Key of tiles that ranks may compute at the same time, because they take part in the same collectives."""
+        """Key of a pass. Ranks may compute tiles with equal keys at the same time, because their collectives match."""
         facts = self.group.facts
         return pass_of(facts.targets, kind, weights, sums) if facts.is_sharded else (TILE,)
 

@@ -44,14 +44,14 @@ class TorchBackendConfig(BaseModel):
     assigns GPUs itself."""
 
     workers: Workers = "in_process"
-    """Executor of the workers: this process (one worker), processes of this machine, or actors of a Ray cluster."""
+    """Place where workers run: this process (one worker), processes of this machine, or actors of a Ray cluster."""
 
     num_workers: int = Field(default=1, ge=1)
     """Number of ranks. Each computes a share of the micro-batches."""
 
     ray_address: str | None = None
-    """Address of the Ray cluster to join, which is never stopped; `auto`: this machine's cluster. None: the address in
-    RAY_ADDRESS, or else a new local cluster, which is stopped with the workers."""
+    """Address of the Ray cluster to join; `auto`: this machine's cluster. None: the address in RAY_ADDRESS if set,
+    otherwise a new local cluster. A new cluster is stopped with the workers; a joined one never is."""
 
     ray_resources: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Ray resources per worker, {"GPU": 1, "CPU": 8}, including custom resources of the cluster. A fraction of a GPU
@@ -116,16 +116,16 @@ class TorchBackendConfig(BaseModel):
     micro-batch does not fit otherwise."""
 
     gradient_reduction: GradientReduction = "sum"
-    """Reduction of gradients accumulated since the last optim_step: their sum, or `mean`, which divides it by the
-    number of sequences. Trainers reduce losses themselves, and reject `mean`."""
+    """Reduction of the gradients accumulated since the last optim_step. `sum`: their sum. `mean`: the sum divided by
+    the number of sequences. Trainers reduce losses themselves, and reject `mean`."""
 
     loss_chunk_size: int = Field(default=1024, ge=0)
     """Tokens whose logits are in memory at once. Longer micro-batches recompute logits in the backward pass. 0: all
     tokens of a micro-batch."""
 
     compile_scores: bool = False
-    """Fuse the computation of log-probabilities and entropies from logits with torch.compile. Takes a minute at
-    startup, and a C++ compiler."""
+    """Fuse the computation of log-probabilities and entropies from logits with torch.compile. Needs a C++ compiler, and
+    takes a minute at startup."""
 
     sample_max_num_sequences: int = Field(default=32, ge=1)
     """Maximum sequences decoded at once."""
@@ -152,16 +152,17 @@ class TorchBackendConfig(BaseModel):
     share of the machine's memory."""
 
     gpu_memory_utilization: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    """Maximum fraction of the memory of `memory_limit_gib` for base weights and KV cache, in addition to
-    `kv_cache_gib`. 0: no limit."""
+    """Maximum fraction of the memory of `memory_limit_gib` that base weights and KV cache use together. Applies in
+    addition to the limit `kv_cache_gib`. 0: no limit."""
 
     adapter_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """GiB on a worker for weights, gradient sums and moments of models. Models beyond that are moved to disk. 0:
     planned from the remaining memory."""
 
     full_models: int = Field(default=0, ge=0)
-    """Fully trained models that are open at the same time. Without `adapter_memory_gib`, models get memory for so many,
-    as far as it is left; otherwise half of what is left (a quarter on a CPU). Trainers set this themselves."""
+    """Number of fully trained models that are open at the same time. If `adapter_memory_gib` is 0, models get half of
+    the remaining memory (a quarter on a CPU), or more if this number of models needs it and it is left. Trainers set
+    this themselves."""
 
     version_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """GiB for published versions. Beyond that, versions that are on disk are evicted from memory, least recently used
@@ -169,8 +170,8 @@ class TorchBackendConfig(BaseModel):
 
     engines: EngineOptions = EngineOptions()
     """Sampling engines that run already, {"urls": [...], "folder": "..."}, or that are launched here, {"launch":
-    {"python": "/opt/vllm/bin/python", "count": 2}, "folder": "..."}. They sample from adapters and the base model. This
-    backend samples requests that they do not support."""
+    {"python": "/opt/vllm/bin/python", "count": 2}, "folder": "..."}. They sample from adapters and the base model. The
+    backend itself samples requests that engines do not support."""
 
     offload_after_step: bool = True
     """Move inactive models off the device: to disk if they do not all fit, and to host memory while engines that share
@@ -184,7 +185,8 @@ class TorchBackendConfig(BaseModel):
 
     deterministic: bool = False
     """Make results bit-identical. Samples do not depend on concurrent requests. On a GPU, attention over packed
-    sequences takes a call for each sequence, because gradients of the kernel for all of them are not reproducible."""
+    sequences then takes one call per sequence, because the kernel for packed sequences has no reproducible
+    gradients."""
 
     @model_validator(mode="after")
     def _check(self) -> "TorchBackendConfig":

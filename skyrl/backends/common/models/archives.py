@@ -2,7 +2,7 @@
 
 A checkpoint is written as a tar file if its path has the suffix of one, and read as a tar file if its path is a file. A
 URL names a folder in a bucket. Tar files and bucket folders are copied to a temporary folder to be read. If the process
-is killed, the next one that reads such a copy there removes the folder.
+is killed, the next process that makes such a copy removes the folder.
 
 A tar file has the files of the corresponding folder, manifest included. Sampler checkpoints of other servers, with only
 adapter_model.safetensors and adapter_config.json, can be read, too.
@@ -55,7 +55,7 @@ BESIDE_NUMBERS = 2**26
 
 
 def write_checkpoint(path: str, files: Mapping[str, Content]) -> Written:
-    """Write these files to `path`, as a tar file if it has the suffix of one, else as a folder.
+    """Write these files to `path`: a tar file if the path has the suffix of one, otherwise a folder.
 
     Raises:
         RequestError: The path is the URL of a tar file.
@@ -164,7 +164,7 @@ def _scratch_folder(parent: Path) -> Iterator[Path]:
 
 @contextmanager
 def _beside(parent: Path) -> Iterator[Path]:
-    """Context with a temporary name in `parent`; its folder is removed afterwards."""
+    """Context with the path of a folder to create in a temporary folder in `parent`, which is removed afterwards."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         around = Path(tempfile.mkdtemp(prefix=".", suffix=TEMPORARY, dir=parent))

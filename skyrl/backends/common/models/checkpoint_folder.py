@@ -38,8 +38,8 @@ Adapters that are trained with `train_unembed=False` leave the projection as it 
 IN_MEMORY = "in_memory.json"
 """Marker file of a folder whose weights are only in the memory of the process that published them."""
 FORMAT, FORMAT_OF_PARTS = 2, 3
-"""Formats of training checkpoints: one file, or files of several processes. The tensors of format 1 are those of format
-2 on torch, and stacked and padded on JAX."""
+"""Formats of training checkpoints: 2 has one file of tensors, 3 has files of several processes. Format 1 has the
+tensors of format 2 if torch wrote it, or stacked and padded tensors if JAX wrote it."""
 READABLE = (1, FORMAT, FORMAT_OF_PARTS)
 
 
@@ -57,7 +57,7 @@ def peft_files(tensors: Content, config: Mapping[str, Any], on_tied: bool) -> di
 
 
 def pack_header(kind: Kind, base_model: str, step: int, sequences: int | None, form: int = FORMAT) -> bytes:
-    """Content of `TRAINING_STATE` for a model after this many optimizer steps, with gradients of `sequences` since."""
+    """Content of `TRAINING_STATE` for a model after `step` optimizer steps, with `sequences` in its gradient sums."""
     header = {
         "format": form,
         "base_model": base_model,

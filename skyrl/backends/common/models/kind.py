@@ -15,14 +15,14 @@ VALUE_HEAD = "value_head"
 HEAD_STREAM = zlib.crc32(VALUE_HEAD.encode())
 """Distinguishes the random draws of a value head from others with the same seed."""
 SELECTING = ("target_modules", "exclude_modules")
-"""Options for the selection of modules that only `AdapterConfig` has."""
+"""Options that select modules. Only `AdapterConfig` has them."""
 UNADAPTED = {
     "embed_tokens": "the token embedding cannot be adapted",
     "gate": "routers of experts cannot be adapted",
     "router": "routers of experts cannot be adapted",
     "all-linear": "give all-linear alone, without brackets",
 }
-"""Hints for names that are no names of linear layers."""
+"""Hints for given names that do not name linear layers."""
 
 
 class Kind(NamedTuple):

@@ -1,7 +1,8 @@
 """Operations on models, for all backends whose models are adapters or copies of a base model.
 
 A backend provides the computation (`run_pass`, `run_step`) and the content of models (`fresh_state`, `ModelFormat`).
-The set of models, their location, queues for room, checks and files are the same for all backends.
+This module provides the rest, the same for all backends: the set of models, their location, queues for room, checks and
+files.
 """
 
 import contextlib
@@ -74,28 +75,28 @@ class ModelBackend(Executor, Generic[State, Version]):
     max_lora_adapters: int
     """Number of version slots for sampling, including the base model's."""
     gradient_reduction: GradientReduction
-    """Reduction of the gradient sums by optimizer steps."""
+    """Reduction that optimizer steps apply to gradient sums."""
 
     # -- computation of the backend -----------------------------------------------------------------------------------
 
     @abstractmethod
     def nbytes_of(self, kind: Kind) -> int:
-        """Memory of a model that does not exist yet, as `OffloadState.nbytes`."""
+        """Bytes of a new model of this kind, with the meaning of `OffloadState.nbytes`."""
 
     def stored_bytes(self, kind: Kind) -> int:
-        """Maximum bytes of the tensors in a checkpoint of such a model. Raises `RequestError` if no such model can
-        exist."""
+        """Maximum bytes of the tensors in a checkpoint of a model of this kind. Raises `RequestError` if no such model
+        can exist."""
         return self.nbytes_of(kind)
 
     @abstractmethod
     def fresh_state(self, kind: Kind, seed: int) -> State:
-        """Create a model before its first step. Raises `RequestError` for an unsupported kind."""
+        """Create a new model, without optimizer steps. Raises `RequestError` for an unsupported kind."""
 
     @abstractmethod
     def run_pass(
         self, operation: ForwardBackward, state: State
     ) -> Generator[Any, Any, tuple[ForwardBackwardOutput, Gradients | None]]:
-        """Compute a checked pass: its result, and its gradients if it has any. Yields quanta."""
+        """Compute a checked pass, as a generator that yields quanta. Returns its result, and its gradients or None."""
 
     @abstractmethod
     def add_gradients(self, state: State, gradients: Gradients) -> None:
@@ -103,10 +104,10 @@ class ModelBackend(Executor, Generic[State, Version]):
 
     @abstractmethod
     def run_step(self, scalars: StepScalars, state: State) -> Generator[Any, Any, tuple[float, Callable[[], None]]]:
-        """Compute an optimizer step: the gradient norm before clipping, and a function that applies the step to
-        `state`.
+        """Compute an optimizer step, as a generator that yields quanta unless it computes at once.
 
-        The model is unchanged until that function is called. Yields quanta, if it does not compute at once.
+        Returns the gradient norm before clipping, and a function that applies the step to `state`. The model is
+        unchanged until that function is called.
         """
 
     def step_metrics(self, scalars: StepScalars, state: State) -> dict[str, float]:
@@ -154,7 +155,7 @@ class ModelBackend(Executor, Generic[State, Version]):
     # -- documented methods outside the contract ---------------------------------------------------------------------
 
     def load_sampler_checkpoint(self, model_id: str, checkpoint_id: str, checkpoint_path: str) -> None:
-        """Publish the sampler or training checkpoint in a folder or tar file as `checkpoint_id` of `model_id`."""
+        """Publish a sampler or training checkpoint (folder or tar file) under the id `checkpoint_id` of `model_id`."""
         version = version_of(model_id, checkpoint_id)
         weights = self._storage.read_version(checkpoint_path)
         self._versions.publish(version, weights)
@@ -202,7 +203,7 @@ class ModelBackend(Executor, Generic[State, Version]):
         }
 
     def archives(self, scratch: str | None) -> Archives:
-        """Create a reader of checkpoints of all supported models, which unpacks tar files in the folder `scratch`."""
+        """Create a reader for checkpoints of all supported models. It unpacks tar files in the folder `scratch`."""
         largest = 0
         for rank in (0, self.max_lora_rank):
             with contextlib.suppress(RequestError):  # no such models here
@@ -270,7 +271,7 @@ class ModelBackend(Executor, Generic[State, Version]):
             return output
 
     def _checked(self, operation: ForwardBackward, state: State) -> ForwardBackward:
-        """Check the data of an objective, which come from a trainer.
+        """Check the data of a pass with an objective, which come from a trainer.
 
         Passes of the Tinker protocol were checked before.
         """
@@ -339,7 +340,7 @@ class ModelBackend(Executor, Generic[State, Version]):
 
     @_work.register
     def _write(self, operation: SaveCheckpoint | SaveSnapshot | ExportModel | Publish) -> Work:
-        if not isinstance(operation, SaveSnapshot):  # before the model is in use, and so may not wait
+        if not isinstance(operation, SaveSnapshot):  # before the model is in use, because it may not wait then
             yield from self._storage.room_to_write(operation.model_id)
         with self._at_work(operation.model_id) as brought:
             return (yield from self._storage.write(operation, (yield from brought)))

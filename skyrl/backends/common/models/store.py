@@ -39,11 +39,11 @@ class ModelFormat(ABC, Generic[State, Version]):
 
     @abstractmethod
     def weights_bytes(self, state: State) -> int:
-        """Memory of a model's weights."""
+        """Bytes of a model's weights in memory."""
 
     @abstractmethod
     def version_bytes(self, version: Version) -> int:
-        """Memory of a model's published version."""
+        """Bytes of a model's published version in memory."""
 
     @abstractmethod
     def pack_training(self, state: State) -> Mapping[str, Content]:
@@ -106,7 +106,8 @@ class Storage(Generic[State, Version]):
     archives: Archives
     """Reader of checkpoints in folders and tar files."""
     unwritten_bytes: int
-    """Memory limit for data that are not on disk yet. Above it, models with such data start no further writes."""
+    """Limit in bytes for data in memory that are not on disk yet. Above it, models with such data start no further
+    writes."""
 
     # -- operations, in turns with others -----------------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ class Storage(Generic[State, Version]):
         return (yield from _in_turn(writing, large))
 
     def is_crowded(self, model_id: str) -> bool:
-        """True if unwritten saves and versions have reached their memory limit, and some of them are of this model."""
+        """Return True if unwritten data have reached their memory limit, and some of these data are of this model."""
         return self.writer.unwritten_bytes >= self.unwritten_bytes and self.writer.has_unwritten(model_id)
 
     def room_to_write(self, model_id: str) -> Awaiting[None]:
@@ -227,7 +228,7 @@ class Storage(Generic[State, Version]):
             return self.format.load_version(folder)
 
     def _write_version(self, operation: Publish, path: str, version: Version, lora_config: LoraConfig) -> SaveOutput:
-        """Write a version's files, after which it may leave memory. A persistent version exists only from then on."""
+        """Write a version's files; then it may leave memory. With `persist`, publish the version only then."""
         saved = SaveOutput(path, *write_checkpoint(path, dict(self.format.pack_version(version, lora_config))))
         if operation.persist:
             self.versions.publish(operation.version, version)
@@ -244,7 +245,7 @@ def is_whole(state: OffloadState) -> bool:
 
 
 def _in_turn(writing: Future[Any], large: bool) -> Awaiting[Future[Any]]:
-    """Wait for a background write of a fully trained model, because each pending write keeps a copy in memory."""
+    """Wait for `writing` if the model is fully trained (`large`), because each pending write keeps a copy in memory."""
     while large and not writing.done():
         yield writing
     return writing

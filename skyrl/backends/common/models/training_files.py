@@ -7,9 +7,9 @@ are not padded; each layer and each expert has separate tensors. Connectors of s
 JAX backend has, are `<connector>.phi` and so on; a model without them has no such tensors. `training_state.json` is the
 header.
 
-Processes that share a model's weights write concurrently. Each writes its part of each buffer to a separate file
-(`part_name`): some rows of the first dimension. The parts of a tensor, concatenated in the order of the files, are the
-whole tensor.
+Processes that share a model's weights write concurrently. Each process writes a separate file per buffer (`part_name`),
+with some rows (of the first dimension) of each tensor. The rows of a tensor, concatenated in the order of the files,
+are the whole tensor.
 """
 
 import re

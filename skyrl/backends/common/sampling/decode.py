@@ -1,7 +1,7 @@
 """Decoding of running sequences: rows for the next decode call, and handling of the drawn tokens.
 
-A sequence has no fixed row. Each call packs the sequences of a group of adapters into the smallest number of rows that
-the runner supports, so finished sequences cost nothing.
+A sequence has no fixed row. Each call packs its sequences, which have adapters of one group, into the smallest
+supported number of rows, so finished sequences cost nothing.
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ def push(runner: ModelRunner[Any], sequences: list[Sequence], decoded: Any, step
 
 
 def steps_to_go(sequences: list[Sequence], most: int = BURST) -> int:
-    """Number of steps for the next call: up to the first end of a sequence, but not too few to be efficient."""
+    """Number of steps for the next call: until a sequence reaches its limit, but (for efficiency) not very few."""
     left = [sequence.left for sequence in sequences]
     return min(most, max(*left), max(min(left), BURST // 2)) if len(left) > 1 else min(most, left[0])
 

@@ -26,7 +26,7 @@ BURST = 8
 """Maximum number of tokens per row in one decode call."""
 
 STOP_IDS = 8
-"""Maximum stop tokens per row that end it inside a decode call; the host checks all stop tokens."""
+"""Maximum stop tokens that end a row inside a decode call. Afterwards the host checks all stop tokens."""
 
 SCORED_AT_ONCE = 32
 """Prompt tokens whose logits over the whole vocabulary are in memory at once. Divides every chunk size."""
@@ -43,7 +43,7 @@ DRAWS_AT_ONCE = 8
 
 LARGEST_INT32 = 2**31 - 1
 HOTTEST = 1e30
-"""Maximum temperature. Above it, the distribution is uniform in practice, and the value does not fit into float32."""
+"""Maximum temperature. Above it, the distribution is uniform in practice, and the value may not fit into float32."""
 
 
 def chunks_within(tokens: int) -> tuple[int, ...]:
@@ -217,9 +217,9 @@ class ModelRunner(ABC, Generic[Version]):
     chunks: tuple[int, ...] = CHUNKS
     """Supported chunk sizes in tokens, ascending; a chunk may be partly filled."""
     reads_together: bool = False
-    """True if one call can prefill several prompts, with at most as many tokens in total as the largest of `chunks`."""
+    """True if one call can prefill several prompts, which together have at most `chunks[-1]` tokens."""
     chunks_while_idle: int = 1
-    """Prefill chunks per burst while no sequence is decoded that they could delay."""
+    """Prefill chunks per burst while no sequence is running, so that they delay no decoding."""
 
     @abstractmethod
     def open(self, pages: int, blocks: int, states: int) -> None:
@@ -235,7 +235,7 @@ class ModelRunner(ABC, Generic[Version]):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget the content of all pages and states; nobody uses them."""
+        """Forget the content of all pages and states. None may be in use."""
 
     @abstractmethod
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -262,7 +262,7 @@ class ModelRunner(ABC, Generic[Version]):
 
     @abstractmethod
     def pick(self, logits: Logits, ids: np.ndarray) -> np.ndarray:
-        """Log-probabilities, float32, of `ids`, int32 `[SCORED_AT_ONCE, width]` with one of `TARGET_WIDTHS`."""
+        """Log-probabilities, float32, of `ids` (int32 `[SCORED_AT_ONCE, width]`, with a width in `TARGET_WIDTHS`)."""
 
     @abstractmethod
     def best(self, logits: Logits, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -278,8 +278,8 @@ class ModelRunner(ABC, Generic[Version]):
         Args:
             logits: Logits of a block.
             seed: uint32 `[2]`, as returned by `seed_words`.
-            position: Position of the block's first row. The random number of a draw is that of (seed, LARGEST_INT32
-                - draw, position).
+            position: Position of the block's first row. Draw `n` of a row uses the random number of (seed, sample index
+                LARGEST_INT32 - `n`, step = position of the row).
             first: Index of the first draw of each row.
             temperature: With 0, each draw is the most likely token.
         """
@@ -297,7 +297,7 @@ class ModelRunner(ABC, Generic[Version]):
 
     @abstractmethod
     def drawn(self, decoded: Any, top: bool) -> Drawn:
-        """Copy the output of `decode` to the host; the most likely tokens only if they are requested."""
+        """Copy the output of `decode` to the host. The most likely tokens are copied only if `top` is True."""
 
     def forget_versions(self) -> None:
         """Discard copies of versions, because a call that may have changed them did not finish."""

@@ -1,4 +1,4 @@
-"""Chunked prefill of a prompt into cache pages, with reuse of pages of other prompts that have the same prefix.
+"""Chunked prefill of a prompt into cache pages. If other prompts have the same prefix, their pages are reused.
 
 Prefill reads all tokens except the last one, which the first decode step reads. The first new token therefore needs no
 separate program. Full pages enter the prefix tree immediately, so other prompts can use them while this prompt is still
@@ -21,7 +21,7 @@ WORTH_WAITING = 16
 
 
 class Prompt:
-    """The prompt of a job that has its version slot.
+    """The prompt of a job whose version has a slot.
 
     Args:
         job: Job of the prompt.
@@ -59,7 +59,7 @@ class Prompt:
         return [node.page for node in self.path] + self._own
 
     def waits_for(self, earlier: "Prompt", common: int) -> bool:
-        """Return True if an earlier prompt with this common prefix is about to read tokens needed next."""
+        """Return True if `earlier`, which shares `common` first tokens, is about to read tokens needed next."""
         if earlier.is_read:
             return False
         shared = min(common, self._reusable)
@@ -101,7 +101,7 @@ class Prompt:
 
     @property
     def next_size(self) -> int:
-        """Positions to compute for the next chunk."""
+        """Number of positions to compute for the next chunk."""
         left, chunks = len(self.tokens) - self._read, self._runner.chunks
         if self._runner.reads_together:
             return min(left, chunks[-1])
@@ -154,7 +154,7 @@ class Prompt:
 def read_next(
     runner: ModelRunner[Any], version: Any, prompts: Sequence[Prompt], in_parts: bool
 ) -> tuple[int, dict[Prompt, Exception]]:
-    """Read the next chunk of each prompt with the weights of a version; without `in_parts`, all chunks.
+    """Read the next chunk of each prompt (without `in_parts`: all chunks) with the weights of a version.
 
     Returns the number of positions computed, and the prompts that failed.
     """
@@ -202,11 +202,11 @@ def _read_pieces(runner: ModelRunner[Any], version: Any, prompts: Sequence[Promp
 
 
 def pages_of(job: Job, size: int) -> int:
-    """Pages that the prefill of a job's prompt needs."""
+    """Number of pages that the prefill of a job's prompt needs."""
     return -(-(len(job.request.prompt) - 1) // size)
 
 
 def pages_per_sample(job: Job, size: int) -> int:
-    """Pages that each sample of a job needs in addition, from the page with the prompt's last token on."""
+    """Number of further pages that each sample of a job needs, from the page of the prompt's last token on."""
     read = len(job.request.prompt) - 1
     return -(-(read + job.max_tokens) // size) - read // size

@@ -23,12 +23,12 @@ from skyrl.backends.operations import Sample
 from skyrl.types import TokenMatrix, TokenTable
 
 NO_LOGPROB = -99999.0
-"""Placeholder for the alternatives of a prompt token without a score, such as the first token, which has no
+"""Log-probability in `topk_prompt_logprobs` of a prompt token without a score, such as the first token, which has no
 distribution."""
 
 
 class PromptScores:
-    """Scores of one request, filled chunk by chunk. The public attributes are those of `SampleOutput`.
+    """Scores of one request, filled chunk by chunk. The public attributes are named as in `SampleOutput`.
 
     Args:
         request: Request with the options.
@@ -65,7 +65,7 @@ class PromptScores:
         return 0 if self.prompt_alt_tokens is not None else first
 
     def read(self, version: Any, hidden: list[States], start: int, count: int) -> None:
-        """Score `count` rows from row `start` on, with hidden states in `hidden`, in blocks of `SCORED_AT_ONCE`."""
+        """Score `count` rows from row `start` on. `hidden` has their hidden states in blocks of `SCORED_AT_ONCE`."""
         for states, offset in zip(hidden, range(0, count, SCORED_AT_ONCE), strict=False):
             block = slice(start + offset, start + min(count, offset + SCORED_AT_ONCE))
             suffix = (self.prompt_logprobs is not None or self.topk_prompt_logprobs is not None) and (

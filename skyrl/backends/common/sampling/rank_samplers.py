@@ -82,7 +82,7 @@ class RankSamplers(Generic[Version]):
             sampler.weigh(weights)
 
     def add(self, request: Sample) -> None:
-        """Queue a request at the sampler that may have its prefix in the cache, unless that sampler has more load."""
+        """Queue a request at the sampler whose cache may have its prefix, unless another sampler has much less load."""
         place, count = self._place_for(request), request.num_samples
         self._samplers[place].add(request)
         self._places[request.request_id] = place, count

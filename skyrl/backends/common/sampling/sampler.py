@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 Version = TypeVar("Version")
 
 STEPS_WHILE_READING = 2
-"""Decode steps of a burst while prompts are in prefill."""
+"""Maximum decode steps of a burst while prompts are in prefill or wait to start samples."""
 
 
 SAMPLING_OPTIONS = frozenset(field.name for field in dataclasses.fields(SamplingOptions))
@@ -78,7 +78,7 @@ class Sampler(Generic[Version]):
         self._versions = versions
         self._tokenizer = tokenizer
         self._base = base
-        # A recurrent state belongs to the last token read, so no other prompt can start from it.
+        # A recurrent state covers all tokens read so far, so no prompt with a shorter common prefix can start from it.
         self._shares = prefix_caching and not deterministic and not runner.state_bytes
         self._reads_in_parts = chunked_prefill
         self._max_rows = max_rows
@@ -443,7 +443,7 @@ class Sampler(Generic[Version]):
     # -- completion ---------------------------------------------------------------------------------------------------
 
     def _fail(self, jobs: Iterable[Job], error: Exception) -> list[Completion]:
-        """Fail these jobs, and all started jobs if a program that did not finish has lost the cache."""
+        """Fail these jobs. If the cache is lost because a program did not finish, fail all started jobs, too."""
         lost = self._runner.lost
         failed = self._begun() if lost else []
         completions = [self._complete(job, failure(job.request, error)) for job in dict.fromkeys([*jobs, *failed])]

@@ -3,8 +3,8 @@
 Requests start in the order of `FairQueue`, fairly between tenants. A request that lacks room (cache pages, or a slot
 for its version) is overtaken by later requests that have room, until these have taken as many pages in total as the
 cache has. From then on nobody overtakes it, and pages that become free are kept for it. A large request therefore waits
-for the running requests and for smaller ones with at most one cache of pages, and never starves. The same limit applies
-to a started request without pages for its next sample.
+for the running requests, and for smaller ones that together take at most as many pages as the cache has. It never
+starves. The same limit applies to a started request without pages for its next sample.
 """
 
 import math
@@ -102,10 +102,10 @@ class WaitingQueue:
 
 
 def pages_to_begin(job: Job) -> int:
-    """Pages for a prompt and its first sample."""
+    """Number of pages for a prompt and its first sample."""
     return pages_of(job, PAGE_SIZE) + pages_per_sample(job, PAGE_SIZE)
 
 
 def pages_in_all(job: Job) -> int:
-    """Pages for a prompt and all its samples."""
+    """Number of pages for a prompt and all its samples."""
     return pages_of(job, PAGE_SIZE) + job.request.num_samples * pages_per_sample(job, PAGE_SIZE)

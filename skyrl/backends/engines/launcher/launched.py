@@ -1,7 +1,7 @@
 """Entry point of an engine process: `python -m skyrl.backends.engines.launcher.launched RECORD START COMMAND...`.
 
-The process writes its identity to the record before it executes the engine. So the next driver finds all engines of a
-driver that was killed at any moment.
+The process writes its identity to the record before it executes the engine. So even if a driver is killed at any
+moment, the next driver finds all its engines.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Launched engines: adopted after a restart of the driver, restarted if they exit, stopped on shutdown.
 
-An engine is a command with a port of this machine, which is another one at each start: nothing reserves it until the
-engine has loaded its model. Its record is a file with its process identity, port, key, and hash of the command. Loading
-a model takes minutes, so a driver adopts a running engine whose record has the same command. It kills all other engines
-that a killed driver left.
+An engine is a command that listens on a port of this machine. Each start chooses a new port, because nothing reserves a
+port until the engine has loaded its model. Its record is a file with its process identity, port, key, and hash of the
+command. Loading a model takes minutes, so a driver adopts a running engine whose record has the same command. It kills
+all other engines that a killed driver left.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ class Launcher:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> list[str]:
-        """Adopt running engines, start the others, and restart any that exit. Returns their names."""
+        """Adopt running engines, start the others, and restart any that exit. Returns the names of all engines."""
         records = {path: _record(path) for path in sorted(self._folder.glob("engine-*.json"))}
         usable = [record for record in records.values() if self._is_ours(record)][: self._options.count]
         if usable:

@@ -32,8 +32,8 @@ class LaunchOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     python: str | None = None
-    """Python of an environment with vLLM, such as /opt/vllm/bin/python. Engines are vLLM servers of the backend's
-    model."""
+    """Python interpreter of an environment with vLLM, such as /opt/vllm/bin/python. Engines are vLLM servers of the
+    backend's model."""
 
     arguments: dict[str, Any] = {}
     """More arguments of these servers, by their names in vLLM: {"enforce_eager": true, "tensor_parallel_size": 2}."""

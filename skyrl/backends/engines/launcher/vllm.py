@@ -17,7 +17,7 @@ MODULE = "vllm.entrypoints.openai.api_server"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank that vLLM accepts."""
 STREAM_INTERVAL = 16
-"""Tokens per chunk of a stream. Each chunk costs about 50 microseconds here."""
+"""Tokens per chunk of a stream. Each chunk costs this process about 50 microseconds."""
 WORKER = Path(__file__).parent / "worker"
 """Folder of our vLLM worker extension."""
 RELOAD = "skyrl_reload"

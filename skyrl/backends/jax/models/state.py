@@ -41,7 +41,7 @@ class ModelState:
 
     @classmethod
     def fresh(cls, lora_config: LoraConfig, adapter: Adapter) -> "ModelState":
-        """Create a model before its first step."""
+        """Create a new model, without optimizer steps."""
         return cls(lora_config, adapter, zeros_like(adapter.weights), zeros_like(adapter.weights))
 
     @property
@@ -78,7 +78,7 @@ class ModelState:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all arrays, including space for gradient sums.
+        """Bytes of all arrays, including space for gradient sums.
 
         For a model with its own base weights, this includes the memory of an optimizer step, because few such models
         fit.
@@ -87,12 +87,12 @@ class ModelState:
 
 
 def bytes_of(adapter: Adapter) -> int:
-    """Memory of an adapter's weights."""
+    """Bytes of an adapter's weights."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(adapter.weights))
 
 
 def model_bytes(model_config: "ModelConfig", base: Any, kind: "Kind") -> int:
-    """`nbytes` of a model that does not exist yet. `base` has the base model's weights."""
+    """`ModelState.nbytes` of a new model of this kind. `base` has the base model's weights."""
     head = 4 * model_config.hidden_size if kind.value_head else 0
     if kind.lora_config.rank == 0:
         return (COPIES + NEW_IN_A_STEP) * (head + sum(4 * leaf.size for leaf in jax.tree.leaves(base)))

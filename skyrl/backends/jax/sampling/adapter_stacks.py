@@ -1,7 +1,8 @@
-"""Stacks of adapters of running sequences, so that rows with different adapters share a matrix product.
+"""Stacks of the adapters that running sequences use, so that rows with different adapters share a matrix product.
 
-Rows with one adapter use a bank of one slot. Rows with several adapters use banks of `SLOTS`, each with its own rows.
-An adapter keeps its slot until the slot is needed, so only new adapters are written.
+If all rows use one adapter, there is one bank with one slot. Otherwise, banks have `SLOTS` slots each, and the rows of
+each bank are decoded in a call of their own. An adapter keeps its slot until the slot is needed, so only new adapters
+are written.
 """
 
 from collections.abc import Sequence

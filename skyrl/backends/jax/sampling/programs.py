@@ -1,7 +1,7 @@
 """The compiled programs of sampling: prefill of prompt chunks, decoding steps, and copies of cached pages.
 
-All are pure functions of (base, adapters, pool of pages, data). Shapes come from the short lists below and in
-`decoding`, and everything that a request can choose is data, so the number of programs is small; `compiled` counts
+All are pure functions of (base, adapters, pool of pages, data). Shapes come from the short lists in `runner` and
+`model_runner`, and everything that a request can choose is data, so the number of programs is small; `compiled` counts
 them. The backend sets the matmul precision of all its programs, so sampler and trainer compute alike.
 """
 
@@ -60,7 +60,7 @@ def _copied(sources: jax.Array, targets: jax.Array, leaf: jax.Array, layers: int
 
 
 class SamplingPrograms:
-    """The programs for one model. Those that take and return a pool consume their argument."""
+    """The programs for one model. Programs that take and return a pool consume the pool that they take."""
 
     def __init__(self, graphdef: Any, model_config: Any, base: Any, deterministic: bool):
         self._graphdef = graphdef

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of rows of decode programs. Those above 32 are for accelerators."""
 COPIES = (1, 32)
-"""Numbers of pages that are copied at once."""
+"""Numbers of pages that one call can copy."""
 
 
 def row_counts(most: int, deterministic: bool) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ class JaxRunner(ModelRunner[Adapter]):
 
     Args:
         graphdef: Static half of the split NNX model.
-        base: Its arrays, an argument of every program.
+        base: Arrays of the split model, an argument of every program.
         versions: The pool whose slots are sampled from.
         zero: An adapter without effect, of the largest rank.
         model_config: Configuration of the model.

@@ -41,7 +41,7 @@ class TileWork:
     arrays: TileArrays
     forward_only: bool
     objective: Objective | None = None
-    """Objective of a trainer; None: a loss of the Tinker protocol, which the tile names."""
+    """Objective of a trainer. None: the loss of the Tinker protocol with index `arrays.loss_index`."""
     tenant: str = ""
     """Tenant of the request."""
 
@@ -87,7 +87,7 @@ class Passes:
     def run(
         self, operation: ForwardBackward, state: ModelState
     ) -> Generator[Quantum, Computed, tuple[ForwardBackwardOutput, Tree | None]]:
-        """Compute the outputs of a pass of a model, and its gradients if it has any.
+        """Compute a model's pass. Returns its outputs, and its gradients or None.
 
         The answer to each quantum is an element of `compute`'s result.
         """
@@ -133,7 +133,7 @@ class Passes:
         return [stack for stack in self._stacks if stack == 1 or stack <= room]
 
     def compute(self, works: list[TileWork]) -> list[Computed]:
-        """Compute tiles of one kind, of different models. Returns their results after they are complete."""
+        """Compute tiles that share one kind but may belong to different models. Returns when all are complete."""
         first = works[0]
         forward, forward_backward = self._programs.of(first.objective, first.tenant)
         if first.forward_only:

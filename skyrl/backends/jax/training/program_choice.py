@@ -31,7 +31,7 @@ SMALLER_CALLS = f"{SMALLER_CACHE}, a smaller max_context_length or loss_chunk_si
 
 
 def defaults_for(model: ModelForCausalLM, config: JaxBackendConfig) -> Defaults:
-    """Resolve the options of a backend with an `abstract_model` on this process's device.
+    """Resolve the options of a backend for this process's device. `model` needs no weights (`abstract_model`).
 
     Raises:
         RequestError: Base weights alone exceed `gpu_memory_utilization`.
@@ -52,10 +52,10 @@ def defaults_for(model: ModelForCausalLM, config: JaxBackendConfig) -> Defaults:
 def planned(
     model: ModelForCausalLM, config: JaxBackendConfig, cache: int, shape: TileShape, longest: int, widest: Adapter
 ) -> tuple[TrainingPrograms, Plan, tuple[int, ...]]:
-    """Programs for an `abstract_model`, the memory plan, and the possible numbers of tiles per call.
+    """Training programs for a model, the memory plan, and the possible numbers of tiles per call.
 
     Args:
-        model: The model without weights.
+        model: The model, without weights (`abstract_model`).
         config: Configuration of the backend.
         cache: Bytes of KV cache.
         shape: Size of tiles.

@@ -1,10 +1,10 @@
 """The compiled training programs: pure functions of (base weights, adapters, batch).
 
-A pass maps one tile to outputs and the gradients of its adapter. Tiles may be stacked along a leading axis, with one
-adapter each: the stack is a `vmap`, so base GEMMs process all tokens at once, while each adapter has separate gradients
-and nothing is contracted over adapters. A stack of one runs as plain GEMMs. The loss of the protocol, its settings and
-its inputs are data, so only shapes determine what is compiled. An objective of a trainer has its own programs, looked
-up by its value. Each tenant keeps programs for its `OBJECTIVES` last used objectives.
+A pass maps one tile to outputs and to the gradients of the tile's adapter. Tiles may be stacked along a leading axis,
+with one adapter per tile. The stack is a `vmap`: base GEMMs process all tokens at once, and each adapter has separate
+gradients, without sums over adapters. A stack of one runs as plain GEMMs. A loss of the Tinker protocol, its settings
+and its inputs are data, so only shapes determine what is compiled. An objective of a trainer has its own programs,
+looked up by its value. Each tenant keeps programs for its `OBJECTIVES` last used objectives.
 """
 
 from collections import OrderedDict
@@ -33,7 +33,7 @@ from skyrl.tx.layers.logprobs import Needs
 OBJECTIVES = 8
 """Maximum objectives of a tenant with compiled programs; the least recently used is evicted."""
 ALL_OBJECTIVES = 64
-"""Maximum objectives of all tenants. Beyond that, one of the tenant with the most objectives is evicted."""
+"""Maximum objectives of all tenants. Beyond that, an objective of the tenant with the most objectives is evicted."""
 
 
 class TrainingPrograms:
@@ -53,7 +53,7 @@ class TrainingPrograms:
         self._used: dict[str, OrderedDict[Objective, None]] = {}
         """Objectives of each tenant, least recently used first, never empty."""
         self.forward, self.forward_backward = self._programs_of(None)
-        """Programs for losses of the protocol, see `of`."""
+        """Programs for losses of the Tinker protocol, see `of`."""
         self.optim_step = self._compiler.jit("optim_step", adamw)
         self.dimuon_step = self._compiler.jit("dimuon_step", dimuon)
         self.connector_norm = self._compiler.jit("connector_norm", connector_norm)
@@ -61,10 +61,10 @@ class TrainingPrograms:
         """Sum of two trees of gradients."""
 
     def of(self, objective: Objective | None, tenant: str = "") -> tuple[Program, Program]:
-        """Return the programs of a tenant's objective; None: losses of the protocol, which the tile names.
+        """Return the programs of a tenant's objective. None: programs for all losses of the Tinker protocol.
 
         The first is (base, adapter, tile) -> PassOutput. The second is (base, adapters, tiles) -> (PassOutput,
-        gradients) of each tile; tiles have one shape, adapters one rank.
+        gradients) of each tile. All tiles have the same shape, and all adapters the same rank.
         """
         if objective is None:
             return self.forward, self.forward_backward
@@ -161,9 +161,10 @@ def abstract_tile(length: int, width: int) -> TileArrays:
 def adamw(
     weights: Tree, gradients: Tree, first: Tree, second: Tree, p: AdamScalars
 ) -> tuple[Tree, Tree, Tree, jax.Array]:
-    """One AdamW step on divided gradients, as `torch.optim.AdamW` after `torch.nn.utils.clip_grad_norm_`.
+    """Take one AdamW step, as `torch.optim.AdamW` after `torch.nn.utils.clip_grad_norm_`.
 
-    Returns new weights, first and second moments, and the global norm of the divided gradients before clipping.
+    Gradient sums are first divided by `p.gradient_divisor`. Returns new weights, first and second moments, and the
+    global norm of the gradients after division and before clipping.
 
     Source: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, algorithm 2; decay is decoupled and multiplied
     by the learning rate.
@@ -180,7 +181,7 @@ def adamw(
 
 
 def dimuon(weights: Tree, gradients: Tree, momentum: Tree, p: DimuonScalars) -> tuple[Tree, Tree, jax.Array]:
-    """One step of `skyrl.backends.common.dimuon`: new weights and momentum, and the gradient norm before clipping."""
+    """Take a step of `skyrl.backends.common.dimuon`. Returns new weights and momentum, and the norm before clipping."""
     norm, scale = _scale(gradients, p)
     momentum = jax.tree.map(lambda m, g: p.keep * m + p.new * g * scale, momentum, gradients)
     with jax.default_matmul_precision("highest"):
@@ -196,7 +197,7 @@ def connector_norm(gradients: Tree) -> jax.Array:
 
 
 def _scale(gradients: Tree, p: AdamScalars | DimuonScalars) -> tuple[jax.Array, jax.Array]:
-    """Global norm of the divided gradients, and the factor for gradient sums that divides and clips them.
+    """Global norm of gradients after division by `p.gradient_divisor`, and the factor that divides and clips sums.
 
     Clipping multiplies by min(1, limit / (norm + 1e-6)).
     """

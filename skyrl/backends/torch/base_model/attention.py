@@ -84,7 +84,7 @@ class Paged:
         blocks = min(-(-reach // size), table.shape[1])
         cells = (table[:, :blocks, None] * size + torch.arange(size, device=table.device)).reshape(len(table), -1)
         self._pages = cells
-        """int64 `[rows, reach]`: cache cell of each position."""
+        """int64 `[rows, context]`: cache cell of each position. The context is `reach`, rounded up to whole pages."""
         context = torch.arange(cells.shape[1], device=table.device)
         # The rest of a page may hold NaN from its previous owner, and masks do not remove NaN.
         self.cells = torch.where(context <= positions.amax(1, keepdim=True), cells, cells[:, :1])
@@ -96,7 +96,7 @@ class Paged:
         """Masks by window."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values `[rows, heads, tokens, width]`. Returns those of all positions,
+        """Store new keys and values `[rows, heads, tokens, width]`. Returns the keys and values of all positions,
         `[rows, heads, context, width]`."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         for cells, new in ((keys, key), (values, value)):
@@ -131,7 +131,7 @@ class PagedParts:
 
 
 class DecodeBurst(Paged):
-    """View of rows that advance by one token at a time, with a contiguous copy of their keys and values.
+    """View of rows that advance by one token at a time. It holds a contiguous copy of their keys and values.
 
     Args:
         cache: The cache.
@@ -258,7 +258,7 @@ def _packed(
     scaling: float | None,
     kernel: VarlenAttention | None,
 ) -> Tensor:
-    """Attend within each sequence, in one call of `kernel` where it can compute that, else one by one."""
+    """Attend within each sequence: in one call of `kernel` if it supports the inputs, otherwise one by one."""
     query, key, value = view.ranks.to_heads(query, key, value)
     padding = query.shape[2] - sum(view.lengths)
     lengths = [*view.lengths, padding] if padding else list(view.lengths)

@@ -73,7 +73,7 @@ class BaseWeights(ABC):
 
     @abstractmethod
     def replaced(self, parts: Mapping[str, Tensor], with_gradients: bool) -> AbstractContextManager[None]:
-        """Replace the weights by these parts of this rank, until the end of the backward pass."""
+        """Replace this rank's weights by these parts, until the end of the backward pass."""
 
     @abstractmethod
     def part(self, name: str) -> Tensor:
@@ -150,7 +150,7 @@ class TensorParallel(Replicated):
 
 
 def _return_large_blocks() -> None:
-    """Return memory of gathered layers to the system when freed. The C library would keep it for all layers."""
+    """Let freed memory of gathered layers return to the system. By default, the C library keeps it for all layers."""
     with contextlib.suppress(OSError, AttributeError):  # not supported by other systems
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
@@ -163,7 +163,7 @@ def _widen(module: nn.Module) -> None:
 
 
 class _Root(nn.Module):
-    """Wrapper of a model. Its forward pass runs a function with the parameters outside of layers gathered."""
+    """Wrapper of a model. Its forward pass gathers the parameters outside of layers and runs a function with them."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -241,7 +241,7 @@ class Sharded(BaseWeights):
 
     @torch.no_grad()
     def _first_run(self, compute: Callable[[], Result]) -> Result:
-        """Run with gradients enabled on all parameters: FSDP derives the dtype of its reductions from those."""
+        """Run with gradients enabled on all parameters: FSDP derives the dtype of reductions from such parameters."""
         self._has_run = True
         for parameter in self.parameters.values():
             parameter.requires_grad_(True)

@@ -36,7 +36,7 @@ Checkpointing = bool | Literal["auto"]
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of loading a model."""
+    """Options for loading a model."""
 
     dtype: Dtype = "auto"
     random_weights: bool = False
@@ -70,7 +70,7 @@ def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
 
 
 def _check_complete(folder: Path, report: Mapping[str, Any]) -> None:
-    """Raise `RequestError` if transformers has initialized weights at random, by its loading report."""
+    """Raise `RequestError` if the loading report of transformers lists weights that it initialized at random."""
     missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     if missing:
         names = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
@@ -81,7 +81,7 @@ def _check_complete(folder: Path, report: Mapping[str, Any]) -> None:
 
 
 def load_onto(where: torch.device, folder: Path, device: torch.device, options: LoadOptions) -> Any:
-    """Load a model as `load` does for a device, with weights read onto `where`, one tensor after the other.
+    """Load a model like `load` for `device`, but read the weights onto `where`, one tensor at a time.
 
     If tensor names in the files differ from the model's, the whole model is loaded into host memory first.
     """
@@ -296,7 +296,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 def _settings(folder: Path, device: torch.device, options: LoadOptions) -> tuple[Any, torch.dtype]:
-    """Configuration of a model, with dropout and noise off, and dtype of its weights."""
+    """Configuration of a model, in which dropout and noise are off, and the dtype of its weights."""
     from transformers import AutoConfig
     from transformers.utils import logging as hf_logging
 

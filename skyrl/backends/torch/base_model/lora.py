@@ -2,8 +2,8 @@
 
 Modules remain as transformers created them, so names, state dicts and parallel plans are Hugging Face's. An adapter
 adds scaling * (x A) B to a linear map (Hu et al. 2021, https://arxiv.org/abs/2106.09685). The trained parameters of a
-model are a flat float32 buffer. A `Layout` lists its tensors, in an order that is the same on all workers and for any
-number of workers.
+model are a flat float32 buffer. A `Layout` lists the tensors of the buffer, in an order that is the same on all workers
+and for any number of workers.
 """
 
 import re
@@ -29,7 +29,7 @@ STATE_SPACE = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotr
 READ_UNCALLED = frozenset({"dt_proj", "out_proj"})
 
 GATES = frozenset({"gate", "shared_expert_gate"})
-"""Names of routers, and of modules that weight a shared expert, next to a module `experts`."""
+"""Names of routers and of modules that weight a shared expert. They count only beside a module named `experts`."""
 
 
 class Target(NamedTuple):
@@ -92,7 +92,7 @@ def _routes(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def unadapted(model: nn.Module) -> list[str]:
-    """Names of matrices that no adapter can be on, as they are stacked in a parameter, without their layer's path."""
+    """Names (without their layer's path) of stacked matrices, which cannot have an adapter."""
     return sorted(
         {
             ".".join([*prefix.split(".")[-2:], name])
@@ -163,7 +163,7 @@ def stream_of(module: str) -> tuple[str, int]:
 
 
 class StackedAdapters(NamedTuple):
-    """Several adapters in one matrix per module. Each row of a call uses one of them, or none."""
+    """Several adapters, joined in one pair of matrices per module. Each row of a call uses one of them, or none."""
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     """A `[in, columns]` and B `[columns, out]`, by module."""
@@ -176,7 +176,7 @@ class StackedAdapters(NamedTuple):
 
 
 class Hooks:
-    """Forward hooks on a model's linear maps. They apply adapters set for a call and its backward pass."""
+    """Forward hooks on linear maps. They apply the adapters of a call and its backward pass (`adapter`, `bank`)."""
 
     def __init__(self, model: nn.Module, targets: Sequence[Target], ranks: TensorRanks):
         self._ranks = ranks
@@ -203,7 +203,7 @@ class Hooks:
 
     @contextmanager
     def bank(self, bank: StackedAdapters, masks: Mapping[str, Tensor]) -> Iterator[None]:
-        """Apply to each row the adapter of a bank that its masks select."""
+        """Apply to each row the adapter of a bank that `masks` select for the row."""
         self._pairs, self._masks = bank.pairs, masks
         try:
             yield
@@ -232,7 +232,7 @@ class Hooks:
 
 
 def _dropped(x: Tensor, dropout: DropoutArrays) -> Tensor:
-    """Inverted dropout, as `nn.Dropout`, with a mask that depends only on the key, so recomputation gives the same."""
+    """Inverted dropout, as `nn.Dropout`. The mask depends only on the key, so it is equal in recomputation."""
     seed, rate = int(dropout.key.view(np.uint64)[0]) >> 1, float(dropout.rate)
     generator = torch.Generator(x.device).manual_seed(seed)
     kept = torch.rand(x.shape, generator=generator, device=x.device) >= rate

@@ -55,7 +55,7 @@ WAYS_OUT = (
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Memory options other than the base weights."""
+    """Options for uses of memory other than base weights."""
 
     limit: int = 0
     """Bytes to plan with; 0: the rank's share of the device."""
@@ -90,7 +90,7 @@ class RankDevice(NamedTuple):
     world: int
     """Number of ranks."""
     whole: int = 0
-    """Bytes of the device; 0: `total`, which may be less."""
+    """Bytes of the rank's share of the device, without `memory_limit_gib`; 0: as `total`."""
 
     @classmethod
     def of(cls, device: torch.device, world: int, limit: int) -> "RankDevice":
@@ -111,12 +111,12 @@ class WorkerMemory(NamedTuple):
 
 
 def device_of(asked: str | None, rank: int, first: int = 0, gpus: int | None = None) -> torch.device:
-    """Select the device of a rank: the configured one, else a GPU if there is one, else the CPU.
+    """Select the device of a rank: the configured one, or by default a GPU if there is one, otherwise the CPU.
 
     Args:
         asked: Name of a device; "cuda": the rank's GPU; None: the rank's GPU, or the CPU if there is none.
         rank: Number of the rank, counted from the machine's first GPU.
-        first: GPUs used by other groups, before those of this group.
+        first: Number of GPUs used by other groups. They precede this group's GPUs.
         gpus: Number of GPUs of the machine; None: as detected by torch.
 
     Raises:
@@ -195,7 +195,8 @@ def decided(
         model: The skeleton. Its matrices are split if ranks share them.
         folder: Folder of the model.
         place: Device of the rank.
-        shards: Sharing between ranks. If `fsdp_size` is `AUTO`, ranks share weights only if a copy each does not fit.
+        shards: Sharing between ranks. If `fsdp_size` is `AUTO`, ranks share weights only if a copy per rank does not
+            fit.
         asked: Activation checkpointing; "auto": only if a micro-batch does not fit without it.
         chunk: Tokens whose logits are in memory at once; 0: all of a micro-batch.
         options: Other uses of memory.
@@ -302,7 +303,7 @@ class Sizes:
         self._logits = 4 * DRAWING_COPIES * options.rows * self._vocab
 
     def base(self, fsdp_size: int) -> int:
-        """Base weights: a copy, or a shard plus the gathered layers."""
+        """Bytes of base weights: a copy, or a shard plus the gathered layers."""
         if fsdp_size == 1:
             return self._base
         layers = [_nbytes(layer) for layer in layers_of(self._model, self._folder)]
@@ -316,7 +317,7 @@ class Sizes:
         return own + self._base - sum(layers) + (GATHERED_AT_ONCE * max(layers) if again is True else kept)
 
     def training(self, tokens: int, again: bool) -> int:
-        """Maximum of a training call and an optimizer step."""
+        """Bytes of a training call or an optimizer step, whichever is larger."""
         tokens = -(-tokens // self._shards.sequence_parallel_size)
         layer = tokens * self._kept
         logits = 4 * LOGITS_COPIES * min(tokens, self._chunk or tokens) * self._vocab
@@ -339,12 +340,12 @@ class Sizes:
         return room
 
     def decoding(self) -> int:
-        """A decode call: contiguous keys and values of its rows, those of one layer once more, and token sampling."""
+        """Bytes of a decode call: a copy of its rows' keys and values, a second copy of one layer, token sampling."""
         held = min(self._rows, HELD_BYTES)
         return held + held // self._count + self._logits
 
     def _shared(self, fsdp_size: int) -> SharedDevice | None:
-        """Part of the device that engines leave to training; None if no engines share it."""
+        """Memory in the sampling phase, if engines share the device; None if they do not."""
         options = self._options
         if not options.engines or self._device == "host":
             return None
@@ -352,7 +353,7 @@ class Sizes:
         return SharedDevice(left, self._whole(fsdp_size) if options.whole else self._adapter, options.offload)
 
     def _whole(self, fsdp_size: int) -> int:
-        """A rank's float32 weights of a fully trained model."""
+        """Bytes of a rank's float32 weights of a fully trained model."""
         return sum(4 * -(-len(x) // fsdp_size) * x[:1].numel() for x in self._model.parameters())
 
     def plan(self, fsdp_size: int, asked: Checkpointing) -> tuple[Plan, bool]:

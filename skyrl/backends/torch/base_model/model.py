@@ -1,9 +1,9 @@
 """A causal language model of transformers with the operations of workers: hidden states, logits, adapters, weights.
 
-An architecture can be trained if its logits are those of its vocabulary projection, possibly scaled. It can pack
-sequences into a row, and be sampled, if its tokens interact only through the attention interface of transformers.
-Other architectures compute one sequence at a time and are trained only. All of this is tested when a model is loaded,
-by comparison with its own forward pass.
+An architecture can be trained if its logits are the output of its vocabulary projection, possibly scaled or capped. It
+can pack sequences into a row, and be sampled, if its tokens interact only through the attention interface of
+transformers. Other architectures compute one sequence at a time and are trained only. All of this is tested when a
+model is loaded, by comparison with transformers' own forward pass of the model.
 """
 
 import logging
@@ -48,7 +48,7 @@ ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Tolerance of logits, relative to the largest logit, for differences in the order of summation. Rounding to bfloat16
 may change the experts of a token. So packing has a check of its own, `_keeps_apart`."""
 HEAD_ROUNDING = 4
-"""The same for logits of the same hidden states, in units of the dtype's precision."""
+"""Tolerance of logits of the same hidden states, relative to the largest logit, in units of the dtype's epsilon."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +256,8 @@ class LoadedModel:
     def _keeps_apart(self) -> bool:
         """Return True if no result of a sequence depends on another sequence of its row.
 
-        The gradient of the second sequence's logits must be exactly 0 at the tokens of the first one, and not at its
-        own. That does not depend on the dtype or the size of weights, as a difference of logits does.
+        The gradient of the second sequence's logits must be exactly 0 at the first sequence's tokens, and nonzero at
+        its own tokens. Unlike a difference of logits, this does not depend on the dtype or the size of weights.
         """
         rows, places = self._tried()
         inputs: list[Tensor] = []
@@ -286,7 +286,7 @@ class LoadedModel:
         return own and not first
 
     def _why_not_here(self, rows: list[Tensor], places: list[Tensor], wanted: Tensor) -> str:
-        """Reason why a model cannot use this backend's attention; empty if it can. The attention stays selected."""
+        """Reason why a model cannot use this backend's attention; empty if it can. Leaves our attention selected."""
         try:
             self.hf.set_attn_implementation(self.attention.name)
             here = [self._logits_of(row, place, row.shape[1:]) for row, place in zip(rows, places, strict=True)]

@@ -22,7 +22,7 @@ from skyrl.errors import RequestError
 
 @dataclass(frozen=True)
 class SequenceRanks:
-    """Position of a rank among those that share each micro-batch."""
+    """Position of a rank among the ranks that share each micro-batch."""
 
     size: int = 1
     """Number of these ranks."""

@@ -43,7 +43,7 @@ UNCUT = {"embedding_rowwise", "replicate", "replicated_with_grad_allreduce"}
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """Position of a rank among those that share each matrix."""
+    """Position of a rank among the ranks that share each matrix."""
 
     size: int = 1
     """Number of these ranks."""

@@ -189,7 +189,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         return TorchVersion(kind, self.group.put(_ordered(layout, tensors), self.group.spreads(kind).weights))
 
     def _peft_modules(self, layout: Layout) -> list[str]:
-        """Names of the adapted modules: short names if those match exactly the adapted modules, else full paths.
+        """Names of the adapted modules: short names if they match only adapted modules, otherwise full paths.
 
         Other parts of a multimodal model may have the same short names.
         """
@@ -201,7 +201,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         return sorted(map(self._file_name, trained))
 
     def _file_name(self, name: str) -> str:
-        """Name of a module or its part in files of adapters."""
+        """Name that adapter files use for a module, or for a part of a module."""
         return nested_name(name) if self.group.facts.nested_names else name
 
     def _layout(self, kind: Kind) -> Layout:
@@ -259,7 +259,7 @@ def _buffers_of(state: TorchState) -> dict[BufferName, Buffer]:
 
 
 class _Newest:
-    """Cache of the values of the buffer that was read last. Tensors of a buffer are written consecutively."""
+    """Cached values of the buffer that was read last, because tensors of a buffer are written consecutively."""
 
     def __init__(self) -> None:
         self._buffer: Buffer | None = None

@@ -37,7 +37,7 @@ class TorchState:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all buffers on a worker, including space for gradient sums."""
+        """Bytes of all buffers on a worker, including space for gradient sums."""
         return state_bytes(self.kind, self.weights.size, self.weights.parts, self.first_moment.parts)
 
     def to_host(self) -> "TorchState":
@@ -62,7 +62,7 @@ class TorchVersion:
 
 
 def state_bytes(kind: Kind, size: int, parts: int = 1, parts_of_moments: int = 1) -> int:
-    """`TorchState.nbytes` of a model with this many parameters. For a full model, it includes memory of a step.
+    """Bytes of a model on one worker. For a fully trained model, they include the memory of an optimizer step.
 
     Args:
         kind: Kind of the model.
@@ -103,7 +103,7 @@ def layout_of(facts: ModelFacts, kind: Kind) -> Layout:
 
 
 def fresh_state(group: WorkerGroup, kind: Kind, seed: int) -> TorchState:
-    """Create a model before its first step."""
+    """Create a new model, without optimizer steps."""
     size = layout_of(group.facts, kind).size
     spreads = group.spreads(kind)
     weights = Buffer(group, size, spreads.weights)

@@ -68,7 +68,7 @@ class SamplingWorker:
 
     @torch.no_grad()
     def read(self, weights: Weights | None, pieces: Sequence[tuple[Sequence[int], np.ndarray, int]]) -> list[int]:
-        """Prefill pieces of prompts: (pages, tokens int32 `[n]`, first position). Returns their block counts."""
+        """Prefill pieces of prompts: (pages, tokens int32 `[n]`, first position). Returns each piece's block count."""
         model = self._model
         parts = []
         for table, tokens, start in pieces:
@@ -191,7 +191,7 @@ class SamplingWorker:
         return partial(hooks.bank, bank, bank.masks(self._on_device(slots)))
 
     def _view(self, view: Paged | None, table: Tensor, positions: Tensor, reach: int) -> Paged:
-        """Return a view of the rows at these positions; `view` is that of the previous step, or None."""
+        """Return a view of the rows at these positions; `view` is the view of the previous step, or None."""
         if isinstance(view, DecodeBurst):
             view.to(positions)
             return view

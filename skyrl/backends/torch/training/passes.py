@@ -22,7 +22,7 @@ from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.training.scores import Scoring, token_scores
 
 PG_LOSS, ENTROPY_LOSS = "pg_loss:sum", "entropy_loss:sum"
-"""Metrics of a policy's objective: sums of its policy term, and of entropies weighted by token."""
+"""Metrics of a policy objective: the sum of its policy term, and the sum of entropies times token weights."""
 
 
 def run_tile(
@@ -34,7 +34,7 @@ def run_tile(
     scoring: Scoring,
     idle: bool = False,
 ) -> tuple[PassOutput | Exception, dict[str, Tensor]]:
-    """Outputs of a tile, and gradients of this rank's weights by name; no gradients if `forward_only`.
+    """Compute a tile. Returns its outputs, and the gradients of this rank's weights by name (none if `forward_only`).
 
     An exception in the loss is returned, not raised: ranks that compute together still complete the backward pass.
 
@@ -42,7 +42,7 @@ def run_tile(
         model: The base model.
         weights: Trained weights to compute with, an adapter or all weights. None: the base model alone.
         tile: The tile. Its sequences start at position 0, without padding before them.
-        objective: Objective to compute. None: the loss that the tile names.
+        objective: Objective to compute. None: the loss of the Tinker protocol with index `tile.loss_index`.
         forward_only: True for a pass without gradients.
         scoring: As in `token_scores`.
         idle: If True, this rank only takes part in collectives, with zero gradients.
@@ -123,7 +123,7 @@ def _scores_of_all(
     outputs: Sequence[Output],
     scoring: Scoring,
 ) -> dict[Output, Tensor]:
-    """Scores of all used cells. Each rank computes those of its share."""
+    """Scores of all used cells. Each rank computes the scores of its share."""
     if model.ranks.size == 1:
         return _scores(model, hidden, value_head, share, outputs, scoring)
     widths = [share.targets.shape[1] if name == "logprobs" else 1 for name in outputs]
@@ -178,7 +178,7 @@ def _scores(
 def _losses(
     model: LoadedModel, scores: dict[Output, Tensor], tile: TileArrays, objective: Objective | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss `[tokens]` of used cells, and metrics: `[sequences]` of a traced loss, `[1]` of a policy's."""
+    """Loss `[tokens]` of used cells, and metrics: `[sequences]` for a traced loss, `[1]` for a policy objective."""
     used = int(tile.read)
     segments = tile.segments[:used]
     weights = _placed(model, tile.weights, used)
@@ -226,7 +226,7 @@ def dimuon(weights: Tensor, momentum: Tensor, shapes: Sequence[tuple[int, ...]],
     Args:
         weights: Flat float32 weights of the whole model.
         momentum: Flat momentum, after this step's gradients.
-        shapes: Shapes of the matrices in them, in order.
+        shapes: Shapes of the matrices in both buffers, in order.
         p: Hyperparameters.
     """
     pieces = momentum.split([prod(shape) for shape in shapes])
@@ -248,7 +248,7 @@ def adamw(
         first: First moment.
         second: Second moment.
         p: Hyperparameters.
-        norm: Global norm of the divided gradients of the whole model.
+        norm: Global gradient norm of the whole model, after division by `gradient_divisor`.
 
     Source: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, algorithm 2.
     """

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of tokens, with logits of only a chunk of tokens in memory at once."""
+"""Log-probabilities and entropies of tokens, computed with the logits of one chunk of tokens in memory at a time."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Agreement of ranks, on the host, that all run the same command and can execute it. It precedes its first collective.
+"""Agreement of ranks before the first collective of a command: all run the same command and can execute it.
 
 A rank that cannot execute its part reports this before other ranks wait for it, so only the command fails. A later
 failure leaves other ranks in the middle of a collective, so the group is lost.

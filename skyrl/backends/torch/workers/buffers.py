@@ -1,4 +1,4 @@
-"""Flat buffers of a rank, by handles that the driver assigns, on its device or temporarily in host memory.
+"""Flat buffers of a rank, on the rank's device or temporarily in host memory. The driver assigns their handles.
 
 An offloaded buffer returns to the device when a command computes with it. Other commands read it from host memory.
 """

@@ -45,7 +45,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Memory over all ranks, without replicas."""
+        """Bytes on all ranks together, without replicas."""
         return 4 * self.size
 
     @property
@@ -67,7 +67,7 @@ class BufferPlacements(NamedTuple):
 
 
 class WorkerGroup(ABC):
-    """Interchangeable executors of `Worker`: in this process, local processes, Ray actors."""
+    """All ranks. Subclasses run a `Worker` for each rank: in this process, in local processes, or in Ray actors."""
 
     world: int
     """Number of ranks."""
@@ -133,7 +133,7 @@ class WorkerGroup(ABC):
         return outcome.result()
 
     def hang(self) -> str:
-        """Describe which ranks have not answered which command, for an error, and have them print their stacks."""
+        """Describe, for an error message, the ranks without an answer and their commands. Prints the ranks' stacks."""
         return ""
 
     @property
@@ -232,7 +232,7 @@ class WorkerGroup(ABC):
     def put(self, tensors: Mapping[str, np.ndarray], spread: Spread) -> Buffer:
         """Create a buffer with these tensors, float32, in the order of its layout. From any thread.
 
-        Each rank gets only its part. Returns once they have it, so this process holds the parts of one buffer at most.
+        Each rank gets only its part. Returns when all have it, so this process holds the parts of one buffer at most.
         """
         buffer = Buffer(self, sum(tensor.size for tensor in tensors.values()), spread)
         count = self.parts(spread)
@@ -287,7 +287,7 @@ class WorkerGroup(ABC):
 
 
 def _cause(answers: Sequence[Any]) -> Any:
-    """The failure of ranks that ran a command together, preferably not `NotBegun`; else the first rank's result."""
+    """The first rank's result, or a failure of the ranks that ran a command together, preferably not `NotBegun`."""
     failures = [answer for answer in answers if isinstance(answer, BaseException)]
     return next((each for each in failures if not isinstance(each, NotBegun)), failures[0] if failures else answers[0])
 

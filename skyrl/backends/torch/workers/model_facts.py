@@ -10,7 +10,7 @@ from skyrl.backends.torch.base_model.model import LoadedModel
 
 
 class ModelFacts(NamedTuple):
-    """Facts about the base model in the driver."""
+    """Facts about the base model, as the driver needs them."""
 
     architecture: str
     vocab_size: int
@@ -32,7 +32,7 @@ class ModelFacts(NamedTuple):
     trains_whole: bool
     """True if models can be fully trained."""
     nested_names: bool
-    """True if files of adapters have the names of a multimodal model."""
+    """True if adapter files use the module names of a multimodal model."""
     cache_shapes: tuple[tuple[int, int, int], ...]
     """(key heads, key width, value width) of each layer; empty if the model cannot be sampled."""
     decided: WorkerMemory

@@ -28,7 +28,7 @@ THREADS = "OMP_NUM_THREADS"
 ACTOR: dict[str, Any] = {"max_restarts": 0, "concurrency_groups": {"life": 1}}
 """Options of an actor. The concurrency group is for a call that returns only when the actor dies."""
 STDERR = 2
-"""File descriptor of the log of an actor, which Ray replaces in `sys`."""
+"""File descriptor of an actor's log. In an actor, Ray replaces `sys.stderr`."""
 LONGEST_CAUSE = 600
 """Maximum characters of Ray's message about an actor that died."""
 
@@ -52,7 +52,7 @@ class ActorPlacement(NamedTuple):
 
 
 class RayActors(RemoteWorkers):
-    """An actor for each rank, which ends with this process or with the group.
+    """One actor per rank. Actors end with this process or with the group.
 
     Raises:
         RequestError: The base model cannot be loaded, or there is no such cluster or no room on it.

@@ -36,7 +36,8 @@ class RayOptions:
     """Resources for workers on a Ray cluster."""
 
     address: str | None = None
-    """Address of the cluster; `auto`: this machine's cluster. None: that of RAY_ADDRESS, or a new local cluster."""
+    """Address of the cluster; `auto`: this machine's cluster. None: the address in RAY_ADDRESS, or a new local
+    cluster."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Resources per worker. Empty: a GPU and a CPU, or a CPU if the cluster has no GPUs."""
     workers_per_node: int = 0
@@ -53,7 +54,7 @@ class RayOptions:
 
 
 class Connection:
-    """The connection of this process, open while it has members."""
+    """The connection of this process, open while groups of workers use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -18,7 +18,7 @@ from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
 from skyrl.errors import BackendLost, RequestError, StorageError
 
 CAUSE_S = 1.0
-"""Seconds to wait for the exit of another process, after a rank's collective has failed because of it."""
+"""Seconds that a failed collective waits for the report that another process exited, which is then its cause."""
 
 
 SENT_AS_THEY_ARE = (RequestError, StorageError, BackendLost, NotBegun)
@@ -38,7 +38,7 @@ class _Dispatched:
     answers: dict[int, list[Any]]
     """Answers of ranks. A rank without commands has none."""
     has_failed: bool = False
-    """True if a rank has reported the loss of the group, which follows."""
+    """True if a rank has reported a failure after which the group is lost."""
 
 
 class RemoteWorkers(WorkerGroup):
@@ -139,13 +139,13 @@ class RemoteWorkers(WorkerGroup):
         dispatched.outcome.set_result([dispatched.answers[rank] for rank in range(self.world)])
 
     def _lost_by(self, failure: BackendLost) -> None:
-        """Report a failed collective, unless the exit of another process is reported meanwhile, which is its cause."""
+        """Report a failed collective, unless its cause, the exit of another process, is reported within `CAUSE_S`."""
         self._ended.wait(CAUSE_S)
         self.lost(failure)
 
 
 class RemoteWorker:
-    """The worker of a process, or the error of its creation, which is then the answer to every command.
+    """The worker of a process. If it could not be created, the error is the answer to every command.
 
     Args:
         options: Options of the worker.

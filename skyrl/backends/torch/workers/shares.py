@@ -107,7 +107,7 @@ def part_of(tensors: Mapping[str, np.ndarray], spread: Spread, place: int, count
 
     Args:
         tensors: Tensors of the buffer, in the order of its layout.
-        spread: Placement of the buffer. The first rank holds all of partial sums.
+        spread: Placement of the buffer. If it is "partial", the first rank holds all values.
         place: Position of the rank among those that hold one part each.
         count: Number of parts.
     """

@@ -66,10 +66,10 @@ class WorkerOptions:
     load: LoadOptions
     loss_chunk_size: int
     device: str | None = None
-    """None: a GPU for each worker if there are GPUs, else the CPU."""
+    """None: a GPU for each worker if there are GPUs, otherwise the CPU."""
     shards: ShardOptions = WHOLE
     memory: MemoryOptions = DEFAULTS
-    """Memory options other than the base weights."""
+    """Options for uses of memory other than base weights."""
     start_timeout_s: float = 600.0
     """Timeout in seconds for workers in other processes to start and load."""
     compile_scores: bool = False
@@ -115,7 +115,7 @@ class Worker:
         self.sampling = SamplingWorker(self.model)
 
     def execute(self, commands: Sequence[Command]) -> list[Any]:
-        """Execute commands. Returns their results, with exceptions for those that failed."""
+        """Execute commands. Returns one result per command: its answer, or its exception."""
         return [self._one(*command) for command in commands]
 
     def _one(self, name: str, *arguments: Any) -> Any:
@@ -277,8 +277,8 @@ class Worker:
             weights: Handle of the model's weights; None: the base model.
             sums: Handle of the pass's gradient sums.
             tile: The tile.
-            objective: None: a loss of the protocol.
-            idle: If True, this rank has no tile and only takes part in another rank's.
+            objective: Objective to compute. None: the loss of the Tinker protocol with index `tile.loss_index`.
+            idle: If True, this rank has no tile and only takes part in the collectives of other ranks' tiles.
         """
         used = None if weights is None else self._weights((kind, weights))
         output, gradients = run_tile(self.model, used, tile, objective, sums is None, self._scoring, idle)
@@ -291,7 +291,7 @@ class Worker:
         return output if isinstance(output, Exception) or self.model.is_first else None
 
     def add(self, handle: int, first: int, second: int) -> None:
-        """Create the sum of two partial buffers."""
+        """Create a buffer with the sum of two partial buffers."""
         parts = [each for each in map(self._buffers.get, (first, second)) if each is not None]
         if parts:
             self._buffers[handle] = parts[0] + parts[1] if len(parts) == 2 else parts[0]
@@ -333,10 +333,12 @@ class Worker:
         after: tuple[int, int],
         scalars: DimuonScalars,
     ) -> float:
-        """Take a Dimuon step of an adapter, whose weights are replicated. Returns the global gradient norm.
+        """Take a Dimuon step of an adapter, whose weights are replicated.
+
+        Returns the global gradient norm, after division by `scalars.gradient_divisor`.
 
         Args:
-            shapes: Shapes of its matrices.
+            shapes: Shapes of the adapter's matrices.
             before: Handles of the buffers of weights, gradient sums (None: zero) and momentum.
             after: Handles of the buffers for new weights and momentum.
             scalars: Hyperparameters.
@@ -356,7 +358,7 @@ class Worker:
     def _step_of_parts(
         self, size: int, before: tuple[int, int | None, int, int], after: tuple[int, int, int], scalars: AdamScalars
     ) -> float:
-        """Take a `step` on parts of parameters, whose gradient sums are reduced over all ranks."""
+        """Take a `step` on parts of parameters. FSDP has already reduced their gradient sums over all ranks."""
         weights, sums, first, second = before
         gradients = self._buffers.get(sums)
         norm = 0.0
