@@ -52,7 +52,7 @@ class BackendClient:
         return await self._outcome(operation, self._submitted(operation))
 
     def begin(self, operation: Operation) -> "asyncio.Task[Result]":
-        """Start an operation like `run`, and return an awaitable. Its position in the order is fixed by this call."""
+        """Start an operation like `run`, and return an awaitable. This call fixes its position in the order."""
         return asyncio.ensure_future(self._outcome(operation, self._submitted(operation)))
 
     def _submitted(self, operation: Operation) -> "Future[Result]":

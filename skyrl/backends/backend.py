@@ -175,7 +175,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def submit_first(self, operation: ModelOperation) -> None:
-        """Queue an operation before all others of its model. None of those may have started (`is_working_on`)."""
+        """Queue an operation ahead of its model's other operations, which must not have started (`is_working_on`)."""
 
     @abstractmethod
     def is_working_on(self, model_id: str) -> bool:

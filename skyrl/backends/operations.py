@@ -52,7 +52,7 @@ class CreateModel(ModelOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardBackward(ModelOperation):
-    """Add the gradients of a loss, summed over `data`, to the model's sums. Returns `ForwardBackwardOutput`."""
+    """Compute a loss over `data` and add its gradients to the gradient sums. Returns `ForwardBackwardOutput`."""
 
     data: list[Datum]
     """Sequences, checked by `check_pass`. If `loss_fn` is an objective, each has the inputs that its `inputs` names,
@@ -134,8 +134,8 @@ class LoadSnapshot(ModelOperation):
 class Publish(ModelOperation):
     """Freeze the current weights as the immutable sampler version `version`, stored in PEFT layout at `path`.
 
-    Returns `SaveOutput`: with `persist`, when the version is on disk, otherwise at once (the write continues in the
-    background).
+    With `persist`, returns `SaveOutput` when the version is on disk. Otherwise returns it at once, and the write
+    continues in the background.
     """
 
     version: str

@@ -22,7 +22,7 @@ EXTRAS = {"torch": "skyrl[train]", "ray": "skyrl[train]"}
 
 
 def default_backend() -> str:
-    """Name of the default backend: torch's if torch finds a GPU, else JAX's."""
+    """Name of the default backend: torch's if torch finds a GPU, otherwise JAX's."""
     return "skyrl_train" if torch_sees_gpu() else "jax"
 
 

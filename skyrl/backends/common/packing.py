@@ -1,9 +1,9 @@
-"""Packing of the sequences of a training request into tiles, which are rows of a few fixed lengths.
+"""Packing of the sequences of a training request into tiles. Each tile is a row with one of a few fixed lengths.
 
-A tile is one row of tokens: matrix products process all tokens at once, and only attention depends on the boundaries of
-sequences. The lengths come from a small set, so a few compiled programs serve all requests. Sequences are placed
-longest first, and each tile takes the longest sequence that still fits. The result depends only on the request and the
-configuration, not on other requests. Pure NumPy.
+Matrix products process all tokens of a tile at once, and only attention depends on the boundaries of sequences. Because
+there are few lengths, a few compiled programs serve all requests. Sequences are placed longest first, and each tile
+takes the longest sequence that still fits. The result depends only on the request and the configuration, not on other
+requests. Pure NumPy.
 """
 
 import zlib

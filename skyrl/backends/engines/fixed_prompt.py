@@ -43,6 +43,6 @@ class FixedPrompt:
         return float(np.abs(drawn.logprobs - await self.scores(drawn, version)).mean())
 
     async def scores(self, drawn: Drawn, version: str | None) -> np.ndarray:
-        """Log-probabilities of an engine's tokens under a version of ours."""
+        """Log-probabilities that our own sampler computes for an engine's tokens, under a version."""
         scores = await self._score(version, np.concatenate([self._prompt, drawn.tokens]))
         return scores[len(self._prompt) - 1 :]

@@ -31,7 +31,7 @@ from skyrl.types import Origin
 
 LONGEST_MESSAGE = 500
 IDLE_S = 2.0
-"""Seconds after which an idle connection is not reused. Servers such as uvicorn close theirs after 5."""
+"""Seconds after which an idle connection is not reused. Servers such as uvicorn close them after 5 seconds."""
 UNCHANGED, UNFINISHED = "default", "unfinished"
 """Weight versions of vLLM: its initial value, and our marker while weights are being replaced."""
 REFUSED = (400, 413, 422)
@@ -118,8 +118,8 @@ class HttpEngine(Engine):
     async def _streaming(self) -> AsyncIterator[None]:
         """Count a sample that is being streamed, for `health`.
 
-        A sample may wait for the engine's memory, before its first token or later, so only the silence of all samples
-        means that the engine stands still.
+        A sample may wait for the engine's memory, before its first token or later, so the engine counts as hung only if
+        no sample receives tokens.
         """
         if not self._streams:
             self._heard = asyncio.get_running_loop().time()

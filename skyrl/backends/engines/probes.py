@@ -14,7 +14,7 @@ from skyrl.types import BackendInfo, LoraConfig
 
 Version = TypeVar("Version")
 Score = Callable[[str | None, np.ndarray], Awaitable[np.ndarray]]
-"""Scoring function: float32 log-probabilities of all tokens but the first, under a version (None: the base model)."""
+"""Scoring function: float32 log-probabilities of all tokens after the first, under a version (None: base model)."""
 
 FARTHER = 5
 """Minimum mean difference of log-probabilities between a probe and the base model, as a multiple of the bound. An

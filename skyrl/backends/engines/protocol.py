@@ -151,7 +151,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def update_base(self, path: str) -> None:
-        """Replace the base weights with those in the folder `path`, of the same shapes, and clear the prefix cache."""
+        """Replace the base weights by the files in the folder `path`, with equal shapes, and clear the prefix cache."""
 
     @abstractmethod
     async def base_version(self) -> str:

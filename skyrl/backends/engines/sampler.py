@@ -389,7 +389,7 @@ class EngineSampler(Generic[Version]):
         return []
 
     def _sample_here(self, request: Sample, why: str) -> None:
-        """Queue a request here. Raises `RequestError` if it can never run."""
+        """Queue a request in the backend's own sampler. Raises `RequestError` if the request can never run."""
         self._own.add(request)
         if why not in self._told:
             self._told.add(why)

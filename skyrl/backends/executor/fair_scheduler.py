@@ -1,4 +1,4 @@
-"""Scheduler of turns, in which the operations of models are computed.
+"""Scheduler that gives models turns in which their operations are computed.
 
 Turns are fair between tenants, and round-robin between the models of a tenant.
 
@@ -95,7 +95,7 @@ class FairScheduler:
         return self._accounts.may_go_early(self._tenants[model_id], cost)
 
     def _line_up(self) -> None:
-        """Move the models that were served behind those that arrived meanwhile."""
+        """Move each served model behind the models that arrived meanwhile."""
         for model_id, charged in self._served.items():
             if charged in self._lines:
                 self._accounts.line_up(charged)

@@ -210,7 +210,7 @@ class WorkQueue:
         self._scheduler.place(operation.model_id, queue[0].tenant)
 
     def add_first(self, operation: ModelOperation) -> None:
-        """Queue an operation before all others of its model. None of these may have started."""
+        """Queue an operation ahead of its model's other operations, which must not have started."""
         assert operation.model_id not in self._works, operation
         self._queues.setdefault(operation.model_id, deque()).appendleft(operation)
         self._stalled = False

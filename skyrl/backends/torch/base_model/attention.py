@@ -21,7 +21,7 @@ HELD_BYTES = 2**30
 """Maximum bytes of a burst's contiguous copy of keys and values. Above that, they are read from the cache each step."""
 NAMES = itertools.count()
 SERVED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal"}
-"""Arguments of an attention function that are implemented here."""
+"""Arguments of attention functions that this module implements."""
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "layer_idx"}
 """Arguments that models pass and that do not affect the result."""
 

@@ -181,7 +181,7 @@ class WeightFiles:
             except SafetensorError as error:
                 raise RequestError(f"base_model={folder}: {path.name} cannot be read: {error}; fetch it") from error
         self._places = {name: (stored[own], own) for name, own in text_names(stored).items()}
-        """File of each tensor, and its name there."""
+        """File of each tensor, and the tensor's name in that file."""
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         """Modules of each parameter, by `id()`; a tied parameter has several."""

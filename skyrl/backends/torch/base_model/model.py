@@ -209,7 +209,7 @@ class LoadedModel:
         """Compare this model's logits with those of transformers' own forward pass. Call it within `base.run`.
 
         Returns the logits of transformers, and True if packed sequences have the same logits as single ones. Raises
-        `RequestError` for a model whose logits differ both with our attention and with its own.
+        `RequestError` for a model whose logits differ both with our attention and with the model's own attention.
         """
         rows, places = self._tried()
         self.hf.set_attn_implementation("eager")

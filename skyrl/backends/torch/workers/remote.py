@@ -72,7 +72,7 @@ class RemoteWorkers(WorkerGroup):
         """Kill all processes, whatever they do. From any thread."""
 
     def _print_stacks(self) -> None:
-        """Have processes print the stacks of their threads to the log, as far as they can be reached from here."""
+        """Have processes print the stacks of their threads to the log, as far as this process can reach them."""
 
     def hang(self) -> str:
         with self._lock:

@@ -23,7 +23,7 @@ from skyrl.utils.files.tensor_file import Tensor as StoredTensor
 from skyrl.utils.files.tensor_file import tensor_file
 
 Spread = Literal["replicated", "sharded", "partial", "by_parameter"]
-"""Placement of a buffer on ranks: replicated; a share each; partial sums; a part of each parameter."""
+"""Placement of a buffer: all values on each rank, a share of the values, partial sums, or a part of each parameter."""
 
 
 class Shares:

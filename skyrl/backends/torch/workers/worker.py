@@ -55,7 +55,8 @@ Command = tuple[Any, ...]
 Named = tuple[Kind, int] | None
 """Kind of a version and handle of its weights; None: the base model."""
 MAKES = {"fresh", "zeros", "put", "add"}
-"""Commands that create a buffer, whose handle is their first argument. If they fail, commands that use it fail."""
+"""Commands that create a buffer. Their first argument is its handle. If one fails, commands that use the buffer
+fail."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ class Worker:
             self.sampling.forget_banks(handle)
 
     def offload(self) -> int:
-        """Move all buffers to host memory. Training commands move theirs back. Returns the bytes that were moved."""
+        """Move all buffers to host memory; training commands move them back on use. Returns the moved bytes."""
         self.sampling.forget_banks()
         return self._buffers.offload_all()
 
