@@ -34,12 +34,6 @@ _THREADS = ThreadPoolExecutor(2, "channel")
 """One thread encodes and writes large frames in the API process, the other decodes them."""
 
 
-# -- to the engine ----------------------------------------------------------------------------------------------------
-
-
-# -- from the engine --------------------------------------------------------------------------------------------------
-
-
 class ChannelClosed(ConnectionError):
     """The other process has closed its end, or has exited."""
 

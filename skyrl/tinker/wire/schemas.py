@@ -1,4 +1,4 @@
-"""JSON requests and responses of the API, one class each, for SDK 0.38 and older.
+"""JSON requests and responses of the API, one class each, for all supported SDK versions.
 
 Older clients omit fields or send explicit nulls; both mean the default. The constant field `type` is accepted and
 ignored. Unknown fields are rejected by name. Options of the protocol that are not supported yet are also declared as
