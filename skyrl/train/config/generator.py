@@ -91,7 +91,7 @@ class GeneratorConfig(BaseConfig):
     """Start all samples of a batch at once, without any concurrency limit. Single-turn only."""
 
     max_turns: PositiveInt = 1
-    """Maximum turns of a conversation."""
+    """Maximum turns of a conversation, in place of the limits of rows and environments."""
 
     max_input_length: PositiveInt | None = None
     """Maximum tokens of the input of a turn. None: trainer.max_prompt_length, plus, for each earlier turn, another

@@ -118,7 +118,7 @@ class TrainerConfig(BaseConfig):
     """Number of newest checkpoints to keep. -1: all."""
 
     ckpt_interval: int = 10
-    """Steps between checkpoints. 0 or less: no periodic checkpoints."""
+    """Steps between checkpoints. 0 or less: a checkpoint after each epoch only."""
 
     hf_save_interval: int = -1
     """Steps between exports in Hugging Face format; adapters are also exported in PEFT format. 0 or less: none."""
@@ -186,7 +186,7 @@ class TrainerConfig(BaseConfig):
     is used if none of the given trackers is usable, or if this field is unset and wandb is not usable."""
 
     dump_data_batch: bool = False
-    """Write every training batch to export_path."""
+    """Write every training batch and its rollouts to export_path."""
 
     dump_eval_results: bool = True
     """Write results of evaluations to export_path."""

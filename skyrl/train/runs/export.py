@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         "--output",
         type=Path,
         metavar="FOLDER",
-        help=f"where to write; not there yet (RUN/{RESULT}_step_N, or ./{RESULT}_step_N of a URL)",
+        help=f"a new folder (RUN/{RESULT}_step_N, or ./{RESULT}_step_N if RUN is a URL; merged_step_N with --merged)",
     )
     parser.add_argument("--base", metavar="MODEL", help="base model, if it is not where the run found it")
     given = parser.parse_args(argv)
