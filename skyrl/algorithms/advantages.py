@@ -3,8 +3,8 @@
 An estimator gets a whole batch, because groups (all samples of one prompt) and normalization span it. It returns
 advantages that are 0 outside the mask. Padding width and the order of rows do not matter.
 
-To add an estimator, add a function here, or name your own as "module:function". Its keyword-only arguments are filled
-from the algorithm options with the same names.
+To add an estimator, add a function here, or name your own function as "module:function". The keyword-only arguments of
+the function are filled from the algorithm options with the same names.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -123,7 +123,7 @@ def reinforce_plus_plus(x: AdvantageInputs, *, gamma: float = 1.0) -> Advantages
 
     Args:
         x: The batch.
-        gamma: Discount per token of the mask. A reward outside the mask belongs to the previous token of the mask.
+        gamma: Discount per unmasked token. A reward on a masked-out token is credited to the last unmasked token.
 
     Source: Hu 2025, https://arxiv.org/abs/2501.03262.
     """
@@ -135,9 +135,9 @@ def reinforce_plus_plus(x: AdvantageInputs, *, gamma: float = 1.0) -> Advantages
 def token_rewards(x: AdvantageInputs) -> Advantages:
     """Use the reward of each token as its advantage.
 
-    A reward outside the mask belongs to the previous token of the mask. With the KL divergence from a teacher in the
-    reward (`use_kl_in_reward`, `kl_estimator_type=k1`), this is on-policy distillation: the gradient is that of the
-    reverse KL of each next token, at the sampled tokens.
+    A reward on a masked-out token is credited to the last unmasked token before it. If rewards contain the KL
+    divergence from a teacher (`use_kl_in_reward`, `kl_estimator_type=k1`), this is on-policy distillation. At each
+    sampled token, the gradient is then that of the reverse KL of the next-token distribution.
 
     Source: Gu et al. 2024, https://arxiv.org/abs/2306.08543, and Agarwal et al. 2024, https://arxiv.org/abs/2306.13649.
     """
@@ -147,16 +147,16 @@ def token_rewards(x: AdvantageInputs) -> Advantages:
 
 @AdvantageEstimatorRegistry.register("gae")
 def gae(x: AdvantageInputs, *, gamma: float = 1.0, lambd: float = 1.0) -> Advantages:
-    """Estimate advantages by generalized advantage estimation over the tokens of the mask, whitened over the batch.
+    """Estimate advantages by generalized advantage estimation (GAE) over unmasked tokens, whitened over the batch.
 
-    The value after a token is that of the next token *of the mask*. Observations between turns and padding are skipped;
-    a reward on one of them belongs to the previous token. Returns are the advantages before whitening plus the values.
-    Raises ValueError without values.
+    The value after a token is that of the next *unmasked* token. Observations between turns and padding are skipped.
+    Their rewards are credited to the last unmasked token before them. Returns are the advantages before whitening plus
+    the values. Raises ValueError without values.
 
     Args:
         x: The batch, with `values`.
-        gamma: Discount per token of the mask.
-        lambd: Weight of longer estimates: 0 is the one-step error, 1 the discounted return minus the value.
+        gamma: Discount per unmasked token.
+        lambd: Weight of longer estimates. 0 gives the one-step error, 1 the discounted return minus the value.
 
     Source: Schulman et al. 2015, https://arxiv.org/abs/1506.02438, equation 16.
     """
@@ -195,15 +195,16 @@ class _Scores:
 
 
 def _outcome(x: AdvantageInputs, per_row: Rows) -> Advantages:
-    """Return one advantage per row, at each token of its mask."""
+    """Return the advantage of each row, repeated at each unmasked token of the row."""
     advantages = select(x.mask, per_row[:, None] + array_namespace(per_row).zeros_like(x.rewards))
     return Advantages(advantages, advantages)
 
 
 def _accumulated_errors(x: AdvantageInputs, values: Tokens, gamma: float, lambd: float) -> Tokens:
-    """Return at each token the sum over later tokens i of (gamma lambd)^i times the one-step error, 0 outside the mask.
+    """Return for each token the sum of (gamma lambd)^i times the one-step error of the i-th next token, 0 if masked.
 
-    The error of a token is its reward, plus gamma times the value of the next token of the mask, minus its own value.
+    The sum starts with the token itself (i = 0). The error of a token is its reward, plus gamma times the value of the
+    next unmasked token, minus the token's own value.
     """
     xp = array_namespace(x.rewards)
     mask = is_set(x.mask)

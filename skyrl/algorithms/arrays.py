@@ -28,13 +28,13 @@ def select(mask: Mask, values: Tokens) -> Tokens:
 
 
 def count(mask: Mask, like: Tokens) -> Float[Any, "batch"]:
-    """Return the number of tokens in the mask of each row, as floats with the dtype of `like`."""
+    """Return the number of unmasked tokens of each row, as floats with the dtype of `like`."""
     xp = array_namespace(like)
     return xp.sum(xp.astype(is_set(mask), like.dtype), axis=1)
 
 
 def place(values: np.ndarray, like: Any, dtype: Any = None) -> Any:
-    """Convert a NumPy array to the library and device of `like`. Its dtype stays the same unless `dtype` is given."""
+    """Convert a NumPy array to the library and device of `like`. The array keeps its dtype unless `dtype` is given."""
     return array_namespace(like).asarray(values, dtype=dtype, device=device(like))
 
 
@@ -46,10 +46,10 @@ def to_numpy(values: Any) -> np.ndarray:
 
 
 def magnitude(difference: Tokens) -> Tokens:
-    """Return the absolute value; 0, with gradient 0, within `ROUNDING`.
+    """Return the absolute value. Up to `ROUNDING`, the value and its gradient are 0.
 
-    For fresh samples, differences of log-probabilities are rounding noise. The gradient is the sign of the difference,
-    which would then be random.
+    For fresh samples, differences of log-probabilities are rounding noise. The gradient of the absolute value is the
+    sign of the difference, and the sign of noise is random.
     """
     xp = array_namespace(difference)
     return xp.where(xp.abs(difference) <= ROUNDING, xp.zeros_like(difference), xp.abs(difference))

@@ -1,9 +1,9 @@
 """Off-policy corrections: factors that compensate for differences between sampler and trainer probabilities.
 
-The ratio of a token is its probability under the policy at the start of the step ("old"), divided by that under the
-sampling engine ("rollout"). Tokens and sequences with extreme ratios are masked. The remaining tokens may be multiplied
-by their ratios (truncated importance sampling). The result is a constant factor per token for the policy loss
-(`LossInputs.correction`). Token weights do not change, so masking shrinks the gradient.
+The ratio of a token is its probability under the policy at the start of the step ("old"), divided by its probability
+in the sampling engine ("rollout"). Tokens and sequences with extreme ratios are masked. The remaining tokens may be
+multiplied by their ratios (truncated importance sampling). The result is a constant factor per token for the policy
+loss (`LossInputs.correction`). Token weights do not change, so masking shrinks the gradient.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class Correction(NamedTuple):
     factor: Tokens
     """Factor of each token's policy loss, `[batch, tokens]`: 0 for masked tokens and outside the loss mask."""
     metrics: dict[str, float]
-    """Means over the tokens or sequences that count, by name."""
+    """Metrics by name: statistics of the ratios, and the fractions of tokens and sequences masked or clipped."""
 
 
 def correct_off_policy(
@@ -31,12 +31,12 @@ def correct_off_policy(
     """Return the correction of a batch with one sequence per row.
 
     Corrections apply in this order: outlier mask, token mask, importance weights, sequence mask. Sequence ratios use
-    the tokens that are left. Bounds are inclusive.
+    only tokens that no mask has removed. Bounds are inclusive.
 
     Args:
         settings: `trainer.algorithm.off_policy_correction`, which documents the settings.
-        old_logprobs: Log-probabilities under the policy at the start of the step, in nats.
-        rollout_logprobs: Log-probabilities under the sampling engine, in nats.
+        old_logprobs: Log-probabilities from the policy at the start of the step, in nats.
+        rollout_logprobs: Log-probabilities from the sampling engine, in nats.
         mask: Loss mask, non-zero for tokens that count.
     """
     xp = array_namespace(old_logprobs)
@@ -77,13 +77,13 @@ def correct_off_policy(
 
 
 def _exp(log_ratio: Any) -> Any:
-    """Return the ratio, bounded to be finite for any log-ratio."""
+    """Return exp of the log-ratio, clipped to stay finite."""
     xp = array_namespace(log_ratio)
     return xp.exp(xp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def _within(ratio: Any, low: float | None, high: float | None) -> Any:
-    """Return a mask of the ratios within the inclusive bounds; None means no bound."""
+    """Return True for each ratio within the inclusive bounds. None means no bound."""
     xp = array_namespace(ratio)
     inside = xp.ones_like(ratio, dtype=xp.bool)
     if low is not None:
@@ -101,7 +101,7 @@ def _fraction(chosen: Bool[Any, "*batch"], among: Bool[Any, "*batch"]) -> float:
 
 
 def _ratio_metrics(ratio: Tokens, counted: Bool[Any, "batch tokens"]) -> dict[str, float]:
-    """Return mean, standard deviation, minimum and maximum of the counted ratios; 1, 0, 1 and 1 if there are none."""
+    """Return mean, standard deviation, minimum and maximum of the counted ratios. Without ratios: 1, 0, 1 and 1."""
     xp = array_namespace(ratio)
     if not bool(xp.any(counted)):
         return {"ratio_mean": 1.0, "ratio_std": 0.0, "ratio_min": 1.0, "ratio_max": 1.0}

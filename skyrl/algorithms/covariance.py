@@ -1,7 +1,7 @@
-"""Selection of the tokens that `clip_cov` and `kl_cov` treat differently, once per mini-batch.
+"""Selection of tokens for the policy losses `clip_cov` and `kl_cov`, once per mini-batch.
 
-The covariance of a token is (advantage - mean) x (log-probability - mean), with means over all tokens of the
-mini-batch. The advantages are those of the estimator; reductions affect token weights only. The selection is stored in
+The covariance of a token is (advantage - mean) x (log-probability - mean). Means are over all unmasked tokens of the
+mini-batch. The advantages are the estimator's; reductions affect token weights only. The selection is stored in
 `LossInputs.selected`. The losses then act on single tokens, so the split into micro-batches does not matter. The
 log-probabilities come from a forward pass of the learner over the whole mini-batch. Without such a pass, these losses
 cannot be used.
@@ -58,16 +58,16 @@ def clip_cov_tokens(
 ) -> Tokens:
     """Return 1.0 at tokens that lose their gradient, 0.0 elsewhere, `[batch, tokens]`.
 
-    Tokens are drawn from those whose covariance lies strictly between the bounds and whose gradient is not clipped. The
-    draw depends on the generator and the tokens, but not on padding or the order of rows.
+    Candidates are tokens whose covariance lies strictly between the bounds and whose ratio is not clipped. The draw
+    depends on the generator and the tokens, but not on padding or the order of rows.
 
     Args:
         logprobs: The learner's log-probabilities before the update on this mini-batch, in nats.
         old_logprobs: Log-probabilities at the start of the step.
         advantages: The estimator's advantages.
         mask: Loss mask, non-zero for tokens that count.
-        generator: Random generator of the draw. For reproducible draws, seed it with run and mini-batch.
-        clip_ratio: Fraction of the tokens to draw, at least one token.
+        generator: Random generator of the draw. For reproducible draws, derive its seed from run and mini-batch.
+        clip_ratio: Number of drawn tokens as a fraction of all unmasked tokens. At least one candidate is drawn.
         clip_cov_lb: Lower bound of the covariance.
         clip_cov_ub: Upper bound of the covariance.
         eps_clip_low: Lower clip epsilon of the policy loss.
@@ -92,9 +92,10 @@ def clip_cov_tokens(
 
 
 def kl_cov_tokens(logprobs: Tokens, advantages: Tokens, mask: Mask, *, kl_cov_frac: float = 0.2) -> Tokens:
-    """Return 1.0 at the tokens with the highest covariance, which get the KL penalty, 0.0 elsewhere, `[batch, tokens]`.
+    """Return 1.0 at tokens that get the KL penalty, 0.0 elsewhere, `[batch, tokens]`.
 
-    Tokens whose covariance equals the last selected one up to rounding are selected too, so rounding has no effect.
+    These are the tokens with the highest covariance. Tokens whose covariance equals the lowest selected one up to
+    rounding are selected too, so rounding has no effect.
 
     Args:
         logprobs: The learner's log-probabilities before the update on this mini-batch, in nats.
@@ -112,7 +113,7 @@ def kl_cov_tokens(logprobs: Tokens, advantages: Tokens, mask: Mask, *, kl_cov_fr
 
 
 def _covariance(logprobs: Tokens, advantages: Tokens, counted: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return the covariance of each token, 0 outside the mask, and the tolerance for equal covariances."""
+    """Return the covariance of each token (0 outside the mask), and the tolerance for equal covariances."""
     centred = []
     for values in (to_numpy(advantages), to_numpy(logprobs)):
         mean = values[counted].mean() if counted.any() else 0.0

@@ -1,8 +1,8 @@
-"""Filters of training samples: prompts whose samples have different scores, and completed samples.
+"""Filters of training samples. They keep prompts whose samples have different scores, and completed samples.
 
-A prompt has a signal if the scores of its samples differ by more than TOLERANCE. Without a signal, all advantages of
-its group are 0. Rewards may be given per sample or per token; the score of a sample is their sum. Prefer the scores of
-a raw metric to shaped rewards, because any penalty makes shaped rewards differ.
+A prompt has a signal if the scores of its samples differ by more than TOLERANCE. Without a signal, the advantages of
+all its samples are 0. Rewards may be given per sample or per token; the score of a sample is their sum. Prefer the
+scores of a raw metric to shaped rewards, because any penalty makes shaped rewards differ.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,7 +17,7 @@ from skyrl.algorithms.groups import group_numbers
 from skyrl.errors import ConfigError
 
 TOLERANCE = 1e-6
-"""Maximum difference of equal scores."""
+"""Scores that differ by at most this much count as equal."""
 
 Rewards = Float[Any, "batch"] | Float[Any, "batch tokens"]
 Sample = TypeVar("Sample")
@@ -26,12 +26,12 @@ Sample = TypeVar("Sample")
 def have_signal(
     uids: Sequence[Hashable], rewards: Rewards, judged: Bool[np.ndarray, "batch"] | None = None
 ) -> Bool[np.ndarray, "batch"]:
-    """Return a mask of the rows whose prompt has a signal. A prompt with a single sample always has a signal.
+    """Return True for each row whose prompt has a signal. A prompt with a single judged sample always has a signal.
 
     Args:
         uids: Prompt of each row.
         rewards: Rewards per row or per token.
-        judged: Rows to compare; all rows by default.
+        judged: True for rows whose scores are compared; all rows by default.
     """
     values = to_numpy(rewards)
     scores = values.reshape(len(values), int(np.prod(values.shape[1:]))).sum(axis=1)
@@ -46,15 +46,15 @@ def have_signal(
 
 
 def filter_zero_variance(mask: Mask, rewards: Rewards, uids: Sequence[Hashable]) -> Mask:
-    """Return the loss mask without the samples of prompts without a signal (`zero_variance_filter`).
+    """Return the loss mask, with 0 for all samples of a prompt that has no signal (`zero_variance_filter`).
 
-    Samples without tokens in the mask are not compared.
+    Scores of samples without unmasked tokens are not compared.
     """
     return _keep_rows(mask, have_signal(uids, rewards, judged=np.asarray(to_numpy(mask).any(axis=1))))
 
 
 def filter_overlong(mask: Mask, stop_reasons: Sequence[str]) -> Mask:
-    """Return the loss mask without samples whose stop reason is not "stop" (`apply_overlong_filtering`)."""
+    """Return the loss mask, with 0 for samples whose stop reason is not "stop" (`apply_overlong_filtering`)."""
     return _keep_rows(mask, _stopped(stop_reasons))
 
 
@@ -66,7 +66,7 @@ def zero_reward_on_non_stop(rewards: Rewards, stop_reasons: Sequence[str]) -> Re
 class DynamicSampling(Generic[Sample]):
     """Collects prompts with a signal over several batches (`dynamic_sampling.type=filter`).
 
-    The state is `samples`, `uids` and `batches`. A checkpoint during the collection must contain it.
+    The state is `samples`, `uids` and `batches`. A checkpoint that is saved during the collection must contain them.
 
     Source: DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, section 3.2.
     """
@@ -80,9 +80,9 @@ class DynamicSampling(Generic[Sample]):
         self.batches = 0
 
     def add(self, samples: Sequence[Sample], uids: Sequence[Hashable], rewards: Rewards) -> list[Sample] | None:
-        """Add a batch. Returns the samples of exactly `prompts` prompts if there are enough, else None.
+        """Add a batch. Returns the samples of exactly `prompts` prompts, or None if there are not enough yet.
 
-        Prompts are returned with all their samples, in the order in which they were added. Additional prompts are
+        Prompts are returned with all their samples, in the order in which the prompts were added. Surplus prompts are
         dropped. Raises ConfigError if the last allowed batch has been added and there are not enough prompts.
         """
         good = np.flatnonzero(have_signal(uids, rewards)).tolist()
@@ -108,7 +108,7 @@ class Replacement(NamedTuple):
     """Rows to train on instead of the rows of the batch, group by group."""
 
     rows: list[int]
-    """Row of the batch for each new row."""
+    """Row of the original batch that each new row copies."""
     uids: list[str]
     """Prompt of each new row. Copies of a prompt have separate uids, so statistics treat them as separate groups."""
 
@@ -146,7 +146,7 @@ def _stopped(stop_reasons: Sequence[str]) -> Bool[np.ndarray, "batch"]:
 
 
 def _keep_rows(values: Any, keep: Bool[np.ndarray, "batch"]) -> Any:
-    """Return the values, with 0 in all other rows."""
+    """Return the values, with 0 in the rows where `keep` is False."""
     if len(keep) != values.shape[0]:
         raise ValueError(f"{len(keep)} stop reasons or uids for {values.shape[0]} rows; give one for each row")
     xp = array_namespace(values)

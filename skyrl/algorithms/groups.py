@@ -19,7 +19,7 @@ def group_numbers(uids: Sequence[Hashable]) -> Int[np.ndarray, "batch"]:
 
 
 class Groups:
-    """Reductions over the group of each row. The grouping is static, so `sum` may run under `jax.jit`."""
+    """Reductions over the group of each row. The grouping is fixed at construction, so `sum` may run in `jax.jit`."""
 
     def __init__(self, uids: Sequence[Hashable], like: Rows):
         numbers = group_numbers(uids)
@@ -30,12 +30,12 @@ class Groups:
         self._member = place(numbers[:, None] == np.arange(len(self.sizes))[None, :], like)
 
     def sum(self, values: Rows) -> Rows:
-        """Return for each row the sum of the values of its group's rows."""
+        """Return for each row the sum of the values in its group."""
         xp = array_namespace(values)
         return self._spread(xp.sum(xp.where(self._member, values[:, None], 0.0), axis=0))
 
     def minimum(self, values: Rows) -> Rows:
-        """Return for each row the minimum of the values of its group's rows."""
+        """Return for each row the minimum of the values in its group."""
         xp = array_namespace(values)
         return self._spread(xp.min(xp.where(self._member, values[:, None], xp.inf), axis=0))
 

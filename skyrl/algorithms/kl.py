@@ -1,7 +1,7 @@
-"""KL divergence of the policy from a reference: per-token estimators, the reward penalty, and its controllers.
+"""KL divergence of the policy from a reference: per-token estimators, the reward penalty, coefficient controllers.
 
-An estimator is a function of two log-probabilities of the same sampled token, without a reduction. It is differentiable
-in the policy's log-probability. As a loss, its terms are weighted like those of the policy loss.
+An estimator maps two log-probabilities of the same sampled token to one value per token. It is differentiable in the
+policy's log-probability. In a KL loss, each token's value has the same weight as its term of the policy loss.
 """
 
 import math
@@ -21,19 +21,19 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry("KL estimator")
 
 @KL_ESTIMATORS.register("k1")
 def k1(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
-    """Return the log-ratio: an unbiased value of any sign. As a loss, its mean gradient is 0."""
+    """Return the log-ratio, an unbiased estimate that may be negative. As a loss, its expected gradient is 0."""
     return _difference(logprobs, reference_logprobs)
 
 
 @KL_ESTIMATORS.register("abs")
 def absolute(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
-    """Return the absolute log-ratio; 0 within rounding (`arrays.magnitude`)."""
+    """Return the absolute log-ratio; 0 if it is rounding noise (`arrays.magnitude`)."""
     return magnitude(_difference(logprobs, reference_logprobs))
 
 
 @KL_ESTIMATORS.register("k2")
 def k2(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
-    """Return half the squared log-ratio. As a loss, its mean gradient is that of the reverse KL divergence."""
+    """Return half the squared log-ratio. As a loss, its expected gradient is that of the reverse KL divergence."""
     difference = _difference(logprobs, reference_logprobs)
     return 0.5 * difference * difference
 
@@ -65,9 +65,9 @@ def penalise_rewards(rewards: Tokens, kl: Tokens, mask: Mask, coefficient: float
 
 
 def mean_kl(kl: Tokens, mask: Mask) -> float:
-    """Return the mean over sequences of their mean KL per token, which the controllers use.
+    """Return the mean KL per token of each sequence, averaged over the sequences. The controllers use it.
 
-    Rows without tokens are ignored. 0 for a batch without tokens.
+    Rows without unmasked tokens are ignored. 0 for a batch without such tokens.
     """
     xp = array_namespace(kl)
     counts = count(mask, kl)
@@ -89,9 +89,9 @@ class FixedKLController:
 
 @dataclass
 class AdaptiveKLController:
-    """Coefficient that grows while the KL is above its target, and shrinks while it is below.
+    """Coefficient that grows while the KL is above `target`, and shrinks while the KL is below it.
 
-    `value` is its only state; a checkpoint must contain it.
+    `value` is the only state; a checkpoint must contain it.
 
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2.
     """
@@ -101,7 +101,7 @@ class AdaptiveKLController:
     target: float
     """Target of the mean KL per token, in nats."""
     horizon: int
-    """Number of sequences over which a KL >= 1.2 times the target multiplies the coefficient by about e^0.2."""
+    """Number of sequences after which a KL >= 1.2 times the target has multiplied the coefficient by about e^0.2."""
 
     def __post_init__(self):
         for name, number in (("kl_target", self.target), ("horizon", self.horizon)):
@@ -138,6 +138,6 @@ def kl_controller(type: str, kl_loss_coef: float, *, kl_target: float, horizon: 
 
 
 def _difference(a: Tokens, b: Tokens) -> Tokens:
-    """Return the log-ratio, bounded so that all estimators are finite."""
+    """Return the log-ratio, clipped so that all estimators are finite."""
     difference = a - b
     return array_namespace(difference).clip(difference, -LARGEST, LARGEST)

@@ -1,12 +1,12 @@
 """Per-token training losses, written once for JAX, PyTorch and NumPy.
 
 A loss maps log-probabilities to one number per token, without a reduction; the objective is the sum. Functions use the
-array-API standard (`xp`) plus `stop_gradient`. The `loss` decorator multiplies each loss by `weights` and bounds its
-inputs to +-LARGEST. A loss is thus finite, with finite gradients, for all finite inputs. Log-ratios are clamped to +-20
-before `exp`. `mixed_loss` evaluates a batch in which each row has its own loss.
+array-API standard (`xp`) plus `stop_gradient`. The `loss` decorator multiplies each loss by `weights` and clips its
+inputs to +-LARGEST. For finite inputs, losses and gradients are thus finite. Log-ratios are clamped to +-20 before
+`exp`. `mixed_loss` evaluates a batch in which each row has its own loss.
 
-To add a loss, add one function here. Its keyword-only arguments become the accepted `loss_fn_config` keys (numbers, at
-most NUM_KNOBS). `needs` lists the required inputs and `optional` the accepted ones, by their `LossInputs` names.
+To add a loss, add one function here. Its keyword-only arguments are the accepted `loss_fn_config` keys. They are
+numbers, called knobs, at most NUM_KNOBS. `needs` lists the required `LossInputs` fields, `optional` the optional ones.
 """
 
 import inspect
@@ -26,13 +26,13 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-this before `exp`. Beyond it, the ratio is constant and its gradient 0."""
 
 LARGEST = 1e9
-"""Inputs and knobs are bounded to +-this in every loss, so products of all of them fit into float32."""
+"""Every loss clips its inputs and knobs to +-this, so products of all of them fit into float32."""
 
 STABLE_RATIO = 2.0
 """Largest weight that `stable_reinforce` gives to a token."""
 
 NUM_KNOBS = 4
-"""Number of columns of the packed knobs, at least the number of knobs of any loss."""
+"""Number of columns of packed knobs (`pack_knobs`). No loss has more knobs."""
 
 Knob = float | Float[Any, "#batch 1"]
 
@@ -40,29 +40,30 @@ Knob = float | Float[Any, "#batch 1"]
 class LossInputs(NamedTuple):
     """Inputs of a loss, by name. All arrays are `[batch, tokens]`; padding has the values of `EMPTY`.
 
-    A pytree in JAX, a tuple of tensors in torch. `num_segments` is static: build the tuple inside the jitted function.
+    It is a pytree in JAX and a tuple of tensors in torch. `num_segments` must be a Python int in JAX, so build the
+    tuple inside the jitted function.
     """
 
     logprobs: Tokens
-    """Learner log-probability of each target token, in nats. Differentiable. Cross-entropy over K targets passes
-    sum_k weight_k * logprob_k here, with `weights` 1."""
+    """Learner log-probability of each target token, in nats. Differentiable. For cross-entropy over K targets, this is
+    sum_k weight_k * logprob_k, and `weights` are 1."""
     weights: Tokens
     """Factor of each token's loss, of any sign; 0 in padding."""
     sampling_logprobs: Tokens | None = None
-    """Log-probability under the policy that sampled the token, in nats. Input `logprobs` of the wire format."""
+    """Log-probability from the policy that sampled the token, in nats. Requests call this input `logprobs`."""
     advantages: Tokens | None = None
     clip_low: Tokens | None = None
-    """Lower ratio bound per token, which overrides the knob. A negative value means that the knob applies."""
+    """Lower bound on the ratio of each token. It overrides the knob; where it is negative, the knob applies."""
     clip_high: Tokens | None = None
-    """Upper ratio bound per token, which overrides the knob in the same way."""
+    """Upper bound on the ratio of each token. It overrides the knob in the same way."""
     sequence_ratio_mask: Tokens | None = None
     """Non-zero for tokens that count in the ratio of their sequence."""
     selected: Tokens | None = None
-    """Non-zero for the tokens that `clip_cov` and `kl_cov` select over a whole mini-batch."""
+    """Non-zero for tokens that `clip_cov` or `kl_cov` treats differently. They are selected from a whole mini-batch."""
     correction: Tokens | None = None
-    """Factor of the policy term only, not of KL and entropy: off-policy weights and masks."""
+    """Off-policy weight or mask of each token. It multiplies the policy term, but not KL and entropy."""
     reference_logprobs: Tokens | None = None
-    """Log-probability under the reference model, at the same temperature, in nats."""
+    """Log-probability from the reference model, at the same temperature, in nats."""
     entropy: Tokens | None = None
     """Entropy of the learner's distribution at each token, in nats. Differentiable."""
     values: Tokens | None = None
@@ -106,9 +107,9 @@ INPUT_FIELDS = {
     "clip_high_threshold": "clip_high",
     "sequence_ratio_mask": "sequence_ratio_mask",
 }
-"""Float `loss_fn_inputs` of the wire format, with their `LossInputs` fields.
+"""`LossInputs` field of each float input in `loss_fn_inputs`, by its name in requests.
 
-`logprobs` is computed for `target_tokens`.
+The field `logprobs` is not among them: the learner computes it for `target_tokens`.
 """
 
 
@@ -125,10 +126,10 @@ class Loss:
     knobs: Mapping[str, float]
     """`loss_fn_config` keys with their defaults."""
     multiple_of: tuple[str, ...]
-    """`LossInputs` fields, besides `weights`, that are factors of a token's gradient: it is 0 if one of them is 0."""
+    """`LossInputs` fields, besides `weights`, that multiply a token's gradient: if one is 0, the gradient is 0."""
 
     def __call__(self, x: LossInputs, **knobs: Knob) -> Tokens:
-        """Return the loss of each token times its weight, `[batch, tokens]`.
+        """Return the loss of each token, times the weight of the token, `[batch, tokens]`.
 
         Knobs are numbers or arrays `[batch, 1]`.
         """
@@ -142,7 +143,7 @@ LOSSES: Registry[Loss] = Registry("loss function")
 def loss(
     name: str, needs: tuple[str, ...] = (), optional: tuple[str, ...] = (), multiple_of: tuple[str, ...] = ()
 ) -> Callable[..., Loss]:
-    """Register the decorated function as the loss `name`. The module docstring describes its form."""
+    """Register the decorated function as the loss `name`. The module docstring describes the function's form."""
 
     def register(function: Callable[..., Tokens]) -> Loss:
         return LOSSES.register(name)(make_loss(name, function, needs, optional, multiple_of))
@@ -159,7 +160,7 @@ def make_loss(
 ) -> Loss:
     """Create a loss whose knobs are the function's keyword-only arguments.
 
-    Raises ValueError for a keyword-only argument without a default.
+    Raises ValueError for a keyword-only argument without a default, or for more than NUM_KNOBS of them.
     """
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for parameter in parameters:
@@ -219,7 +220,7 @@ def cispo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold:
 
 @loss("dro", needs=OFF_POLICY)
 def dro(x: LossInputs, *, beta: Knob = 0.05) -> Tokens:
-    """Policy gradient with a quadratic penalty on the log-ratio, which is not clamped because there is no `exp`.
+    """Policy gradient with a quadratic penalty on the log-ratio. There is no `exp`, so the log-ratio is not clamped.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
@@ -233,9 +234,9 @@ def dro(x: LossInputs, *, beta: Knob = 0.05) -> Tokens:
 
 @loss("gspo", needs=(*OFF_POLICY, "sequence_ratio_mask"), optional=CLIPS, multiple_of=ADVANTAGES)
 def gspo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: Knob = 1.2) -> Tokens:
-    """PPO with the ratio of the whole sequence, exp(mean log-ratio of its masked tokens), at each of its tokens.
+    """PPO in which each token has the ratio of its sequence: exp of the mean log-ratio over `sequence_ratio_mask`.
 
-    The value of the ratio is the sequence's; its gradient is the token's own (GSPO-token). Reads `segments`.
+    The value of the ratio is the sequence's, but the gradient is the token's own (GSPO-token). Reads `segments`.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
@@ -252,15 +253,15 @@ def gspo(x: LossInputs, *, clip_low_threshold: Knob = 0.8, clip_high_threshold: 
 
 @loss("stable_reinforce", needs=OFF_POLICY)
 def stable_reinforce(x: LossInputs, *, kl_coeff: Knob = 0.0) -> Tokens:
-    """REINFORCE weighted by the ratio, truncated at STABLE_RATIO. A token's gradient is bounded for any samples.
+    """REINFORCE weighted by the ratio, which is truncated at STABLE_RATIO. The truncation bounds a token's gradient.
 
-    The weight has no gradient, so at ratio 1 (no staleness) the gradient is that of `importance_sampling`. This is our
-    own estimator under the protocol's name: the formula of the hosted service is not public.
+    The weight has no gradient, so at ratio 1 (no staleness) the gradient is that of `importance_sampling`. The name is
+    the protocol's, but the estimator is our own, because the formula of the hosted service is not public.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
-        kl_coeff: Strength of a penalty on half the squared log-ratio. Its gradient estimates that of the
-            Kullback-Leibler divergence of the learner from the sampling policy. As in `dro`, the log-ratio is not
+        kl_coeff: Strength of a penalty, half the squared log-ratio. The penalty's gradient estimates the gradient of
+            the Kullback-Leibler divergence of the learner from the sampling policy. As in `dro`, the log-ratio is not
             clamped.
 
     Sources: Ionides 2008, https://doi.org/10.1198/106186008X320456 (truncation); Schulman 2020,
@@ -274,12 +275,12 @@ def stable_reinforce(x: LossInputs, *, kl_coeff: Knob = 0.0) -> Tokens:
 
 
 def loss_index(name: str) -> int:
-    """Return the index of a loss for `mixed_loss`. Raises KeyError with the known names for an unknown name."""
+    """Return the index of a loss for `mixed_loss`. For an unknown name, raises KeyError that lists the known names."""
     return list(LOSSES).index(LOSSES[name].name)
 
 
 def pack_knobs(name: str, config: Mapping[str, float]) -> np.ndarray:
-    """Return the settings of a loss as float32 `[NUM_KNOBS]`, in the order of its signature, including defaults."""
+    """Return all settings of a loss, including defaults, in the order of its signature: float32 `[NUM_KNOBS]`."""
     packed = np.zeros(NUM_KNOBS, np.float32)
     for column, (knob, default) in enumerate(LOSSES[name].knobs.items()):
         packed[column] = config.get(knob, default)
@@ -287,12 +288,12 @@ def pack_knobs(name: str, config: Mapping[str, float]) -> np.ndarray:
 
 
 def mixed_loss(x: LossInputs, index: Int[Any, "batch 1"], knobs: Float[Any, "batch knobs"]) -> Tokens:
-    """Return the loss of each token for rows with different losses and settings.
+    """Return the loss of each token, where each row has its own loss and settings.
 
     Losses and settings are data, so a single compiled program computes all of them.
 
-    Every loss is evaluated on every row. Rows with another loss are replaced by empty rows *before* the evaluation, so
-    the contents of a row, NaN included, never reach the value or gradient of another loss.
+    Every loss is evaluated on every row. Rows that use another loss are replaced by empty rows *before* the evaluation.
+    The contents of a row, NaN included, thus never reach the value or gradient of a loss that the row does not use.
 
     Args:
         x: Token arrays `[batch, tokens]`, with all fields.
@@ -314,7 +315,7 @@ def mixed_loss(x: LossInputs, index: Int[Any, "batch 1"], knobs: Float[Any, "bat
 
 
 def refuse_unserved(name: str) -> None:
-    """Raise RequestError for unknown names, and for names of the protocol that are not registered losses."""
+    """Raise RequestError for an unknown loss, and for a name that the protocol has but that is not in `LOSSES`."""
     if name in LOSSES:
         return
     known = f"known losses: {', '.join(LOSSES)}"
@@ -324,12 +325,12 @@ def refuse_unserved(name: str) -> None:
 
 
 CUSTOM = "custom"
-"""Name of losses traced by clients, in the protocol."""
+"""`loss_fn` of requests whose loss was traced by a client."""
 UNSERVED = {
     CUSTOM: "over the API, send loss_fn_config={'loss_id': ...} of a loss that create_custom_loss has made; in a "
     "process, pass the TracedObjective itself",
 }
-"""Names of the protocol that are not registered losses, with alternatives."""
+"""Alternative to each `loss_fn` of the protocol that is not in `LOSSES`."""
 
 
 def stop_gradient(x: Any) -> Any:
@@ -343,10 +344,10 @@ def stop_gradient(x: Any) -> Any:
 
 
 def gradient_of(compute: Callable[[Any], tuple[Any, Any]], at: Any) -> tuple[Any, Any]:
-    """Return the gradient of a scalar function as a constant array, and the function's second result.
+    """Return the gradient of a scalar function (an array without gradient), and the function's second result.
 
     Args:
-        compute: Function of an array of JAX or torch. Its first result is the scalar.
+        compute: Function of a JAX or torch array. It returns the scalar and a second result.
         at: Array at which the gradient is computed.
     """
     xp = array_namespace(at)
@@ -369,14 +370,17 @@ def _log_ratio(x: LossInputs) -> Tokens:
 
 
 def probability_ratio(x: LossInputs) -> Tokens:
-    """Return the probability ratio of learner to sampling policy for each token, with the log-ratio clamped."""
+    """Return each token's probability under the learner divided by that under the sampling policy.
+
+    The log-ratio is clamped.
+    """
     return array_namespace(x.logprobs).exp(_log_ratio(x))
 
 
 def _clip_ratio(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> Tokens:
-    """Clip the ratio to the bounds of each token, or else of the row.
+    """Clip the ratio to the token's own bounds, or to `low` and `high` where the token has none.
 
-    As in torch, a ratio on a bound keeps its gradient.
+    As in torch, a ratio equal to a bound keeps its gradient.
     """
     xp = array_namespace(ratio)
     low = low + xp.zeros_like(ratio)
@@ -389,9 +393,10 @@ def _clip_ratio(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> Tokens:
 
 
 def _clipped_surrogate(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> Tokens:
-    """Return minus the minimum of ratio times advantage and clipped ratio times advantage.
+    """Return -min(ratio * advantage, clipped ratio * advantage).
 
-    A ratio within rounding of a bound is not clipped. This matters for a bound of 1, the ratio of fresh samples.
+    A ratio that differs from a bound only by rounding is not clipped. Fresh samples have ratio 1, so this matters for
+    a bound of 1.
     """
     xp = array_namespace(ratio)
     clipped = _clip_ratio(x, ratio, low, high)
@@ -400,9 +405,9 @@ def _clipped_surrogate(x: LossInputs, ratio: Tokens, low: Knob, high: Knob) -> T
 
 
 def _segment_mean(x: LossInputs, values: Tokens, counted: Bool[Any, "batch tokens"]) -> Tokens:
-    """Return the mean of the counted values of each token's segment (0 if there are none), at each of its tokens.
+    """Return for each token the mean of the counted values in its segment, 0 if there are none.
 
-    Sums use `where`, not a product with a one-hot matrix, so rows never mix.
+    Sums use `where`, not a product with a one-hot matrix, so NaN in one segment never reaches another.
     """
     xp = array_namespace(values)
     assert x.segments is not None, "losses over whole sequences need `segments`"

@@ -24,29 +24,29 @@ SOURCES = {
     "reference_logprobs": "those of the reference model; set use_kl_loss to false to do without",
     "entropy": "the learner's per token; set use_entropy_loss to false to do without",
 }
-"""Source of each field, for the error message if it is missing."""
+"""Explanation of each field, for the error message if the field is missing."""
 
 
 Output = Literal["logprobs", "entropy", "values"]
-"""Value that a learner computes for each token."""
+"""Name of a value that a learner computes for each token."""
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """Loss of a training pass, as backends use it. A value object.
+    """Loss of a training pass, in the form that backends use. Immutable and compared by value.
 
-    Equal objectives compute the same loss, so objectives are keys of caches of compiled programs. Unpickling rebuilds
+    Equal objectives compute the same loss, so caches of compiled programs use objectives as keys. Unpickling rebuilds
     an objective from its settings.
     """
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Required `LossInputs` fields, either given by each datum or computed."""
+        """Required `LossInputs` fields. Each is given by every datum or computed by the learner."""
         ...
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """`LossInputs` fields that a datum may give, besides `weights`. Missing ones have the values of `EMPTY`."""
+        """`LossInputs` fields that a datum may give, besides `weights`. A missing field has its value in `EMPTY`."""
         ...
 
     @property
@@ -60,13 +60,13 @@ class Objective(Protocol):
         ...
 
     def __call__(self, x: LossInputs) -> Tokens:
-        """Return the loss of each token, `[batch, tokens]`, to be summed."""
+        """Return the loss of each token, `[batch, tokens]`. The caller sums it."""
         ...
 
 
 @dataclass(frozen=True)
 class ForwardOnly:
-    """No loss: a forward pass for its outputs, at the temperature of each token."""
+    """Forward pass without a loss, for its outputs. They use the temperature of each token."""
 
     outputs: tuple[Output, ...]
     needs: tuple[str, ...] = field(default=(), init=False)
@@ -100,12 +100,12 @@ class PolicyObjective:
     """Loss of the policy per token: policy loss plus KL minus entropy. Created by `policy_objective`."""
 
     specification: str
-    """Source of the objective: the algorithm's options as JSON."""
+    """The algorithm's options as JSON, from which the objective is built."""
     on_policy: bool
-    """True for one optimizer step per batch.
+    """True if each batch has one optimizer step.
 
-    `sampling_logprobs` are then the learner's own, without gradient, and the pass also returns the entropy. No earlier
-    forward pass is needed.
+    `sampling_logprobs` are then the learner's own log-probabilities, without gradient. No earlier forward pass is thus
+    needed. The pass also returns the entropy.
     """
     loss: Loss = field(compare=False)
     knobs: Mapping[str, float] = field(compare=False)
@@ -141,7 +141,7 @@ class PolicyObjective:
         return () if self.kl_coef or self.entropy_coef else self.loss.multiple_of
 
     def __call__(self, x: LossInputs) -> Tokens:
-        """Return the loss of each token, `[batch, tokens]`, to be summed: the sum of `terms`."""
+        """Return the loss of each token (the sum of its `terms`), `[batch, tokens]`. The caller sums it over tokens."""
         return reduce(operator.add, self.terms(x).values())
 
     def terms(self, x: LossInputs) -> dict[str, Tokens]:
@@ -170,11 +170,12 @@ def policy_objective(options: Mapping[str, Any], on_policy: bool = False) -> Pol
     """Return the objective for the algorithm's options.
 
     Args:
-        options: `trainer.algorithm` as a mapping, with nested mappings as sections. Used: `policy_loss_type` and its
-            settings, `use_kl_loss`, `kl_loss_coef`, `kl_estimator_type`, `use_entropy_loss`, `entropy_loss_coef`.
+        options: `trainer.algorithm` as a mapping; its sections are nested mappings. Keys used: `policy_loss_type` and
+            the loss's settings, `use_kl_loss`, `kl_loss_coef`, `kl_estimator_type`, `use_entropy_loss`,
+            `entropy_loss_coef`.
         on_policy: See `PolicyObjective.on_policy`.
 
-    Raises KeyError for unknown names and ValueError for settings out of range, as `find_policy_loss`.
+    Raises KeyError for unknown names, and ValueError for settings out of range (see `find_policy_loss`).
     """
     loss, knobs = find_policy_loss(options["policy_loss_type"], options)
     return PolicyObjective(
@@ -189,16 +190,16 @@ def policy_objective(options: Mapping[str, Any], on_policy: bool = False) -> Pol
 
 
 def value_loss(x: LossInputs, *, value_clip: float | None) -> Tokens:
-    """Return the loss of a critic per token, times its weight, `[batch, tokens]`.
+    """Return the critic's loss of each token, times the token's weight, `[batch, tokens]`.
 
-    The loss is half the squared distance between value and return. With clipping, the same distance is computed for the
-    value clipped to a range around the old value, and the loss is the larger one.
+    The loss is half the squared distance between value and return. With clipping, the loss is also computed for the
+    value clipped to a range around the old value, and the larger of both is returned.
 
     Args:
-        x: Token arrays with `values`, `old_values` and `returns`.
+        x: Token arrays with `values`, `returns` and, if clipping, `old_values`.
         value_clip: Maximum distance of the clipped value from the old value. None: no clipping.
 
-    Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, equation 9; the clip is that of its reference code.
+    Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, equation 9. The clip follows their reference code.
     """
     assert x.values is not None
     assert x.returns is not None
@@ -212,9 +213,9 @@ def value_loss(x: LossInputs, *, value_clip: float | None) -> Tokens:
 
 
 def entropy(logits: Float[Any, "*batch vocab"]) -> Float[Any, "*batch"]:
-    """Return the entropy in nats over the last axis. Differentiable; logits of minus infinity are impossible tokens.
+    """Return the entropy in nats over the last axis. Differentiable.
 
-    The logits must already be divided by the sampling temperature.
+    Logits may be minus infinity (impossible tokens). They must already be divided by the sampling temperature.
     """
     xp = array_namespace(logits)
     shifted = logits - stop_gradient(xp.max(logits, axis=-1, keepdims=True))

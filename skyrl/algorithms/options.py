@@ -1,8 +1,8 @@
-"""Settings of an algorithm: keyword-only arguments of its function are names of algorithm options.
+"""Settings of an algorithm. The keyword-only arguments of an algorithm's function name the options that it reads.
 
-An option is looked up by name in the algorithm's configuration, then in the section named after the algorithm
-(`tau_pos` of `sapo`). If neither contains it, the argument's default applies. A custom algorithm thus gets its own
-settings from a configuration class with fields of the same names.
+An option is looked up by name in the algorithm configuration (`trainer.algorithm`), then in the section named after the
+algorithm, such as `tau_pos` in the section `sapo`. If neither contains it, the argument's default applies. A custom
+algorithm can thus have its own settings: add fields with the same names to the configuration class.
 """
 
 import inspect
@@ -17,10 +17,10 @@ def pick_options(
 
     Args:
         function: Function of an algorithm.
-        options: The algorithm's configuration as a mapping, with nested mappings as sections.
-        section: Name of the section of this algorithm.
+        options: The algorithm configuration as a mapping; its sections are nested mappings.
+        section: Name of this algorithm's section. None: no section.
 
-    Raises ValueError if an argument without a default is missing in the options.
+    Raises ValueError if the options lack an argument that has no default.
     """
     own = options.get(section) if section is not None else None
     own = own if isinstance(own, Mapping) else {}

@@ -1,12 +1,12 @@
-"""Policy losses of the RL trainer, by the names and settings of its configuration.
+"""Policy losses of the RL trainer. They have the names and settings of its configuration.
 
-They are losses like those of `losses.py`: one number per token, multiplied by `weights`, without a reduction. Here,
-`sampling_logprobs` are those of the policy at the start of the step ("old"). Ratios are bounded by epsilons around 1,
-while the losses of the protocol take the bounds themselves. The formulas are shared.
+Like the losses of `losses.py`, they compute one number per token, multiplied by `weights`, without a reduction. Here,
+`sampling_logprobs` come from the policy at the start of the step ("old"). The settings are epsilons: a ratio is bounded
+to 1 minus one epsilon and 1 plus the other. The losses of `losses.py` take the bounds themselves. Formulas are shared.
 
-To add a loss, add a function here, decorate your own function with `PolicyLossRegistry.register("name")`, or name it as
-"module:function". Its keyword-only arguments, which need numbers as defaults, are filled from the algorithm options
-with the same names.
+To add a loss, add a function here, decorate your own function with `PolicyLossRegistry.register("name")`, or set the
+option to "module:function". Keyword-only arguments of the function need numbers as defaults. They are filled from the
+algorithm options with the same names.
 """
 
 import math
@@ -32,7 +32,7 @@ for _name in ("cross_entropy", "importance_sampling", "ppo", "dro"):
 def policy_loss(
     name: str, needs: tuple[str, ...] = OFF_POLICY, optional: tuple[str, ...] = (), multiple_of: tuple[str, ...] = ()
 ) -> Callable[..., Loss]:
-    """Register the decorated function as the policy loss `name`. The tuples name fields, as in `losses.loss`."""
+    """Register the decorated function as the policy loss `name`. The tuples name `LossInputs` fields (see `Loss`)."""
 
     def register(function: Callable[..., Tokens]) -> Loss:
         return PolicyLossRegistry.register(name)(make_loss(name, function, needs, optional, multiple_of))
@@ -90,7 +90,7 @@ def gspo(x: LossInputs, *, eps_clip_low: Knob = 0.2, eps_clip_high: Knob = 0.2) 
 
 @policy_loss("sapo", multiple_of=ADVANTAGES)
 def sapo(x: LossInputs, *, tau_pos: Knob = 1.0, tau_neg: Knob = 1.05) -> Tokens:
-    """Soft gate instead of a clip: the ratio r is replaced by 4/tau sigmoid(tau (r - 1)), with slope 1 at r = 1.
+    """Soft gate instead of a clip. The ratio r is replaced by 4/tau sigmoid(tau (r - 1)), which has slope 1 at r = 1.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
@@ -110,7 +110,7 @@ def sapo(x: LossInputs, *, tau_pos: Knob = 1.0, tau_neg: Knob = 1.05) -> Tokens:
 
 @policy_loss("cispo", optional=CLIPS, multiple_of=ADVANTAGES)
 def cispo(x: LossInputs, *, cispo_eps_clip_low: Knob = 0.0, cispo_eps_clip_high: Knob = 5.0) -> Tokens:
-    """REINFORCE weighted by the clipped ratio, without gradient through the ratio; see `losses.cispo`.
+    """REINFORCE weighted by the clipped ratio, which has no gradient; see `losses.cispo`.
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
@@ -125,7 +125,7 @@ def cispo(x: LossInputs, *, cispo_eps_clip_low: Knob = 0.0, cispo_eps_clip_high:
 
 @policy_loss("clip_cov", needs=(*OFF_POLICY, *SELECTED), optional=CLIPS, multiple_of=ADVANTAGES)
 def clip_cov(x: LossInputs, *, eps_clip_low: Knob = 0.2, eps_clip_high: Knob = 0.2) -> Tokens:
-    """Clipped surrogate, with 0 for selected tokens (`covariance.clip_cov_tokens`).
+    """Clipped surrogate. It is 0 for selected tokens (`covariance.clip_cov_tokens`).
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
@@ -145,7 +145,7 @@ def kl_cov(x: LossInputs, *, ppo_kl_coef: Knob = 1.0) -> Tokens:
 
     Args:
         x: Token arrays, each `[batch, tokens]`.
-        ppo_kl_coef: Factor of the absolute log-ratio (`arrays.magnitude`: 0 within rounding).
+        ppo_kl_coef: Factor of the absolute log-ratio, which is 0 if it is rounding noise (`arrays.magnitude`).
 
     Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617.
     """
@@ -164,7 +164,7 @@ ABOVE = {"clip_ratio_c": 1, "tau_pos": 0, "tau_neg": 0}
 
 
 def find_policy_loss(name: str, options: Mapping[str, Any]) -> tuple[Loss, dict[str, float]]:
-    """Return the policy loss `name` (registered, or "module:function"), and its settings from the algorithm's options.
+    """Return the policy loss `name` (registered, or "module:function"), and the settings that `options` have for it.
 
     Raises KeyError for an unknown name, and ValueError for a setting that is not a number or out of range.
     """

@@ -1,9 +1,9 @@
 """Loss reductions as token weights, so every objective is a plain weighted sum.
 
-The weights of a mini-batch are computed once, from its whole loss mask. They sum to 1, or to less for
-`seq_mean_token_sum_norm`. The mini-batch may then be split in any way, into micro-batches and over devices, and policy,
-KL, entropy and value terms keep the same scale. Masks that are applied later, such as off-policy masks, multiply the
-weights and shrink the gradient; weights are never normalized again.
+The weights of a mini-batch are computed once, from its whole loss mask. They sum to 1 (for `seq_mean_token_sum_norm`,
+usually less). The mini-batch may then be split in any way, into micro-batches and over devices, and policy, KL, entropy
+and value terms keep the same scale. Masks that are applied later, such as off-policy masks, multiply the weights and
+shrink the gradient; weights are never normalized again.
 """
 
 from collections.abc import Hashable, Sequence
@@ -26,19 +26,19 @@ def token_weights(
 ) -> Tokens:
     """Return the weight of each token of a whole mini-batch, `[batch, tokens]`, 0 outside the mask.
 
-    Rows without tokens in the mask (padding or filtered rows) do not count as sequences.
+    Rows without unmasked tokens (padding or filtered rows) do not count as sequences.
 
     Args:
-        reduction: `token_mean` (all tokens have equal weight), `sequence_mean` (all sequences have equal weight, and so
-            have the tokens within a sequence), `prompt_mean` (all prompts have equal weight, and so have the tokens of
-            all sequences of a prompt) or `seq_mean_token_sum_norm` (the mean over sequences of the sum over their
-            tokens, divided by a constant; Dr. GRPO, https://arxiv.org/abs/2503.20783).
+        reduction: `token_mean` (all tokens have equal weight), `sequence_mean` (all sequences have equal weight; within
+            a sequence, all tokens do), `prompt_mean` (all prompts have equal weight; within a prompt, the tokens of all
+            its sequences do) or `seq_mean_token_sum_norm` (each token has weight 1 / (number of sequences times
+            `max_seq_len`); Dr. GRPO, https://arxiv.org/abs/2503.20783).
         mask: Loss mask, non-zero for tokens that count.
         like: Array with the library, dtype and shape of the result, such as the log-probabilities.
         uids: Prompt of each row, for `prompt_mean`.
-        max_seq_len: The constant of `seq_mean_token_sum_norm`, in tokens.
+        max_seq_len: Divisor of `seq_mean_token_sum_norm`, in tokens.
 
-    Raises ValueError for an unknown reduction or a missing argument of the reduction.
+    Raises ValueError for an unknown reduction, or if the reduction needs an argument that is missing.
     """
     xp = array_namespace(like)
     counts = count(mask, like)
@@ -65,11 +65,11 @@ def token_weights(
 
 
 def _live(counts: Rows) -> Rows:
-    """Return the number of rows that have tokens (at least 1), repeated for each row."""
+    """Return the number of rows that have unmasked tokens, at least 1. It is repeated for each row."""
     xp = array_namespace(counts)
     return _at_least_one(xp.sum(xp.astype(counts > 0, counts.dtype)) + xp.zeros_like(counts))
 
 
 def _at_least_one(counts: Rows) -> Rows:
-    """Return the counts with 0 replaced by 1, so that an empty sum divided by its count is 0."""
+    """Return the counts, but 1 instead of 0, so that dividing an empty sum by its count gives 0."""
     return array_namespace(counts).where(counts < 1, 1.0, counts)

@@ -1,6 +1,6 @@
 """Checks of token ids and numbers. The arrays of all data are checked together, not token by token.
 
-Errors name the place as `datum <number>: <field>[<place>]=<value>`, with the violated rule.
+Errors have the form `datum <number>: <field>[<position>]=<value> <violated rule>`.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def refuse_where(
     Args:
         field: Name of the values in the request.
         flat: All values, concatenated.
-        arrays: One array per datum; their shapes give the position of a value. None: the values belong to no datum.
+        arrays: One array per datum. Their shapes give the position of a value in the message. None: no data.
         bad: Returns True for each invalid element of `flat`.
         rule: Text after the value in the message.
     """

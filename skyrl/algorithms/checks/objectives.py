@@ -19,8 +19,8 @@ def check_objective_data(
 ) -> list[Datum]:
     """Check the data of a pass and return it in normal form: token ids int32, other inputs float32.
 
-    Each datum has `target_tokens` `[tokens]` and the required inputs of the objective. It may have other inputs of the
-    objective, `weights` (default: ones) and `temperature` (default: 1), all `[tokens]`.
+    Each datum has `target_tokens` and the required inputs of the objective. It may also have the objective's optional
+    inputs, `weights` (default: ones) and `temperature` (default: 1). The shape of each is `[tokens]`.
 
     Raises `RequestError` for the first violation.
     """

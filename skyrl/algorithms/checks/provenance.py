@@ -9,7 +9,7 @@ from skyrl.errors import RequestError
 from skyrl.types import Datum
 
 NEEDING = ("stable_reinforce",)
-"""Losses that require data with the provenance of targets."""
+"""Losses whose data must say which targets were sampled."""
 
 
 def only_sampled(data: Sequence[Datum], sampled: Sequence[np.ndarray | None], loss_fn: str) -> list[Datum]:

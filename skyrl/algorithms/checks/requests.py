@@ -35,8 +35,8 @@ def check_pass(
     """Check a forward or forward_backward request and return its data in normal form.
 
     Returned arrays are contiguous: tokens and `target_tokens` int32, other inputs float32. Missing `weights` are ones,
-    for every loss. `target_tokens` are `[tokens]`, or `[tokens, K]` for cross_entropy with `weights` of the same shape
-    (cells missing in a sparse request are token 0 with weight 0).
+    for every loss. `target_tokens` has shape `[tokens]`; for cross_entropy it may also be `[tokens, K]`, and `weights`
+    then has the same shape. Entries that a sparse array omits are token 0 with weight 0.
 
     Raises `RequestError` for the first violation.
     """
@@ -63,7 +63,7 @@ def check_pass(
 
 
 def check_config(spec: Loss, config: Mapping[str, object]) -> None:
-    """Raise `RequestError` unless `config` contains only known settings of the loss with valid numbers."""
+    """Raise `RequestError` unless each setting in `config` is known to the loss and its value is a valid number."""
     for key, value in config.items():
         where = f"loss_fn_config[{key!r}]={value!r}"
         if key not in spec.knobs:
@@ -210,7 +210,7 @@ def _targets(data: Sequence[Datum], loss_fn: str, vocab_size: int) -> list[np.nd
 
 
 def _float_inputs(name: str, data: Sequence[Datum], targets: list[np.ndarray]) -> list[np.ndarray]:
-    """Return a float input of every datum as float32. Missing values are ones for weights, else those of `EMPTY`."""
+    """Return a float input of every datum as float32. Missing `weights` are ones, other missing inputs `EMPTY`'s."""
     default = 1.0 if name == "weights" else getattr(EMPTY, INPUT_FIELDS[name])
     arrays: list[np.ndarray] = []
     given = set()
@@ -235,7 +235,7 @@ def _float_inputs(name: str, data: Sequence[Datum], targets: list[np.ndarray]) -
 
 
 def _check_clips(spec: Loss, columns: Mapping[str, list[np.ndarray]], config: Mapping[str, Any]) -> None:
-    """Check that lower bounds are not above upper bounds, for requests with lower or upper bounds per token."""
+    """Check that no lower bound exceeds its upper bound, if the request has lower or upper bounds per token."""
     names = ("clip_low_threshold", "clip_high_threshold")
     if not columns.keys() & set(names):
         return

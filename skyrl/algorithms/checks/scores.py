@@ -1,4 +1,4 @@
-"""Checks of the requested scores of a sample: options beside its tokens."""
+"""Checks of the options of a sample request that ask for scores (log-probabilities, alternative tokens)."""
 
 import numpy as np
 
@@ -10,13 +10,13 @@ MAX_TOPK_SAMPLE_LOGPROBS = MAX_TOPK_PROMPT_LOGPROBS
 """Maximum number of alternatives per generated token in a sample request."""
 
 MAX_PROMPT_ALT_TOKENS = 64
-"""Maximum number of draws per prompt token."""
+"""Maximum number of alternatives drawn per prompt token (`prompt_alt_tokens_k`)."""
 
 MAX_SAMPLE_CELLS = 2**24
-"""Maximum total number of alternatives in all sequences of a request."""
+"""Maximum total number of alternatives that a request returns in all sequences together."""
 
 MAX_TARGET_CELLS = 2**22
-"""Maximum number of cells of `target_prompt_logprobs`."""
+"""Maximum number of given entries of `target_prompt_logprobs`."""
 
 
 def check_scores(
@@ -31,7 +31,7 @@ def check_scores(
     prompt_alt_tokens_k: int = 0,
     vocab_size: int,
 ) -> None:
-    """Check the options of a sample that passed `check_sample`. Raises `RequestError` for the first violation.
+    """Check the score options of a request that passed `check_sample`. Raises `RequestError` for the first violation.
 
     `max_tokens` is the return value of `check_sample`.
     """

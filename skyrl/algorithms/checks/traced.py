@@ -14,7 +14,7 @@ from skyrl.types import Datum
 
 TARGETS = "target_tokens"
 NAMED = "named."
-"""Prefix of the inputs of a traced loss in a checked datum. `weights` without the prefix are those of the pass."""
+"""Prefix of the inputs of a traced loss in a checked datum. `weights` without prefix are the weights of the pass."""
 ADDED = {"weights", "mask"}
 """Inputs that client programs add to every datum, even if the loss does not read them."""
 LARGEST_INTEGER = 2**24
@@ -32,9 +32,9 @@ def check_traced_data(
     """Check the data of a pass with a traced loss and return it in normal form.
 
     Token ids are int32; `weights` are ones. Each input of the loss has the key `NAMED` plus its name, and is float32
-    `[tokens]` (a scalar is repeated at each token) or `[tokens, K]`. The key `NAMED` plus `COLUMNS` contains K at each
-    token. Inputs in `ADDED` that the loss does not read are dropped. Other unread inputs raise an error if
-    `refuse_unread`, else they are dropped too, as older servers did.
+    `[tokens]` (a scalar is repeated at each token) or `[tokens, K]`. K is the number of targets per token; the entry
+    `NAMED` plus `COLUMNS` has it at each token. Unread inputs in `ADDED` are dropped. Other unread inputs raise an
+    error if `refuse_unread` is True. If it is False, they are dropped too, as older servers did.
 
     Raises `RequestError` for the first violation.
     """
@@ -73,7 +73,7 @@ def _check_names(data: Sequence[Datum], objective: TracedObjective) -> None:
 
 
 def _check_form(where: str, datum: Datum, objective: TracedObjective, max_context_length: int) -> tuple[int, int]:
-    """Check a datum's shapes against the declared ones. Returns its number of tokens and its targets per token."""
+    """Check a datum's shapes against the declared shapes. Returns the numbers of tokens and of targets per token."""
     length, given = len(datum.tokens), datum.loss_fn_inputs
     if not objective.min_tokens <= length <= max_context_length:
         raise RequestError(
@@ -105,7 +105,7 @@ def _check_form(where: str, datum: Datum, objective: TracedObjective, max_contex
 
 
 def _shape(values: np.ndarray, rank: int) -> tuple[int, ...]:
-    """Return the shape of an input. Protobuf has the same form for a scalar and a list with one element."""
+    """Return the shape of an input. Protobuf encodes a scalar like a list with one element; `rank` tells which."""
     return () if rank == 0 and values.shape == (1,) else values.shape
 
 

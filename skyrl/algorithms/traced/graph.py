@@ -1,7 +1,7 @@
-"""Parser of the graph of a traced loss. It produces a normal form, whose text identifies the loss.
+"""Parser of the graph of a traced loss. It produces a text in a normal form that identifies the loss.
 
-Node names are replaced by numbers, and the rest is written as JSON with sorted keys. Equal losses thus have equal texts
-in all sessions. The limits here bound the work of all later code that reads a graph.
+Node names are replaced by numbers, and the graph is written as JSON with sorted keys. Equal losses thus have equal
+texts in all sessions. The limits here bound the work of all later code that reads a graph.
 """
 
 import json
@@ -19,11 +19,11 @@ MAX_INPUTS = 16
 MAX_NODES = 256
 """Maximum number of nodes of a graph."""
 MAX_ARGUMENTS = 64
-"""Maximum number of values in the arguments of one node, including nested ones."""
+"""Maximum number of values, including nested values, in the arguments of one node."""
 MAX_ALL_ARGUMENTS = 4096
 """Maximum number of values in the arguments of all nodes."""
 MAX_DEPTH = 6
-"""Maximum nesting depth of an argument: a tuple of slices has two levels."""
+"""Maximum nesting depth of an argument. A tuple of slices has depth two."""
 MAX_NAME = 200
 """Maximum length of a name, in characters."""
 LARGEST_NUMBER = 1e30
@@ -63,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced loss: its inputs, and its steps in order."""
+    """A traced loss, parsed."""
 
     inputs: tuple[tuple[str, int], ...]
     """Name and rank of each input: 0 for a scalar, 1 for `[tokens]`, 2 for `[tokens, targets]`.
@@ -71,14 +71,14 @@ class Graph:
     The first is `logprobs`.
     """
     nodes: tuple[Node, ...]
-    """Nodes in order; the last one is the output (loss and metrics)."""
+    """Nodes in the order of evaluation. The last one is the output (loss and metrics)."""
 
 
 def specification_of(inputs: Sequence[tuple[str, int]], nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Return the normal form of a graph from a client: nodes with `op`, `name`, `target`, `args` and `kwargs`.
+    """Return the normal form of a graph from a client, as text.
 
-    Raises `RequestError`, which names the node and the rule, for an invalid graph. `traced_objective` checks whether
-    the operations are allowed.
+    Each of `nodes` has `op`, `name`, `target`, `args` and `kwargs`. Raises `RequestError` for an invalid graph; the
+    message names the node and the rule. `traced_objective` checks later whether the operations are allowed.
     """
     if not 1 <= len(inputs) <= MAX_INPUTS:
         raise RequestError(f"inputs: {len(inputs)} of them; a loss takes 1 to {MAX_INPUTS}, logprobs included")
@@ -122,7 +122,7 @@ def specification_of(inputs: Sequence[tuple[str, int]], nodes: Sequence[Mapping[
 
 @lru_cache(maxsize=64)
 def read_graph(specification: str) -> Graph:
-    """Parse the text of a graph from `specification_of`."""
+    """Parse a text that `specification_of` returned."""
     spec = json.loads(specification)
     nodes = tuple(
         Node(
@@ -190,7 +190,7 @@ class _Reader:
         raise RequestError(f"{self._where}: an argument of the form {str(kind)[:MAX_NAME]!r} is not known")
 
     def text(self, text: str) -> str:
-        """Return a text, checked for its length."""
+        """Return the text. Raises `RequestError` if it is longer than MAX_NAME."""
         if len(text) > MAX_NAME:
             raise RequestError(f"{self._where}: a text of {len(text)} characters; use at most {MAX_NAME}")
         return text

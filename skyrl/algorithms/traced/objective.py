@@ -1,8 +1,8 @@
 """Traced losses as objectives of backends. The text of the graph identifies the objective.
 
-The graph maps the log-probabilities of one datum to one number. The gradient with respect to them is computed here, in
+The graph maps the log-probabilities of one datum to one number. Its gradient with respect to them is computed here, in
 the training step, and used as the constant factor of each log-probability. The result equals that of the SDK's
-`forward_backward_custom`, in one pass instead of two passes with the client in between.
+`forward_backward_custom`, which needs two passes, and a computation of the client between them.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from skyrl.errors import RequestError
 from skyrl.types import ForwardBackwardOutput
 
 MAX_COST = 512
-"""Maximum total cost of a graph's operations. The unit is one array with the size of a tile."""
+"""Maximum total cost of a graph's operations. The unit is one array as large as a tile (`[batch, tokens]`)."""
 MAX_METRICS = 32
 CALLS = ("call_function", "call_method")
 
@@ -40,7 +40,7 @@ class TracedObjective:
     """See `specification_of`."""
     graph: Graph = field(compare=False, repr=False)
     min_tokens: int = field(default=1, compare=False)
-    """Minimum number of tokens per datum for which the loss is defined: 2 for a loss that reads the second token."""
+    """Minimum number of tokens per datum for which the loss is defined, such as 2 if it reads the second token."""
     min_columns: int = field(default=1, compare=False)
     """Minimum number of targets per token for which the loss is defined."""
     needs: tuple[str, ...] = field(default=(), init=False)
@@ -54,14 +54,15 @@ class TracedObjective:
     def __call__(self, x: LossInputs) -> Tokens:
         """Return the loss of each token `[batch, tokens]`.
 
-        The first token of a datum has the whole loss of the datum.
+        The first token of a datum has the whole loss of the datum, the others 0.
         """
         return self.measured(x)[0]
 
     def measured(self, x: LossInputs) -> tuple[Tokens, Metrics]:
         """Return the loss of each token, and the metrics of each datum.
 
-        A loss is NaN and has no gradient if it is not finite, or if its gradient is not finite or above LARGEST.
+        The loss of a datum is NaN if the loss, or any element of its gradient, is not finite or exceeds LARGEST in
+        magnitude. `refuse_not_finite` then rejects the pass.
         """
         assert x.named is not None and x.segments is not None, "a traced loss reads `named` inputs by datum"
         logprobs = x.named[LOGPROBS]
@@ -93,9 +94,9 @@ class TracedObjective:
 def traced_objective(specification: str) -> TracedObjective:
     """Return the objective of a graph in normal form.
 
-    Raises `RequestError`, which names the node and the rule, for operations that are not allowed and for shapes that
-    cannot be computed for all datums together. `MAX_COST` is not checked, because a stored graph may be older than the
-    limit.
+    Raises `RequestError` for operations that are not allowed, and for shapes that cannot be computed for all datums
+    together. The message names the node and the rule. `MAX_COST` is not checked, because a stored graph may be older
+    than the limit.
     """
     graph = read_graph(specification)
     layout = _example_layout(graph)
@@ -106,12 +107,12 @@ def traced_objective(specification: str) -> TracedObjective:
 
 
 def measured(objective: Objective, x: LossInputs) -> tuple[Tokens, Metrics]:
-    """Return the loss of each token and the metrics of each datum, for any objective."""
+    """Return the loss of each token and the metrics of each datum. Only traced objectives have metrics."""
     return objective.measured(x) if isinstance(objective, TracedObjective) else (objective(x), {})
 
 
 def refuse_not_finite(output: ForwardBackwardOutput) -> None:
-    """Raise `RequestError` if a traced loss in the result of a pass was not finite or had no usable gradient."""
+    """Raise `RequestError` if the result of a pass contains a NaN that `TracedObjective.measured` has set."""
     for i, arrays in enumerate(output.loss_fn_outputs):
         if not np.isfinite(arrays["elementwise_loss"]).all():
             raise RequestError(
@@ -121,7 +122,7 @@ def refuse_not_finite(output: ForwardBackwardOutput) -> None:
 
 
 def evaluate(graph: Graph, layout: Layout, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Evaluate loss and metrics of each datum, `[batch, slots]` (see `ragged`).
+    """Evaluate loss and metrics of each datum. They are `[batch, slots]`; see `ragged` for slots.
 
     Args:
         graph: The loss.
@@ -186,7 +187,7 @@ def _depends_on_logprobs(graph: Graph) -> bool:
 
 
 def check_new(specification: str) -> None:
-    """Check a new graph. Raises `RequestError` as `traced_objective`, and for a graph that exceeds `MAX_COST`."""
+    """Check a new graph. Raises `RequestError` if it exceeds `MAX_COST` or `traced_objective` rejects it."""
     operations = [ALLOWED.get(_key(node)) for node in read_graph(specification).nodes if node.op in CALLS]
     total = sum(operation.cost for operation in operations if operation is not None)
     if total > MAX_COST:
@@ -212,7 +213,7 @@ def _key(node: Node) -> str:
 
 
 def _resolved(arg: Any, values: list[Any]) -> Any:
-    """Return an argument with references replaced by values."""
+    """Return an argument in which each reference is replaced by its value."""
     match arg:
         case Ref(node):
             return values[node]
@@ -230,6 +231,6 @@ def _resolved(arg: Any, values: list[Any]) -> Any:
 
 
 def _example_layout(graph: Graph) -> Layout:
-    """Return the layout of one row with two small datums, for checking the shapes of a graph."""
+    """Return the layout of a row with two small datums. It is used to check the shapes of a graph."""
     segments = np.asarray([[0, 0, 0, 1, 1, -1]], np.int32)
     return Layout(segments, 2, np.zeros((1, 6), np.float32), np.full((1, 6), 2, np.float32))

@@ -1,10 +1,10 @@
 """Allowed operations of traced losses: the registry, and the elementwise functions.
 
-An operation is found by its name in the wire format: `torch.exp`, `operator.add`, or `.exp` for a tensor method. A
-function gets the layout of the data, and positional and keyword arguments with torch's names. It computes the same as
-torch, gradient included, in float32; integers of the data are also float32. To allow another operation, add a function
-with `@allowed`. The result of the function must not be larger than a tile. `cost` is the number of arrays of this size
-that the function creates.
+An operation is found by its name in requests: `torch.exp`, `operator.add`, or `.exp` for a tensor method. A function
+gets the layout of the data, and positional and keyword arguments with torch's names. It computes the same values and
+gradients as torch, in float32; integers in the data become float32 too. To allow another operation, add a function
+with `@allowed`. The result of the function must not be larger than a tile. `cost` is the number of arrays as large as a
+tile that the function creates.
 """
 
 import inspect
@@ -44,7 +44,7 @@ DTYPES = ("float32", "float", "bool", "int64", "long", "int32", "int")
 
 
 def allowed(*names: str, cost: int = 1) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function under these names of the wire format. See the module docstring for `cost`."""
+    """Register the decorated function under the names that requests use. See the module docstring for `cost`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         entry = Operation(function, inspect.signature(function), cost)
@@ -55,19 +55,19 @@ def allowed(*names: str, cost: int = 1) -> Callable[[Callable[..., Any]], Callab
 
 
 def _names(*names: str) -> tuple[str, ...]:
-    """Return the names of torch functions and of tensor methods, in the wire format: `torch.exp` and `.exp`."""
+    """Return two names for each operation, as requests use them: function and method (`torch.exp` and `.exp`)."""
     return tuple(text for name in names for text in (f"torch.{name}", f".{name}"))
 
 
 def operand(value: Any) -> Operand:
-    """Return an operand. Raises `RequestError` unless it is a tensor or a number."""
+    """Return the value as an operand. Raises `RequestError` unless it is a tensor or a number."""
     if isinstance(value, Ragged | int | float):
         return value
     raise RequestError(f"argument {value!r:.100}: must be a tensor or a number")
 
 
 def elementwise(layout: Layout, function: Callable[..., Any], *values: Any) -> Any:
-    """Apply `function` to float32 arrays of all operands. Plain numbers are converted to values."""
+    """Apply `function` to the operands as float32 arrays. If all are plain numbers, each datum has the same value."""
     operands = [operand(value) for value in values]
     if not any(isinstance(value, Ragged) for value in operands):
         operands = [layout.number(value) for value in operands]
@@ -182,7 +182,7 @@ def clamp_max(layout: Layout, x: Any, /, max: Any) -> Any:
 
 
 def truth(layout: Layout, value: Any) -> Ragged:
-    """Return a boolean value. Raises `RequestError` for other tensors, as torch does where it requires booleans."""
+    """Return the value if it is boolean. Raises `RequestError` for other values, like torch's functions on masks."""
     if not layout.is_bool(value):
         raise RequestError("a mask must be a comparison, or a tensor after .bool()")
     return value
@@ -314,7 +314,7 @@ def attribute(layout: Layout, x: Any, name: Any, /) -> Any:
 
 
 def _of_a_size(function: str, compute: Callable[[Any, Any], Any]) -> None:
-    """Register a function of `math`. It converts its argument to a Python number, so its result has no gradient."""
+    """Register a function of Python's `math` module. Its result has no gradient, because it is a Python number."""
 
     @allowed(f"math.{function}")
     def ofnumber(layout: Layout, x: Any, /) -> Any:

@@ -1,14 +1,14 @@
 """Values of a traced loss: the loss is written for one datum and computed for all datums packed in a row.
 
 The shape of a value is its shape for one datum, as a tuple of `Dim`: the datum's tokens, its targets per token, or 1.
-One array contains the value of all datums: `[batch, tokens]` or `[batch, tokens, targets]` if the first dimension is
-the datum's tokens, else `[batch, slots]` with one number per datum. A slot is the number of a datum in its row. No
-value is thus larger than the tile, for any graph. Larger shapes (tokens x tokens, one value per target and datum) are
+One array contains the value of all datums. It is `[batch, tokens]` or `[batch, tokens, targets]` if the first dimension
+is the datum's tokens. If not, it is `[batch, slots]` with one number per datum; slot i is datum i of the row. No value
+is thus larger than the tile, for any graph. Larger shapes (tokens x tokens, one value per target and datum) are
 rejected.
 
-Padding is a separate datum in the last slot, so results for padding, NaN included, stay in that slot. Cells that a
-slice removed repeat their datum's first cell, and unused targets repeat the first target. These cells thus contain only
-values that the datum contains anyway.
+Padding is a separate datum in the last slot, so results for padding, NaN included, stay in that slot. Token positions
+that a slice removed repeat their datum's first value, and unused targets repeat the first target. These positions thus
+contain only values that the datum contains anyway.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from array_api_compat import array_namespace
 from skyrl.errors import RequestError
 
 COLUMNS = "K"
-"""Name of the array with the number of targets per token, repeated at each token. No input can have this name."""
+"""Name of the array that has the number of targets per token at each token. No input can have this name."""
 MAX_RANK = 3
 
 
@@ -30,7 +30,7 @@ class Dim(NamedTuple):
 
     kind: Literal["tokens", "columns", "one"]
     dropped: int = 0
-    """Number of tokens by which the dimension is shorter than the datum."""
+    """Number of tokens of the datum that the dimension lacks."""
 
 
 TOKENS, TARGETS, ONE = Dim("tokens"), Dim("columns"), Dim("one")
@@ -70,7 +70,7 @@ class Layout:
         segments: int32 `[batch, tokens]`: number of each token's datum in its row, -1 in padding.
         num_segments: Upper bound on the number of datums per row.
         like: float32 array `[batch, tokens]`.
-        columns: float32 `[batch, tokens]`: targets per token of each token's datum. None: no value has several targets.
+        columns: float32 `[batch, tokens]`: number of targets per token in each token's datum. None: one everywhere.
     """
 
     def __init__(self, segments: Any, num_segments: int, like: Any, columns: Any = None):
@@ -96,7 +96,7 @@ class Layout:
     # -- between datums and their tokens ------------------------------------------------------------------------------
 
     def spread(self, values: Any) -> Any:
-        """Repeat a number per datum `[batch, slots]` at each of its tokens `[batch, tokens]`."""
+        """Repeat each datum's number (`[batch, slots]`) at the tokens of the datum (`[batch, tokens]`)."""
         return self.xp.sum(self.xp.where(self._member, values[:, None, :], self._zero), axis=2)
 
     def total(self, values: Any) -> Any:
@@ -104,11 +104,11 @@ class Layout:
         return self.xp.sum(self.xp.where(self._member, values[:, :, None], self._zero), axis=1)
 
     def largest(self, values: Any) -> Any:
-        """Return the maximum over each datum's tokens, `[batch, slots]`; minus infinity if there are none."""
+        """Return the maximum over each datum's tokens, `[batch, slots]`; minus infinity for a slot without tokens."""
         return self.xp.max(self.xp.where(self._member, values[:, :, None], self._zero - self.xp.inf), axis=1)
 
     def live(self, dim: Dim) -> Any:
-        """Return bool `[batch, tokens]`: True at tokens of a datum that the dimension still contains."""
+        """Return bool `[batch, tokens]`: True at positions that `dim` contains, False at those that it dropped."""
         return self.position < self._length - dim.dropped
 
     @cached_property
@@ -118,7 +118,7 @@ class Layout:
         return self.total(self.xp.where(self.position == 0, self._columns, self.xp.zeros_like(self._columns)))
 
     def used(self, width: int) -> Any:
-        """Return bool `[batch, tokens, width]`: True at the targets that a token has, False at unused ones."""
+        """Return bool `[batch, tokens, width]`: True at targets that the token has, False at unused targets."""
         assert self._columns is not None, "only where a value has several targets per token"
         return self._counting(width)[:, None, :] <= self._columns[:, :, None]
 
@@ -138,7 +138,7 @@ class Layout:
         return self.total(self.xp.where(self.position == 0, array, self.xp.zeros_like(array)))
 
     def size(self, dim: Dim) -> "Ragged | int":
-        """Return the length of a dimension: 1, or one number per datum."""
+        """Return the length of a dimension: 1, or a number for each datum."""
         if dim.kind == "one":
             return 1
         return Ragged(self.count - dim.dropped if dim.kind == "tokens" else self.column_count, ())
@@ -148,13 +148,13 @@ class Layout:
         return (self._nothing if ndim == 2 else self._nothing[:, :, None]) + number
 
     def number(self, operand: Operand) -> Ragged:
-        """Convert an operand to a value per datum if it is a plain number."""
+        """Return the operand; a plain number becomes a value that each datum has."""
         if isinstance(operand, Ragged):
             return operand
         return Ragged(self.xp.zeros_like(self.count) + float(operand), ())
 
     def at_cells(self, array: Any, cells: Any) -> Any:
-        """Gather each cell of an array `[batch, tokens]` or `[batch, tokens, targets]` from another cell of its row."""
+        """Return an array whose token t of a row is token `cells[row, t]` of `array` (along axis 1)."""
         xp = self.xp
         inside = xp.where(
             cells < 0, xp.zeros_like(cells), xp.where(cells > self._last, xp.full_like(cells, self._last), cells)
@@ -163,7 +163,7 @@ class Layout:
         return xp.stack([xp.take(array[row], numbers[row], axis=0) for row in range(array.shape[0])], axis=0)
 
     def moved(self, value: Ragged, by: int, dropped: int) -> Ragged:
-        """Return the value without its first `by` tokens, cut at the end to `dropped` tokens fewer than the datum."""
+        """Return the value without its first `by` tokens. Its length is the datum's minus `dropped`."""
         dim = Dim("tokens", dropped)
         inside = self.position < self._length - dropped
         cells = self._start + by + self.xp.where(inside, self.position, self.xp.zeros_like(self.position))
@@ -186,7 +186,7 @@ class Layout:
     # -- operands -----------------------------------------------------------------------------------------------------
 
     def aligned(self, *operands: Operand) -> tuple[list[Any], tuple[Dim, ...]]:
-        """Return arrays that can be combined elementwise, and the shape of the result, with torch's broadcasting.
+        """Return arrays that can be combined elementwise, and the shape of the result. Shapes broadcast as in torch.
 
         Raises `RequestError` for shapes that do not broadcast, and for results that would be larger than a tile.
         """
@@ -207,7 +207,7 @@ class Layout:
         return arrays, dims
 
     def spread_of(self, value: Ragged) -> Any:
-        """Repeat a value per datum at each of its tokens, with the same dtype."""
+        """Repeat each datum's value at the tokens of the datum. Keeps the dtype."""
         if self.xp.isdtype(value.array.dtype, "bool"):
             return self.spread(self.floats(value).array) != 0
         return self.spread(value.array)

@@ -17,7 +17,7 @@ from skyrl.algorithms.traced.ragged import MAX_RANK, ONE, Dim, Layout, Ragged, a
 from skyrl.errors import RequestError
 
 MAX_COLUMNS = 64
-"""Maximum number of targets per token of a traced loss: as many as a tile has."""
+"""Maximum number of targets per token of a traced loss. A tile has no more."""
 
 
 def _axes(value: Ragged, dim: Any) -> list[int]:
@@ -39,7 +39,7 @@ def _kept(value: Ragged, axes: list[int], keepdim: Any) -> tuple[Dim, ...]:
 def _reduce(
     layout: Layout, value: Ragged, dim: Any, keepdim: Any, neutral: float, wide: Callable[..., Any], narrow: Any
 ) -> Ragged:
-    """Reduce over targets with `wide`, then over tokens with `narrow`. Unused cells are replaced by `neutral`."""
+    """Reduce over targets with `wide`, then over tokens with `narrow`. Unused elements are replaced by `neutral`."""
     xp, axes = layout.xp, _axes(value, dim)
     array, reduced = value.array, {value.dims[axis].kind: value.dims[axis] for axis in axes}
     if "tokens" in reduced and value.wide and "columns" not in reduced:
@@ -68,7 +68,7 @@ def _amax(layout: Layout, value: Ragged, dim: Any, keepdim: Any = False) -> Ragg
 
 
 def _size(layout: Layout, value: Ragged, dim: Any) -> Any:
-    """Return the number of cells that a reduction over `dim` combines into one."""
+    """Return the number of elements that a reduction over `dim` combines into one."""
     size: Any = 1.0
     for axis in _axes(value, dim):
         size = elementwise(layout, lambda a, b: a * b, size, layout.size(value.dims[axis]))
@@ -195,7 +195,7 @@ def dot(layout: Layout, x: Any, other: Any, /) -> Any:
 
 
 def _elementwise_loss(name: str, compute: Callable[[Any, Any, float], Any], setting: str = "") -> None:
-    """Register a loss of the difference of two tensors. `setting` names its only number, with default 1."""
+    """Register a loss that depends on the difference of two tensors. `setting` names its only number (default: 1)."""
 
     @allowed(f"torch.nn.functional.{name}", cost=6)
     def loss(
@@ -309,7 +309,7 @@ def squeeze(layout: Layout, x: Any, /, dim: Any = None) -> Any:
 def getitem(layout: Layout, x: Any, key: Any, /) -> Any:
     """Return an element of a shape, or a slice of a tensor.
 
-    A key is an index or slice of tokens, an index of targets, or None.
+    A key is an index or a slice along the tokens, an index along the targets, None, or a tuple of them.
     """
     if isinstance(x, tuple | list):
         if isinstance(key, bool) or not isinstance(key, int) or not -len(x) <= key < len(x):
