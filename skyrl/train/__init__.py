@@ -1,8 +1,8 @@
 """The trainers: SFT and RL from a typed configuration. `commands` has `skyrl train rl` and `skyrl train sft`.
 
-config        the documented fields, their parser and their rules
-strategy      values of `trainer.strategy`: effective fields and backend options of each
-policies      models to train and sample: the client side of the backend interface
+config        the documented fields, their parser and the rules that check them
+strategy      values of `trainer.strategy`: each has its effective fields and backend options
+policies      models that a trainer updates and samples from: the client side of the backend interface
 data          prompts, files, the order of an epoch
 prepare       rows for RL from published data sets: `skyrl data prepare`
 rollouts      episodes in environments, as trajectories

@@ -1,4 +1,4 @@
-"""Callbacks of a run: custom classes that receive its events, named as `module:Class` in `trainer.callbacks`.
+"""Callbacks: custom classes that receive the events of a run. `trainer.callbacks` names them as `module:Class`.
 
 class StopWhenSolved(Callback):
     def on_step_end(self, run, metrics):
@@ -24,14 +24,14 @@ class RunView(Protocol):
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         ...
 
 
 class Callback:
     """Base class of callbacks. Its methods do nothing; an exception in a method ends the run.
 
-    Events have the names of transformers' `TrainerCallback`
+    Its methods have the names of those of transformers' `TrainerCallback`
     (https://huggingface.co/docs/transformers/main_classes/callback). The class is instantiated without arguments.
     """
 
@@ -45,7 +45,7 @@ class Callback:
         """Called after each evaluation with its metrics."""
 
     def on_save(self, run: RunView, path: Path | str) -> None:
-        """Called with the folder of each checkpoint, or its URL in a bucket, when the checkpoint is complete.
+        """Called when a checkpoint is complete, with its folder, or with its URL if it is in a bucket.
 
         With `async_checkpoints`, `run` may be some steps ahead of the checkpoint.
         """

@@ -4,12 +4,12 @@
     {ckpt_path}/best_ckpt_global_step.txt                 step of the best checkpoint, if evaluations are compared
     {ckpt_path}/global_step_N/policy/, critic/, ...       models, as the backend writes them
     {ckpt_path}/global_step_N/trainer_state.json          all other state, and hashes of the models
-    {ckpt_path}/global_step_N/rollouts.jsonl              samples that were not trained on yet, if there are any
+    {ckpt_path}/global_step_N/rollouts.jsonl              samples not yet used for training, if there are any
     {ckpt_path}/global_step_N/manifest.json               hashes of the two files above
 
 A checkpoint is written under a temporary name and renamed when all files are on disk. In a bucket, the manifest is
-uploaded last, and a checkpoint without a manifest does not count. Checkpoints contain the id of their run: a run never
-removes checkpoints of other runs in the same folder, and never resumes from them. One process at a time uses a folder.
+uploaded last, and a checkpoint without a manifest does not count. A checkpoint contains the id of its run. If a folder
+has checkpoints of several runs, a run removes only its own. One process at a time uses a folder.
 """
 
 import asyncio
@@ -42,20 +42,20 @@ _NAME = re.compile(r"global_step_(0|[1-9]\d*)")
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint of this model and algorithm."""
+    """A complete checkpoint, read from disk or from a bucket."""
 
     step: int
     path: Path
     run_id: str
-    """Id of the run that wrote it."""
+    """Id of the run that wrote the checkpoint."""
     state: dict[str, Any]
     rollouts: list[dict[str, Any]]
     settings: dict[str, Any]
-    """Configuration of that run; empty for checkpoints of older versions."""
+    """Configuration of that run. Empty if an older version wrote the checkpoint."""
     best: dict[str, Any] | None = None
-    """Best evaluation of that run so far, if evaluations are compared."""
+    """Best evaluation of that run when the checkpoint was written, if evaluations are compared."""
     source: StorageLocation | None = None
-    """Bucket that the checkpoint was downloaded from, if any."""
+    """Bucket that the checkpoint was downloaded from. None: it is on disk."""
 
     @property
     def title(self) -> str:
@@ -74,12 +74,12 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        ckpt_path: Folder of the checkpoints, which `resume` locks for this run.
+        ckpt_path: Folder or URL of the checkpoints. `resume` locks it for this run.
         identity: Identity of the run, from `run_identity.identity_of`.
         max_to_keep: Number of newest checkpoints of this run to keep. -1: all.
-        ranking: Comparison of evaluations; the checkpoint of the best is kept in addition. None: no comparison.
-        fields: Names of the run's settings, in messages.
-        settings: The whole configuration, as dictionaries. A resumed run logs the changed settings.
+        ranking: Comparison of evaluations. The checkpoint of the best one is kept in addition. None: no comparison.
+        fields: Names by which messages call the run's settings.
+        settings: The whole configuration, as dictionaries. A resumed run logs which settings have changed.
 
     Raises:
         ConfigError: The URL scheme is not supported, such as ftp://.
@@ -101,12 +101,12 @@ class CheckpointStore:
         except RequestError as error:
             raise ConfigError(f"{self._fields.ckpt_path}: {error}") from None
         self.folder = self.place.folder
-        """Folder on disk. Checkpoints for a bucket are written here first."""
+        """Folder on disk. Checkpoints are written here, and uploaded from here if `ckpt_path` is a URL."""
         self._identity = dict(identity)
         self._max_to_keep = max_to_keep
         self._ranking = ranking
         self.best: BestEvaluation | None = None
-        """Best evaluation, whose checkpoint exists or will be written next."""
+        """Best evaluation so far. Its checkpoint exists or is the next to be written."""
         self._settings = json.loads(json.dumps(dict(settings or {}), default=plain))
         self.run_id = uuid4().hex
         """Id of this run. A run that resumes from its own folder keeps its id."""
@@ -114,8 +114,8 @@ class CheckpointStore:
     def resume(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
         """Lock the folder for this process and return the checkpoint to resume from; None for a new run.
 
-        Creates the folder if necessary, and removes incomplete files of a killed run. Logs checkpoints that are newer
-        or of another run; they stay.
+        Creates the folder if necessary, and removes incomplete files of a killed run. Checkpoints that are newer or
+        belong to another run are logged, but not removed.
 
         Args:
             mode: `trainer.resume_mode`. latest searches only the run's own folder.
@@ -123,8 +123,8 @@ class CheckpointStore:
 
         Raises:
             StorageError: The checkpoint is missing or damaged.
-            ConfigError: It is not a checkpoint, or it is of another model or algorithm. Or another run uses the
-                folder, which is unchanged then.
+            ConfigError: The path has no checkpoint, or the checkpoint is of another model or algorithm. Or another run
+                uses the folder; the folder is then unchanged.
         """
         self._claim()
         self.place.tidy()
@@ -141,7 +141,7 @@ class CheckpointStore:
     def find(self, mode: str | None, path: str | None = None) -> Checkpoint | None:
         """Return the checkpoint that `resume` would return, without locking the folder.
 
-        Another process may therefore be using the folder. Raises as `resume`.
+        Another process may therefore be using the folder. Raises the errors of `resume`.
         """
         if mode == "from_path":
             assert path is not None, "the configuration is resolved"
@@ -150,17 +150,17 @@ class CheckpointStore:
         return None if step is None else self._load(f"{self.place}/{_name(step)}")
 
     def initial(self, path: str, field: str) -> Checkpoint:
-        """Return the checkpoint with the initial weights of a new run, from any RL or SFT run.
+        """Return the checkpoint whose weights a new run starts with. It may be of any RL or SFT run of the same model.
 
-        `field` is the name of the setting in messages. Raises StorageError and ConfigError as `resume`.
+        Messages call the setting `field`. Raises StorageError and ConfigError in the cases of `resume`.
         """
         return self._load(path, weights_of=field)
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Compare the evaluation after a step with earlier ones. Returns True if it is the best.
+        """Compare the evaluation after a step with earlier evaluations. Returns True if it is the best.
 
         If so, the caller must write a checkpoint of this step. At step 0, only the existence of the metric is checked.
-        Raises ConfigError as `Ranking.better`.
+        Raises ConfigError in the cases of `Ranking.better`.
         """
         better = None if self._ranking is None else self._ranking.better(self.best, step, metrics)
         if step == 0:
@@ -170,14 +170,14 @@ class CheckpointStore:
 
     @contextmanager
     def saving(self, step: int, state: Mapping[str, Any], rollouts: Sequence[Mapping[str, Any]] = ()) -> Iterator[Path]:
-        """Context that writes the checkpoint of a step, and then removes checkpoints above the limit.
+        """Context that writes the checkpoint of a step, and then removes old checkpoints above the limit.
 
-        Yields the folder for the models, each in a subfolder with its name.
+        Yields a folder. The caller writes each model into a subfolder that has the model's name.
 
         Args:
             step: Number of completed global steps.
-            state: Other state to restore, as JSON values. It is copied at once.
-            rollouts: Samples that were not trained on yet, one object each.
+            state: All state besides the models, as JSON values. It is copied at once.
+            rollouts: Samples not yet used for training, one object each.
 
         Raises:
             StorageError: A write failed, or a model is incomplete. The previous checkpoint is intact.
@@ -223,7 +223,7 @@ class CheckpointStore:
         return self.folder_of(step) if self.place.is_disk else f"{self.place}/{_name(step)}"
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints in the folder, of any run, in order."""
+        """Return the steps of all checkpoints in the folder, in ascending order. They may be of several runs."""
         return sorted(int(match[1]) for name in self.place.names() if (match := _NAME.fullmatch(name)))
 
     def _claim(self) -> None:
@@ -248,7 +248,7 @@ class CheckpointStore:
         return int(text)
 
     def _load(self, where: str, weights_of: str | None = None) -> Checkpoint:
-        """Load the checkpoint at a path or URL. Raises as `resume`."""
+        """Load the checkpoint at a path or URL. Raises the errors of `resume`."""
         if not is_url(where):
             return self._read(Path(where).expanduser(), weights_of)
         parent, _, name = where.rstrip("/").rpartition("/")
@@ -263,7 +263,7 @@ class CheckpointStore:
             raise type(error)(str(error).replace(str(path), where)) from error
 
     def _is_own(self, found: Checkpoint) -> bool:
-        """Return True for a checkpoint in the run's own folder."""
+        """Return True if the checkpoint is in the run's own folder."""
         if found.source is not None:
             return str(found.source) == str(self.place)
         return found.path.resolve().parent == self.folder.resolve()
@@ -312,7 +312,7 @@ class CheckpointStore:
             )
 
     def _set_aside(self, name: str) -> None:
-        """Rename a folder of another run that has the name of a new checkpoint."""
+        """Rename the folder `name` if it is a checkpoint of another run, to make way for a new checkpoint."""
         if self.place.has(name) and (owner := self._run_of(name)) != self.run_id:
             aside = f"{name}.of-{(owner or 'unknown')[:8]}-{uuid4().hex[:4]}"
             self.place.move(name, aside)
@@ -326,7 +326,7 @@ class CheckpointStore:
             return None
 
     def _remove_old(self, step: int, best: int | None) -> None:
-        """Remove this run's oldest checkpoints above the limit, except for step `best`. `step` is the newest one."""
+        """Remove this run's oldest checkpoints above the limit, but not that of step `best`. `step` is the newest."""
         for name in self.place.leftovers():
             if (match := _NAME.fullmatch(name)) and int(match[1]) <= step:
                 self._remove(name)
@@ -347,12 +347,14 @@ class CheckpointStore:
 def begin_writing(
     saving: AbstractContextManager[Path], begin: Callable[[Path], Sequence[Awaitable[object]]], folder: Where
 ) -> "asyncio.Task[Where]":
-    """Start to write a checkpoint with the current models. Returns an awaitable of its folder.
+    """Start to write a checkpoint with the current models. Returns a task that ends when the checkpoint is complete.
+
+    The task returns `folder`.
 
     Args:
         saving: `CheckpointStore.saving` of the checkpoint.
-        begin: Starts to save each model in a subfolder of the given folder.
-        folder: Final path of the checkpoint. An upload to a URL runs in a thread, because it takes long.
+        begin: Starts to save each model in a subfolder of the given folder. Returns one awaitable per model.
+        folder: Final path or URL of the checkpoint. An upload to a URL takes long, so it runs in a thread.
     """
     with ExitStack() as stack:
         writes = begin(stack.enter_context(saving))
@@ -371,7 +373,7 @@ def begin_writing(
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the hash of the manifest of each model in a folder."""
+    """Return the hash of each model's manifest, by the name of the model's subfolder in `folder`."""
     digests = {}
     for path in sorted(path for path in folder.iterdir() if path.is_dir()):
         written = inspect_folder(path)
@@ -382,7 +384,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _leave(opened: ExitStack, failed: BaseException | None) -> None:
-    """Exit a context, with an exception if there is one."""
+    """Exit a context. If `failed` is set, raise it inside the context."""
     with opened:
         if failed is not None:
             raise failed

@@ -1,4 +1,4 @@
-"""`skyrl train rl`, `sft`, `dpo` and `check-generator`: parse a configuration from a file and overrides, then run."""
+"""`skyrl train rl`, `sft`, `dpo` and `check-generator`. They parse a configuration file and overrides, then run."""
 
 import asyncio
 import logging
@@ -33,14 +33,14 @@ PROCESS = "train"
 """Name of the process in the log."""
 
 REPORTED = (ConfigError, RequestError, RolloutError, StorageError)
-"""Errors that end a run with only their message; all others keep their traceback."""
+"""Errors that end a run with a message only. Other errors are shown with their traceback."""
 
 
 class FieldParser(ArgumentParser):
-    """Parser of `key.path=value` arguments, with a hint if a field is given as an option (`--resume PATH`).
+    """Parser of `key.path=value` arguments. If a field is given as an option (`--resume PATH`), the error has a hint.
 
     Args:
-        fields_of: Configuration with the fields.
+        fields_of: Configuration class that has the fields.
     """
 
     def __init__(self, fields_of: type[SkyRLTrainConfig | SFTConfig], **kwargs: Any):
@@ -48,7 +48,7 @@ class FieldParser(ArgumentParser):
         self._fields = list(field_paths(fields_of))
 
     def suggestion(self, unknown: Sequence[str]) -> str:
-        """Return a hint: the field that an unknown option stands for, or similar options."""
+        """Return a hint for the error message: the field that an unknown option probably means, or similar options."""
         for option in unknown:
             name = option.partition("=")[0].lstrip("-")
             same = [field for field in self._fields if name.replace("-", "_") in (field, field.rpartition(".")[2])]
@@ -81,7 +81,7 @@ COMMANDS: dict[str, Command] = {"rl": rl, "sft": sft, "dpo": dpo, "check-generat
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the kind of training that `argv` names. Returns the exit status."""
+    """Run the subcommand that `argv` names. Returns the exit status."""
     return run_subcommand(
         argv,
         COMMANDS,
@@ -93,12 +93,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], None], argv: Sequence[str]) -> int:
-    """Run a command line of overrides for one configuration class. Returns the exit status.
+    """Read a configuration from the command line and call `train` with it. Returns the exit status.
 
-    Errors that the user can fix are printed as one message.
+    Errors that the user can fix are printed as a message without traceback.
 
     Args:
-        prog: Name of the program, in messages.
+        prog: Name of the program in messages.
         description: Description for `--help`.
         cls: Class of the configuration.
         train: Called with the resolved configuration.
@@ -140,7 +140,7 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
 
 
 def _print_fields(prog: str, made: Callable[[], SkyRLTrainConfig | SFTConfig]) -> int:
-    """Print every field with its effective value, and whether its strategy rejects other values."""
+    """Print every field with its effective value. Fields for which the strategy accepts no other value are marked."""
     try:
         config = made()
         used = config.derived()
@@ -155,7 +155,7 @@ def _print_fields(prog: str, made: Callable[[], SkyRLTrainConfig | SFTConfig]) -
 
 
 def _warned(message: Warning | str, category: type[Warning], *where: object) -> None:
-    """Format a warning in one line, without its place in the code, which does not help the user."""
+    """Log a warning in one line. Its place in the code is left out, because it does not help the user."""
     log.warning("%s", message) if issubclass(category, UserWarning) else log.warning(
         "%s: %s", category.__name__, message
     )

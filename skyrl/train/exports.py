@@ -1,6 +1,7 @@
-"""Exports of a run's models after a step: `{export_path}/global_step_N`, with one folder for each model.
+"""Exports of a run's models after a step. The folder `{export_path}/global_step_N` has one folder for each model.
 
-The adapter is written first, because merging it takes more memory, and adapters with connectors cannot be merged.
+The adapter is written first, because merging it may fail. It takes more memory, and adapters with connectors (modules
+that mix several residual streams) cannot be merged.
 """
 
 import asyncio
@@ -24,9 +25,9 @@ class Export:
     Args:
         export_path: Folder or URL of the run's exports.
         step: Number of optimizer steps.
-        models: Models by the names of their folders.
-        adapted: Names of the models with an adapter.
-        policy: Name of the model whose adapter is also written in PEFT format, if it has one.
+        models: Each model, by the name of its folder.
+        adapted: Names of the models that have an adapter.
+        policy: Name of the policy in `models`. Its adapter, if it has one, is also written in PEFT format.
     """
 
     def __init__(
@@ -40,12 +41,12 @@ class Export:
 
     @property
     def where(self) -> Where:
-        """Final path or URL."""
+        """Final path or URL of the export."""
         return self._place.shown(self._folder)
 
     @property
     def is_complete(self) -> bool:
-        """True if all models are exported. False if a model was left out because it cannot be merged."""
+        """True if the export exists. On disk, False if a model was left out because its adapter cannot be merged."""
         if not self._place.is_disk:
             return self._place.has(self._folder.name)
         names = [*self._models, *([ADAPTER] if self._policy in self._adapted else [])]
@@ -54,7 +55,8 @@ class Export:
     async def write(self) -> None:
         """Write the policy's adapter in PEFT format, then all models in Hugging Face format, with adapters merged.
 
-        A model whose adapter cannot be merged is left out, with a message in the log. Raises StorageError.
+        A model whose adapter cannot be merged is left out, and a warning is logged. Raises StorageError if a write
+        fails.
         """
         if self._policy in self._adapted:
             await self._models[self._policy].export_adapter(str(self._folder / ADAPTER))

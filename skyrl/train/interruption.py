@@ -1,4 +1,4 @@
-"""Handling of SIGINT and SIGTERM: the first ends a run after its state is saved, the second ends it at once."""
+"""Handling of SIGINT and SIGTERM. The first signal ends a run after its state is saved, a second ends it at once."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        """Signal of the request; None: no request."""
+        """Signal that requested the end. None: no request."""
         self._asked = asyncio.Event()
 
     @contextmanager
@@ -72,13 +72,13 @@ class Interruption:
             asked.cancel()
 
     async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of work, or None if a signal arrives, which cancels the work."""
+        """Return the result of `work`. If a signal arrives first, cancel `work` and return None."""
         task = asyncio.ensure_future(work)
         await self.either(task)
         return await task if task.done() else await drop(task)
 
 
 async def drop(task: "asyncio.Task[Any]") -> None:
-    """Cancel a task and wait for its end."""
+    """Cancel a task and wait until it has ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

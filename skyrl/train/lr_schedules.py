@@ -1,7 +1,7 @@
 """Learning rate schedules with the names and values of transformers' `get_scheduler`.
 
 A schedule is a pure function of the number of previous optimizer steps, so a resumed run needs no schedule state. To
-add one, add its function for the steps after the warm-up to `SCHEDULES`.
+add one, add a function to `SCHEDULES`. It computes the factor for steps after the warm-up.
 """
 
 import math
@@ -14,11 +14,11 @@ from skyrl.types import AdamParams
 POLYNOMIAL_END = 1e-7
 """Learning rate at the end of `polynomial`."""
 DEFAULT_TIMESCALE = 10_000
-"""Number of steps in which `inverse_sqrt` without warm-up falls by a factor of the square root of 2."""
+"""Timescale of `inverse_sqrt` without warm-up: after this many steps, the rate is divided by the square root of 2."""
 
 
 class _SchedulePosition(NamedTuple):
-    """Position of an optimizer step in the part of a run after the warm-up."""
+    """Position in a run of an optimizer step after the warm-up."""
 
     step: int
     warmup_steps: int
@@ -27,7 +27,7 @@ class _SchedulePosition(NamedTuple):
 
     @property
     def progress(self) -> float:
-        """Fraction from 0, at the end of the warm-up, to 1, at the end of the run and later."""
+        """Fraction of the steps after the warm-up: 0 at the end of the warm-up, 1 at the end of the run and later."""
         return min(1.0, (self.step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
 
 
@@ -63,18 +63,18 @@ SCHEDULES: dict[str, Callable[[_SchedulePosition], float]] = {
     "polynomial": _polynomial,
     "inverse_sqrt": _inverse_sqrt,
 }
-"""Functions that compute the factor after the warm-up, by name of the schedule."""
+"""Function of each schedule. It computes the factor after the warm-up."""
 
 
 def learning_rate_factor(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the factor of `optimizer.lr` in an optimizer step.
+    """Return the factor that multiplies `optimizer.lr` in an optimizer step.
 
-    The warm-up rises linearly from 0; `constant` has none. After `total_steps`, the factor stays constant.
+    In the warm-up, the factor rises linearly from 0; `constant` has no warm-up.
 
     Args:
-        optimizer: Configuration with the schedule (one of `SCHEDULES`), the highest rate, and the steps of the warm-up.
+        optimizer: Configuration of the optimizer. Its `scheduler` is one of `SCHEDULES`.
         step: Number of previous optimizer steps.
-        total_steps: Optimizer steps of the whole run.
+        total_steps: Number of optimizer steps of the whole run.
     """
     warmup_steps = optimizer.num_warmup_steps
     if step < warmup_steps and optimizer.scheduler != "constant":
@@ -83,7 +83,7 @@ def learning_rate_factor(optimizer: OptimizerConfig, step: int, total_steps: int
 
 
 def adam_params(optimizer: OptimizerConfig, factor: float) -> AdamParams:
-    """Return the parameters of a step with learning rate `optimizer.lr` times `factor`; epsilon is torch's default."""
+    """Return a step's AdamW parameters. The learning rate is `optimizer.lr * factor`; epsilon is torch's default."""
     beta1, beta2 = optimizer.adam_betas
     return AdamParams(
         learning_rate=optimizer.lr * factor,

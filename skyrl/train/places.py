@@ -31,19 +31,19 @@ Where = Path | str
 
 
 def place_of(path: str | Path) -> "StorageLocation":
-    """Return the place of a path or URL. Raises `RequestError` for a URL with an unsupported scheme."""
+    """Return the location that a path or URL names. Raises `RequestError` for a URL with an unsupported scheme."""
     return Bucket(str(path)) if is_url(path) else StorageLocation(Path(path).expanduser())
 
 
 class StorageLocation:
-    """A folder on disk. Names are relative to it; all methods raise `StorageError` if the disk or the store fails."""
+    """A folder on disk. Names are relative to it. All methods raise `StorageError` if the disk or the bucket fails."""
 
     is_disk = True
     """False for a folder in a bucket."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        """Folder on disk for all writes."""
+        """Folder on disk into which all files are written."""
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -53,7 +53,7 @@ class StorageLocation:
         return path
 
     def claim(self) -> bool:
-        """Lock the place until this process ends; create it if missing. Returns False if another process locks it."""
+        """Lock the folder until this process ends; create it if missing. Returns False if another process locks it."""
         return claim_folder(self.folder)
 
     def tidy(self) -> None:
@@ -61,7 +61,7 @@ class StorageLocation:
         tidy(self.folder)
 
     def names(self, below: str = "") -> list[str]:
-        """Return the names of the files and complete folders in the place, or in one of its folders."""
+        """Return the names of the files and complete folders here, or in the folder `below`."""
         folder = self.folder / below
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
@@ -81,11 +81,11 @@ class StorageLocation:
         replace_file(self.folder / name, content)
 
     def fetch(self, name: str) -> Path:
-        """Return a path on disk with the content of the folder `name`, for reading. Nothing may exist at the path."""
+        """Return a path on disk from which the folder `name` can be read. The path may not exist."""
         return self.folder / name
 
     def has(self, name: str) -> bool:
-        """Return True if there is a complete folder of this name."""
+        """Return True if a complete folder with this name exists."""
         return (self.folder / name).exists()
 
     def move(self, name: str, to: str) -> None:
@@ -101,18 +101,18 @@ class StorageLocation:
             path.unlink(missing_ok=True)
 
     def send(self, path: Path) -> Where:
-        """Upload a complete file or folder of `folder`, if necessary. Returns its final location."""
+        """Upload a complete file or folder in `folder`, if the location is a bucket. Returns its final path or URL."""
         return path
 
     def keep(self, name: str) -> None:
-        """Upload a growing file, which stays on disk."""
+        """Upload a growing file. It stays on disk."""
 
     def take_back(self, name: str) -> None:
         """Restore a growing file in `folder` from its last upload."""
 
 
 class Bucket(StorageLocation):
-    """A folder in a bucket, with a folder on disk for writing. Raises `RequestError` as `ObjectStore`."""
+    """A folder in a bucket. Files are first written to a folder on disk. Raises RequestError if `ObjectStore` does."""
 
     is_disk = False
 

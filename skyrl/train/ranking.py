@@ -1,4 +1,4 @@
-"""Selection of the best checkpoint of a run by a metric of its evaluations."""
+"""Selection of a run's best checkpoint, by a metric of the run's evaluations."""
 
 import math
 from collections.abc import Mapping
@@ -19,18 +19,18 @@ class Ranking(NamedTuple):
     """Comparison of evaluations by one metric."""
 
     field: str
-    """Setting with the metric's name, in messages."""
+    """Name of the setting that names the metric. Messages use it."""
     metric: str
     highest: bool
-    """True if the highest value is the best; False for the lowest, as for a loss."""
+    """True if the highest value is the best. False if the lowest value is the best, as for a loss."""
 
     @classmethod
     def of(cls, field: str, metric: str | None, mode: str) -> "Ranking | None":
-        """Create the ranking of a configuration; None if no metric is named. The mode is max or min."""
+        """Create the ranking that a configuration asks for. Returns None if `metric` is None. `mode` is max or min."""
         return None if metric is None else cls(field, metric, mode == "max")
 
     def better(self, best: BestEvaluation | None, step: int, metrics: Mapping[str, float]) -> BestEvaluation | None:
-        """Return the evaluation after a step if it is better than the best, else None. NaN is never better.
+        """Return the evaluation after a step if it is better than `best`, and None if it is not. NaN is never better.
 
         Raises ConfigError if the metrics do not contain the metric of this ranking.
         """
@@ -46,7 +46,7 @@ class Ranking(NamedTuple):
         return BestEvaluation(step, float(value))
 
     def restored(self, stored: Mapping[str, Any] | None) -> BestEvaluation | None:
-        """Return the best evaluation of a stored run, or None if that run used another metric or direction."""
+        """Return the best evaluation that a checkpoint stores, or None if its run used another metric or direction."""
         if not stored or (stored["metric"], stored["highest"]) != (self.metric, self.highest):
             return None
         return BestEvaluation(stored["step"], stored["value"])

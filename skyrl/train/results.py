@@ -1,7 +1,7 @@
-"""The final model of a run: one folder, ready for use.
+"""The final model of a run, in a folder that is ready for use.
 
 A LoRA run saves its adapter in PEFT format or, on request, the whole model with the adapter merged into it. Any other
-run saves the whole model in Hugging Face format. `skyrl export` writes the same from a checkpoint.
+run saves the whole model in Hugging Face format. `skyrl export` writes the same files from a checkpoint.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ class Result(NamedTuple):
     is_adapter: bool
     """True for an adapter in PEFT format, False for a whole model in Hugging Face format."""
     place: StorageLocation | None = None
-    """Place of the folder, if it may be in a bucket."""
+    """Location that contains the folder, on disk or in a bucket. None: on disk."""
 
     @property
     def title(self) -> str:
-        """Name of the format."""
+        """Name of the format, for messages."""
         return "model (PEFT adapter)" if self.is_adapter else "model (Hugging Face format)"
 
     @property
@@ -40,7 +40,7 @@ class Result(NamedTuple):
 
         Args:
             learner: The model.
-            keep_earlier: Rename an existing folder, because it belongs to another run. False: replace it.
+            keep_earlier: True: rename an existing folder, because it belongs to another run. False: replace it.
 
         Raises StorageError if a write to the disk or the bucket fails.
         """
@@ -55,13 +55,13 @@ class Result(NamedTuple):
 
 
 def result_in(folder: str | Path, rank: int, is_merged: bool) -> Result:
-    """Create the `Result` of a run below a folder. A rank of 0 means that all weights are trained."""
+    """Create the `Result` of a run. Its model is written below `folder`. Rank 0 means that all weights are trained."""
     place = place_of(folder)
     return Result(place.folder / RESULT, rank > 0 and not is_merged, place)
 
 
 def _set_aside(place: StorageLocation, name: str) -> None:
-    """Rename a folder in a bucket to the first free name: model.1."""
+    """Rename a folder in a bucket to the first free name of model.1, model.2, ..."""
     if place.has(name):
         taken = set(place.names())
         place.move(name, next(to for number in range(1, 1_000_000) if (to := f"{name}.{number}") not in taken))

@@ -13,15 +13,15 @@ class Fields(NamedTuple):
 
     ckpt_path: str = "trainer.ckpt_path"
     own_folder: str = "trainer.run_name or a trainer.ckpt_path"
-    """Setting for the run's own folder."""
+    """Settings, one of which gives the run a folder of its own."""
     resume_path: str = "trainer.resume_mode=from_path and trainer.resume_path"
-    """Setting for the checkpoint to resume from."""
+    """Settings that select the checkpoint to resume from."""
     anew: str = "trainer.resume_mode=none"
     """Setting that starts a new run."""
 
 
 def identity_of(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Return the identity of a resolved configuration: values by path of the field."""
+    """Return the identity of a run with this resolved configuration: the value of each such field, by its path."""
     trainer = config.trainer
     policy, critic, algorithm = trainer.policy.model, trainer.critic.model, trainer.algorithm
     adapters = {"policy": policy.lora, **({"critic": critic.lora} if trainer.has_critic else {})}
@@ -54,7 +54,7 @@ def adapter_settings(lora: SkyRLLoraConfig) -> dict[str, str | list[str] | float
 
 
 def check_same_model(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any], field: str) -> None:
-    """Raise ConfigError if a checkpoint is of another model; other settings may differ."""
+    """Raise ConfigError if a checkpoint is of another model. Other settings may differ."""
     there, here = ({_own(name): identity[name] for name in identity} for identity in (stored, given))
     names = [name for name in sorted({*there, *here}) if name.startswith("model.")]
     if differing := [name for name in names if there.get(name) != here.get(name)]:
@@ -80,11 +80,11 @@ def check_identity(path: Path, stored: Mapping[str, Any], given: Mapping[str, An
 
 
 def _value(identity: Mapping[str, Any], path: str) -> Any:
-    """Return the value of a setting in an identity; a missing setting has its default."""
+    """Return the value of a setting in an identity. A missing setting has its default value."""
     name = path.rpartition(".")[2]
     return identity.get(path, getattr(SkyRLLoraConfig(), name) if name in SET else None)
 
 
 def _own(name: str) -> str:
-    """Return the name of a setting in an SFT configuration: without the section `trainer.policy`."""
+    """Return the name that a setting has in an SFT configuration, which has no section `trainer.policy`."""
     return name.removeprefix("trainer.policy.")

@@ -1,4 +1,4 @@
-"""The training loop of RL and SFT: steps, with evaluations, metrics, exports and checkpoints in between."""
+"""The training loop of RL and SFT. Between steps, it evaluates, reports metrics, and writes exports and checkpoints."""
 
 import asyncio
 import logging
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 MENDED = (ConfigError, RolloutError)
-"""Errors whose cause can be fixed, and which leave the backend usable."""
+"""Errors whose cause the user can fix. After them, the backend is still usable."""
 WAY_ON = "the same command goes on from there"
 
 
 class SteppedRun(Protocol):
-    """Interface of a run for the training loop."""
+    """Interface through which the training loop uses a run."""
 
     @property
     def global_step(self) -> int:
@@ -32,7 +32,7 @@ class SteppedRun(Protocol):
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         ...
 
     @property
@@ -40,20 +40,20 @@ class SteppedRun(Protocol):
 
     @property
     def can_save(self) -> bool:
-        """True while the models are in the state after `global_step` steps: until the next step changes them."""
+        """True while the models are as `global_step` steps left them. False from when the next step changes them."""
         ...
 
     @property
     def way_on(self) -> str:
-        """Message with the way to resume from the newest checkpoint."""
+        """Text for messages that says how to resume from the newest checkpoint."""
         ...
 
     async def step(self) -> Metrics:
-        """Run one step. A step that is cancelled or fails while `can_save` is True has changed nothing."""
+        """Run one step. If it is cancelled or fails while `can_save` is True, it has changed nothing."""
         ...
 
     async def end_epoch(self) -> None:
-        """Called after the last step of an epoch, before an evaluation."""
+        """Called after the last step of an epoch, before its evaluation."""
         ...
 
     async def evaluate(self) -> Metrics:
@@ -70,51 +70,52 @@ class SteppedRun(Protocol):
         ...
 
     async def leave_model(self) -> None:
-        """Write the final model of a finished run, ready for use."""
+        """Write the final model of a finished run in a form that is ready for use."""
         ...
 
     async def save(self) -> "asyncio.Task[Where] | None":
         """Start to write a checkpoint of the current state. Later changes do not affect it.
 
-        Returns an awaitable of its folder; None if checkpoints are disabled.
+        Returns a task that ends with the checkpoint's path or URL. None if checkpoints are disabled.
         """
         ...
 
     def improves(self, metrics: Metrics) -> bool:
-        """Return True if the metrics of an evaluation are the best so far, so its checkpoint has to be kept."""
+        """Return True if these metrics of an evaluation are the best so far. The loop then writes a checkpoint."""
         ...
 
 
 class Cadence(NamedTuple):
-    """Intervals of evaluations, exports and checkpoints in steps. Each also happens after the last step."""
+    """Intervals of evaluations, exports and checkpoints. Unless disabled, each also happens after the last step."""
 
     evaluation: int
-    """Steps between evaluations. 0 or less: only after the last step."""
+    """Number of steps between evaluations. 0 or less: only after the last step."""
     has_evaluation: bool
     """True if there are evaluation data."""
     before_first: bool
     """True: also evaluate before the first step."""
     export: int
-    """Steps between exports. 0 or less: no exports."""
+    """Number of steps between exports. 0 or less: no exports."""
     checkpoint: int
-    """Steps between checkpoints. 0 or less: no checkpoints, or only those of `checkpoint_epochs`."""
+    """Number of steps between checkpoints. 0 or less: no regular ones; best evaluations and signals still cause some."""
     checkpoint_epochs: bool = False
     """True: also write a checkpoint after each epoch."""
     beside: bool = False
-    """True: write a checkpoint in the background during the next steps. The next checkpoint waits for it."""
+    """True: write a checkpoint in the background during the next steps. The next checkpoint waits until it is written.
+    """
 
 
 class _Loop:
-    """The loop over the steps of a run: takes steps, writes checkpoints, evaluates and calls the callbacks."""
+    """The loop over the steps of a run. It takes steps, evaluates, writes checkpoints and calls the callbacks."""
 
     def __init__(self, run: SteppedRun, callbacks: Sequence[Callback], interruption: Interruption):
         self.run = run
         self._callbacks = callbacks
         self._interruption = interruption
         self._saved = run.global_step
-        """Step of the newest checkpoint, or the first step of this process. Work up to this step cannot be lost."""
+        """Step of the newest checkpoint, or step at which this process started. Work up to this step is not lost."""
         self._writing: tuple[int, asyncio.Task[Where]] | None = None
-        """The checkpoint that is being written, and its step."""
+        """Step of the checkpoint that is being written, and the task that writes it. None if there is none."""
 
     async def go(self, cadence: Cadence, report: Report) -> None:
         run, is_last, is_best = self.run, False, False
@@ -161,7 +162,7 @@ class _Loop:
             log.info("stopped by a callback after %d of %d steps", run.global_step, run.total_steps)
 
     async def _step(self) -> Metrics | None:
-        """Run a step and return its metrics; None if a signal has cancelled it."""
+        """Run a step and return its metrics. Return None if a signal has cancelled the step."""
         if self._writing is not None and self._writing[1].done():
             await self.written()
         run, task = self.run, asyncio.ensure_future(self.run.step())
@@ -196,9 +197,9 @@ class _Loop:
         return metrics | {"timing/evaluate": time.monotonic() - begun}
 
     async def _save(self, wait: bool = True) -> Where | None:
-        """Write a checkpoint, after the previous one. Returns its folder if it is complete.
+        """Write a checkpoint after the previous one is complete. Returns its path or URL; None if it is not complete.
 
-        When a signal ends the run, a failure of the previous checkpoint does not prevent this one.
+        If the previous checkpoint fails while a signal ends the run, this one is written nevertheless.
         """
         await (self.written() if self._interruption.signal is None else self.finish_writing())
         writing = await self.run.save()
@@ -208,7 +209,7 @@ class _Loop:
         return await self.written() if wait else None
 
     async def written(self) -> Where | None:
-        """Wait for the checkpoint that is being written, if any. Raises its error."""
+        """Wait for the checkpoint that is being written, if any. Returns its path or URL. Raises its error."""
         if self._writing is None:
             return None
         (step, writing), self._writing = self._writing, None
@@ -245,11 +246,11 @@ async def run_steps(
     callbacks: Sequence[Callback] = (),
     interruption: Interruption | None = None,
 ) -> None:
-    """Run all remaining steps, and report the metrics of each together with those of its evaluation.
+    """Run all remaining steps. Each step's metrics are reported together with the metrics of its evaluation.
 
     The checkpoint of a step is written before its export. If the process is killed in between, the run that resumes
-    from the checkpoint writes the export. If a signal ends the run, work that changes no model is cancelled, a step
-    that changes models is completed, and the state is saved. The state is also saved if sampling cannot continue.
+    from the checkpoint writes the export. If a signal ends the run, work that changes no model is cancelled, but a step
+    that is changing models is completed. The state is then saved. It is also saved if sampling or an evaluation fails.
 
     Raises:
         Interrupted: A signal has ended the run.

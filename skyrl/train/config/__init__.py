@@ -1,10 +1,10 @@
-"""Configuration of training: typed, checked, and the same however it is written.
+"""Configuration of training. It is typed and checked. A file, the command line and Python have the same fields.
 
     config = SkyRLTrainConfig.from_cli_overrides(["trainer.policy.model.lora.rank=32", "trainer.epochs=2"])
     config = config.resolve()
 
-Pure data: nothing here loads a model, so every part of the system may import it. `machinery.base` describes how to add
-a field, a rule and a class of your own.
+Nothing here loads a model, so every part of the system may import it. `machinery.base` describes how to add a field, a
+rule or your own configuration class.
 """
 
 from skyrl.errors import ConfigError

@@ -24,7 +24,7 @@ class KLCtrlConfig(BaseConfig):
     """KL per token that the adaptive controller aims at, in nats."""
 
     horizon: PositiveInt = 10000
-    """Time constant of the adaptive controller, in sequences: the larger, the slower the coefficient changes."""
+    """Time constant of the adaptive controller, in sequences. A larger value changes the coefficient more slowly."""
 
 
 @dataclass
@@ -32,11 +32,11 @@ class DynamicSamplingConfig(BaseConfig):
     """Treatment of prompts whose samples all get the same reward."""
 
     type: Annotated[str | None, one_of(None, "filter", "replace")] = None
-    """filter: keep prompts whose samples have different rewards, and sample until there are enough of them. replace:
-    replace prompts whose samples all get the same reward by copies of other prompts. None: keep all prompts."""
+    """filter: keep only prompts whose samples have different rewards, and sample until there are enough. replace: keep
+    these prompts and use copies of them in place of the others. None: keep all prompts."""
 
     max_sample_batches: int = 30
-    """Maximum batches sampled for one step. 0 or less: no limit."""
+    """Maximum number of batches sampled for one step. 0 or less: no limit."""
 
     min_replace_ratio: Fraction = 0.3
     """With type=replace: sample the batch again if at most this fraction of its prompts has samples with different
@@ -48,23 +48,23 @@ class AlgorithmConfig(BaseConfig):
     """The RL algorithm."""
 
     advantage_estimator: str = "grpo"
-    """grpo, rloo, reinforce++, token_rewards, gae, maxrl, or a registered one or module:function of your own."""
+    """grpo, rloo, reinforce++, token_rewards, gae, maxrl, the name of a registered estimator, or module:function."""
 
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Coefficient of the KL penalty in the reward."""
 
     kl_estimator_type: str = "k3"
-    """Estimator of the KL divergence per token: k1, k2, k3, abs, or a registered one or module:function of your own."""
+    """Estimator of the KL divergence per token: k1, k2, k3, abs, the name of a registered one, or module:function."""
 
     use_kl_in_reward: bool = False
-    """Subtract the KL divergence from the reference from rewards."""
+    """Subtract a KL penalty (divergence from the reference model) from the rewards."""
 
     use_kl_loss: bool = True
-    """Add the KL divergence from the reference to the loss."""
+    """Add a KL penalty (divergence from the reference model) to the loss."""
 
     kl_loss_coef: NonNegativeFloat = 0.001
-    """Coefficient of the KL divergence in the loss or in the reward (there, its initial value with an adaptive
-    controller)."""
+    """Coefficient of the KL divergence in the loss or in the reward. With kl_ctrl.type=adaptive, only the initial
+    value."""
 
     use_entropy_loss: bool = False
     """Subtract the policy's entropy from the loss."""
@@ -73,7 +73,7 @@ class AlgorithmConfig(BaseConfig):
     """Coefficient of the entropy."""
 
     temperature: NonNegativeFloat | None = None
-    """Temperature of the policy that is trained. None: generator.sampling_params.temperature."""
+    """Temperature of the trained policy. None: generator.sampling_params.temperature."""
 
     advantage_batch_normalize: bool = False
     """Normalise advantages over the tokens of the batch."""
@@ -82,7 +82,7 @@ class AlgorithmConfig(BaseConfig):
     """Name of the critic's value head among its weights."""
 
     policy_loss_type: str = "regular"
-    """regular, dual_clip, gspo, sapo, cispo, clip_cov, kl_cov, or a registered one or module:function of your own."""
+    """regular, dual_clip, gspo, sapo, cispo, clip_cov, kl_cov, the name of a registered loss, or module:function."""
 
     loss_reduction: Annotated[str, one_of("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")] = (
         "token_mean"
@@ -93,7 +93,7 @@ class AlgorithmConfig(BaseConfig):
     """Divide advantages of grpo by the standard deviation of the group's rewards."""
 
     zero_variance_filter: bool = False
-    """Exclude prompts whose samples all get the same reward from the loss."""
+    """Exclude prompts from the loss if all their samples get the same reward."""
 
     lambd: Fraction = 1.0
     """Lambda of gae."""
@@ -102,13 +102,13 @@ class AlgorithmConfig(BaseConfig):
     """Discount per token of gae and reinforce++."""
 
     eps_clip_low: Fraction = 0.2
-    """Distance of the lower bound of the ratio from 1."""
+    """1 minus the lower bound on the probability ratio."""
 
     eps_clip_high: NonNegativeFloat = 0.2
-    """Distance of the upper bound of the ratio from 1."""
+    """Upper bound on the probability ratio, minus 1."""
 
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
-    """Bound of the ratio for negative advantages in dual_clip."""
+    """In dual_clip, upper bound on the probability ratio for negative advantages."""
 
     tis_imp_ratio_cap: float = -1.0
     """Old name of off_policy_correction.token_tis_ratio_clip_high, read with use_tis."""
@@ -117,7 +117,7 @@ class AlgorithmConfig(BaseConfig):
     """Old name of off_policy_correction.tis_ratio_type=token."""
 
     off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
-    """Corrections for a difference between the policy that sampled and the one that is trained."""
+    """Corrections for the difference between the sampling policy and the trained policy."""
 
     sapo: SAPOConfig = field(default_factory=SAPOConfig)
     """Options of policy_loss_type=sapo."""
@@ -138,7 +138,7 @@ class AlgorithmConfig(BaseConfig):
     """Options of policy_loss_type=cispo."""
 
     max_seq_len: PositiveInt | None = None
-    """Number of tokens that seq_mean_token_sum_norm divides by. None: the maximum sequence length, if single-turn."""
+    """Number of tokens that seq_mean_token_sum_norm divides by. None: the maximum sequence length; single-turn only."""
 
     @property
     def uses_reference(self) -> bool:

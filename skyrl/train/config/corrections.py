@@ -12,33 +12,33 @@ from skyrl.train.config.machinery.fields import one_of
 
 @dataclass
 class OffPolicyCorrectionConfig(BaseConfig):
-    """Truncated importance sampling and masks. A ratio is the trained policy's probability over the sampler's."""
+    """Truncated importance sampling and masks. A ratio is the trained policy's probability divided by the sampler's."""
 
     tis_ratio_type: Annotated[str | None, one_of(None, "token", "sequence")] = None
-    """Truncated importance ratio that multiplies a token's loss: token (the token's own ratio) or sequence (the ratio
-    of its sequence). None: no weights."""
+    """Weight that multiplies a token's loss. token: the token's own ratio. sequence: the product of the ratios in its
+    sequence. Both are truncated. None: no weights."""
 
     token_tis_ratio_clip_high: PositiveFloat = 2.0
-    """Bound of the weight with tis_ratio_type=token."""
+    """Upper bound on the weight with tis_ratio_type=token."""
 
     sequence_tis_ratio_clip_high: PositiveFloat = 5.0
-    """Bound of the weight with tis_ratio_type=sequence."""
+    """Upper bound on the weight with tis_ratio_type=sequence."""
 
     sequence_mask_metric: Annotated[str | None, one_of(None, "product", "geometric")] = None
-    """Ratio that masks whole sequences: the product or the geometric mean of the ratios of their tokens. None: no
-    masking."""
+    """Mask sequences whose metric is out of bounds. The metric is the product or the geometric mean of the ratios of
+    the sequence's tokens. None: mask no sequences."""
 
     geo_mask_high: PositiveFloat = 1.01
-    """Maximum geometric mean of a sequence that is not masked."""
+    """With sequence_mask_metric=geometric, mask sequences whose geometric mean is higher."""
 
     geo_mask_low: PositiveFloat = 0.99
-    """Minimum geometric mean of a sequence that is not masked."""
+    """With sequence_mask_metric=geometric, mask sequences whose geometric mean is lower."""
 
     product_mask_high: PositiveFloat = 2.0
-    """Maximum product of a sequence that is not masked."""
+    """With sequence_mask_metric=product, mask sequences whose product is higher."""
 
     product_mask_low: PositiveFloat = 0.5
-    """Minimum product of a sequence that is not masked."""
+    """With sequence_mask_metric=product, mask sequences whose product is lower."""
 
     outlier_token_is_threshold_low: PositiveFloat | None = None
     """Mask sequences that contain a token with a lower ratio. None: no lower bound."""

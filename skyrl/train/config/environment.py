@@ -1,4 +1,4 @@
-"""Environments: the default environment of rows, and the options of the built-in environments."""
+"""Environments: the environment of rows that name none, and options of all environments."""
 
 import re
 from collections import Counter
@@ -17,7 +17,7 @@ class GSM8kLLMJudgeEnvConfig(BaseConfig):
     """The environment in which a language model judges answers to GSM8K."""
 
     model: str = "gpt-4o-mini"
-    """Name of the judge model at the API."""
+    """Name of the judge model, as the API knows it."""
 
     base_url: str | None = None
     """Address of an OpenAI-compatible API. None: the default of the client library."""
@@ -26,9 +26,9 @@ class GSM8kLLMJudgeEnvConfig(BaseConfig):
     """Maximum answers that are judged concurrently; further answers wait."""
 
     instructions: str | None = None
-    """Instructions to the judge, placed before the question, the reference answer and the answer. They must say that
-    the answer is between two lines `{mark}`, and ask for a last line `### Final Score: 0` or `### Final Score: 1`.
-    None: instructions to compare final results."""
+    """Instructions to the judge. The question, the reference answer and the answer follow them. They must say that the
+    answer is between two lines `{mark}`, and ask for a last line `### Final Score: 0` or `### Final Score: 1`. None:
+    instructions to compare final results."""
 
     def problems(self) -> Iterator[str]:
         if self.instructions is not None and "{mark}" not in self.instructions:
@@ -57,29 +57,29 @@ class SearchEnvConfig(BaseConfig):
     """Address of the search engine."""
 
     topk: PositiveInt = 3
-    """Documents that a search returns."""
+    """Number of documents that a search returns."""
 
     timeout: PositiveInt = 30
     """Time limit of a search in seconds."""
 
 
 TERMS = " + "
-"""Separator of the terms of a reward."""
+"""Separator between the terms of a reward."""
 _TERM = re.compile(r"(?:(?P<name>\w+)\s*=)?\s*(?:(?P<weight>[-\d.eE]+)\s*\*)?\s*(?P<function>[\w.]+:\w+)")
 
 
 class RewardTerm(NamedTuple):
-    """Term of a weighted sum of reward functions."""
+    """One term of a reward that is a weighted sum of functions."""
 
     name: str
-    """Name of the term's metric. Default: the name of the function."""
+    """Name of the term's metric. By default, the name of the function."""
     weight: float
     function: str
     """`module:function`."""
 
 
 def reward_terms(text: str) -> list[RewardTerm]:
-    """Return the terms of a reward such as "module:right + short=0.2*module:length".
+    """Parse a reward such as "module:right + short=0.2*module:length" into its terms.
 
     Raises ConfigError for a term of another form, and for duplicate names.
     """
@@ -106,10 +106,10 @@ def reward_terms(text: str) -> list[RewardTerm]:
 
 @dataclass
 class SkyRLGymConfig(BaseConfig):
-    """Options of the environments by their names."""
+    """Options of each environment, by its name."""
 
     max_env_workers: NonNegativeInt = 32
-    """Threads that run environments. 0: they run on the event loop itself, one after another."""
+    """Number of threads that run environments. 0: environments run on the event loop itself, one after another."""
 
     text2sql: Text2SQLEnvConfig = field(default_factory=Text2SQLEnvConfig)
     """Options of `text2sql`."""
@@ -121,8 +121,8 @@ class SkyRLGymConfig(BaseConfig):
     """Options of `search`."""
 
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Options of other environments by name, such as `environment.skyrl_gym.my_env.level=3`. Options of the environment
-    "module:Class" have the name `Class`. The environment checks its options."""
+    """Options of other environments by name, such as `environment.skyrl_gym.my_env.level=3`. For the environment
+    "module:Class", the name is `Class`. The environment checks its options."""
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -134,7 +134,7 @@ class SkyRLGymConfig(BaseConfig):
 
 @dataclass
 class EnvironmentConfig(BaseConfig):
-    """Environment that rollouts act in."""
+    """Environment in which rollouts act."""
 
     env_class: str = "gsm8k"
     """Environment of rows that do not name one."""
@@ -143,13 +143,13 @@ class EnvironmentConfig(BaseConfig):
     """Options of the environments."""
 
     reward: str | list[str] | None = None
-    """Reward function `module:function` for all rows, instead of an environment. It is called with `prompt` (messages),
-    `response` (text) and those columns of the row that it has parameters for, and returns a number. With a list of
-    functions, each optionally as `name=0.2*module:function`, the reward is the weighted sum."""
+    """Reward function `module:function` for all rows, instead of an environment. It returns a number. Its parameters
+    are `prompt` (messages), `response` (text) and names of columns of the row. With a list of functions, the reward is
+    their weighted sum; a function may have a weight and a name (`name=0.2*module:function`)."""
 
     @property
     def reward_id(self) -> str | None:
-        """The reward functions in the form of an environment id; None if the reward is not set."""
+        """The reward functions as one text, used as the id of an environment. None if `reward` is not set."""
         return TERMS.join(self.reward) if isinstance(self.reward, list) else self.reward
 
     def problems(self) -> Iterator[str]:

@@ -23,40 +23,40 @@ class SamplingParams(BaseConfig):
     """Sampling of tokens."""
 
     max_generate_length: PositiveInt = 1024
-    """Maximum tokens of one response."""
+    """Maximum number of tokens of one response."""
 
     repetition_penalty: PositiveFloat = 1.0
-    """Penalty for tokens of the prompt and the response so far: positive logits are divided by it, negative logits are
-    multiplied by it. 1: no penalty."""
+    """Penalty for tokens that the prompt or the response so far contains. Their positive logits are divided by it,
+    negative logits are multiplied by it. 1: no penalty."""
 
     temperature: NonNegativeFloat = 1.0
     """Divisor of logits. 0: the most likely token."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Cumulative probability of the most likely tokens to sample from."""
+    """Sample only from the most likely tokens whose cumulative probability reaches this value. 1: all tokens."""
 
     min_p: Fraction = 0.0
     """Minimum probability of tokens to sample, as a fraction of the probability of the most likely token."""
 
     top_k: Annotated[int, AfterValidator(_top_k)] = -1
-    """Number of most likely tokens to sample from. -1: all."""
+    """Sample only from this number of most likely tokens. -1: all."""
 
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = 1
     """0 or 1: record the log-probabilities of sampled tokens. None: do not record them."""
 
     stop: list[str] | None = None
-    """Strings after which a response ends."""
+    """Strings that end a response."""
 
     additional_kwargs: dict[str, Any] | None = None
-    """More options by the names of vLLM: min_tokens, stop_token_ids, presence_penalty, frequency_penalty."""
+    """More options, with vLLM's names: min_tokens, stop_token_ids, presence_penalty, frequency_penalty."""
 
 
 @dataclass
 class EvalSamplingParams(SamplingParams):
-    """Sampling of tokens in evaluation. By default, it is greedy, with the maximum length of training."""
+    """Sampling of tokens in evaluation. By default, it is greedy, and the maximum length is that of training."""
 
     max_generate_length: PositiveInt | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Maximum tokens of one response. None: generator.sampling_params.max_generate_length."""
+    """Maximum number of tokens of one response. None: generator.sampling_params.max_generate_length."""
 
     temperature: NonNegativeFloat = 0.0
     """Divisor of logits. 0: the most likely token."""
@@ -82,26 +82,26 @@ class GeneratorConfig(BaseConfig):
     """Generation of rollouts."""
 
     inference_engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
-    """Inference engines, which sample."""
+    """Inference engines. They sample the responses."""
 
     n_samples_per_prompt: PositiveInt = 5
-    """Samples of each prompt in training."""
+    """Number of samples of each prompt in training."""
 
     batched: bool = False
     """Start all samples of a batch at once, without any concurrency limit. Single-turn only."""
 
     max_turns: PositiveInt = 1
-    """Maximum turns of a conversation, in place of the limits of rows and environments."""
+    """Maximum number of turns of a conversation. It replaces the limits of rows and environments."""
 
     max_input_length: PositiveInt | None = None
-    """Maximum tokens of the input of a turn. None: trainer.max_prompt_length, plus, for each earlier turn, another
-    max_prompt_length (for the observation) and max_generate_length (for the response)."""
+    """Maximum number of tokens in the input of a turn. None: trainer.max_prompt_length plus, for each earlier turn,
+    another max_prompt_length (for the observation) and max_generate_length (for the response)."""
 
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
     """The template that turns messages into text."""
 
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template."""
+    """Variables that the chat template receives."""
 
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     """Sampling of tokens in training."""
@@ -116,13 +116,13 @@ class GeneratorConfig(BaseConfig):
     """Sampling of tokens in evaluation. None: greedy decoding with the max_generate_length of sampling_params."""
 
     eval_n_samples_per_prompt: PositiveInt = 1
-    """Samples of each prompt in evaluation."""
+    """Number of samples of each prompt in evaluation."""
 
     zero_reward_on_non_stop: bool = False
     """Set the reward to 0 for responses that did not end with a stop token or stop string."""
 
     apply_overlong_filtering: bool = False
-    """Exclude responses that did not end with a stop token or stop string from the loss."""
+    """Exclude responses from the loss if they did not end with a stop token or stop string."""
 
     rope_scaling: dict[str, Any] | None = None
     """Scaling of rotary embeddings in the engines. None: trainer.rope_scaling."""
@@ -137,15 +137,15 @@ class GeneratorConfig(BaseConfig):
     """Time limit in seconds for one attempt at a trajectory, including sampling. None: no limit."""
 
     trajectory_retries: NonNegativeInt = 2
-    """Maximum retries of a failed trajectory, each with a fresh environment."""
+    """Maximum number of retries of a failed trajectory. Each retry has a fresh environment."""
 
     retry_with_new_seed: bool = True
-    """Use new seeds when a trajectory is retried. False: the retry uses the same seeds, if there are seeds, so it
+    """Use new seeds when a trajectory is retried. False: if seeds are set, the retry uses the same seeds and thus
     samples the same tokens."""
 
     env_error_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """Reward of a turn whose environment `step` raised an exception, which ends the trajectory. None: the attempt
-    fails. Errors that do not depend on the model's output (EnvError, OSError, timeouts) always fail the attempt."""
+    """Reward of a turn in which the environment's `step` raised an exception. The trajectory ends with this turn. None:
+    the attempt fails. Errors that do not depend on the model's output (EnvError, OSError, timeouts) always fail it."""
 
     max_failed_fraction: Fraction = 0.1
     """Maximum fraction of a batch's trajectories that may fail after all retries. Failed trajectories are dropped;
@@ -158,8 +158,8 @@ class GeneratorConfig(BaseConfig):
     """Rate limit for starting trajectories; also the maximum burst size. None: no limit."""
 
     generator_class: str | None = None
-    """Class that produces and rewards trajectories, as module:Class. It replaces environments, and is a subclass of
-    skyrl.train.rollouts.generators.generator.Generator. None: environments."""
+    """Class that produces and rewards trajectories, as module:Class, in place of environments. It must be a subclass of
+    skyrl.train.rollouts.generators.generator.Generator. None: environments do this."""
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:

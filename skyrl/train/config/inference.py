@@ -1,4 +1,4 @@
-"""Inference engines: their number, size and location, and the transfer of new weights to them."""
+"""Inference engines: number, size, location, and the transfer of new weights to them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from skyrl.train.config.machinery.fields import one_of
 
 @dataclass
 class InferenceEngineConfig(BaseConfig):
-    """Inference engines, which sample for the strategies fsdp2 and megatron."""
+    """Inference engines. They sample for the strategies fsdp2 and megatron."""
 
     model_dtype: str = "bfloat16"
     """Number format of the engines' weights."""
@@ -27,58 +27,58 @@ class InferenceEngineConfig(BaseConfig):
     """Kind of engine: vllm."""
 
     weight_sync_backend: Annotated[str, one_of("nccl", "gloo")] = "nccl"
-    """Transport of weights to the engines: nccl or gloo."""
+    """Library that transfers weights to the engines: nccl or gloo."""
 
     weight_transfer_threshold_cuda_ipc_GB: NonNegativeFloat = 1.0
-    """GB that are sent at once through memory that colocated processes share."""
+    """Size in GB of each batch of weights that colocated processes pass on through shared GPU memory (CUDA IPC)."""
 
     tensor_parallel_size: PositiveInt = 1
-    """GPUs of an engine that share each weight matrix."""
+    """Number of GPUs over which an engine splits each weight matrix."""
 
     pipeline_parallel_size: PositiveInt = 1
-    """GPUs of an engine that share the layers."""
+    """Number of GPUs over which an engine splits the layers."""
 
     expert_parallel_size: PositiveInt = 1
-    """GPUs of an engine that share the experts: 1, or tensor_parallel_size x data_parallel_size."""
+    """Number of GPUs over which an engine splits the experts: 1, or tensor_parallel_size x data_parallel_size."""
 
     data_parallel_size: PositiveInt = 1
-    """Copies of the model in an engine."""
+    """Number of copies of the model in an engine."""
 
     async_engine: bool = True
-    """Let requests join and leave a running engine; False needs generator.batched."""
+    """Let requests join and leave a running engine. False needs generator.batched."""
 
     vllm_v1_disable_multiproc: bool = True
-    """Compute in an engine's own process, which makes scheduling reproducible."""
+    """Compute in the engine's own process. This makes scheduling reproducible."""
 
     enable_prefix_caching: bool = True
-    """Compute equal beginnings of prompts once."""
+    """Compute a common beginning of several prompts only once."""
 
     enable_chunked_prefill: bool = True
     """Process long prompts in chunks, interleaved with the decoding of other requests."""
 
     max_num_batched_tokens: PositiveInt = 8192
-    """Maximum tokens in one forward pass of an engine."""
+    """Maximum number of tokens in one forward pass of an engine."""
 
     enforce_eager: bool = True
     """Run engines without CUDA graphs."""
 
     fully_sharded_loras: bool = False
-    """Shard both matrices of an adapter."""
+    """Shard both matrices of an adapter over the GPUs of an engine."""
 
     enable_ray_prometheus_stats: bool = False
-    """Let engines report to Ray's metrics."""
+    """Export the engines' metrics through Ray's metrics."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Fraction of a GPU's memory that an engine takes."""
+    """Fraction of each GPU's memory that an engine takes."""
 
     max_num_seqs: PositiveInt = 1024
-    """Sequences that an engine computes at once."""
+    """Maximum number of sequences that an engine computes at once."""
 
     remote_urls: list[str] = field(default_factory=list)
-    """host:port of each engine, with run_engines_locally=False."""
+    """host:port of each engine if run_engines_locally=False."""
 
     enable_http_endpoint: bool = False
-    """Serve the engines also as an OpenAI-compatible API."""
+    """Also serve the engines through an OpenAI-compatible API."""
 
     http_endpoint_host: str = "127.0.0.1"
     """Address of the OpenAI-compatible API."""
@@ -90,13 +90,14 @@ class InferenceEngineConfig(BaseConfig):
     """Name of the model in the OpenAI-compatible API. None: trainer.policy.model.path."""
 
     distributed_executor_backend: Annotated[str, one_of("ray", "mp")] = "ray"
-    """Starter of the processes of an engine with several GPUs: ray, or mp on one machine."""
+    """Launcher of an engine's processes if the engine has several GPUs: ray, or mp (one machine only)."""
 
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
-    """More arguments of an engine."""
+    """Additional arguments of each engine."""
 
     override_existing_update_group: Annotated[str, one_of("auto", "enable", "disable")] = "auto"
-    """Replacement of an existing process group for weight transfer: enable, disable, or auto (for remote engines)."""
+    """Replace a process group for weight transfer that already exists: enable, disable, or auto (if engines are
+    remote)."""
 
     external_proxy_url: str | None = None
     """Address of a router in front of engines that were started elsewhere."""
@@ -106,7 +107,7 @@ class InferenceEngineConfig(BaseConfig):
 
     @property
     def gpus_per_engine(self) -> int:
-        """GPUs of one engine."""
+        """Number of GPUs of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     @property

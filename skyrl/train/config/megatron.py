@@ -46,7 +46,7 @@ class MegatronTorchProfilerConfig(BaseConfig):
     """Profiling with torch.profiler."""
 
     enable: bool = False
-    """Profile."""
+    """Profile the ranks in `ranks`."""
 
     ranks: list[NonNegativeInt] = field(default_factory=list[int])
     """Ranks that are profiled."""
@@ -64,7 +64,7 @@ class MegatronLoraConfig(BaseConfig):
     """Low-rank adapters in Megatron."""
 
     lora_type: Annotated[str, one_of("lora", "canonical_lora")] = "lora"
-    """lora adapts fused projections as one module; canonical_lora adapts each projection separately."""
+    """lora gives a fused projection one adapter; canonical_lora gives each of its projections an adapter."""
 
 
 @dataclass
@@ -72,34 +72,34 @@ class MegatronConfig(BaseConfig):
     """Parallelism and options of Megatron."""
 
     tensor_model_parallel_size: PositiveInt = 1
-    """Ranks that share each weight matrix."""
+    """Number of ranks over which each weight matrix is split."""
 
     pipeline_model_parallel_size: PositiveInt = 1
-    """Ranks that share the layers."""
+    """Number of ranks over which the layers are split."""
 
     context_parallel_size: PositiveInt = 1
-    """Ranks that share each sequence. More than 1 needs trainer.use_sample_packing."""
+    """Number of ranks over which each sequence is split. More than 1 needs trainer.use_sample_packing."""
 
     expert_model_parallel_size: PositiveInt = 1
-    """Ranks that share the experts."""
+    """Number of ranks over which the experts are split."""
 
     expert_tensor_parallel_size: PositiveInt | None = None
-    """Ranks that share each weight matrix of an expert. None: as tensor_model_parallel_size."""
+    """Number of ranks over which each weight matrix of an expert is split. None: tensor_model_parallel_size."""
 
     moe_token_dispatcher_type: str = "alltoall"
-    """Dispatch of tokens to their experts."""
+    """Megatron's method that sends tokens to their experts."""
 
     moe_router_load_balancing_type: str = "none"
-    """Loss that balances experts; none for no such loss."""
+    """Loss that balances the load of the experts. none: no such loss."""
 
     moe_grouped_gemm: bool = True
-    """Run the experts of a rank as one grouped multiplication."""
+    """Compute all experts of a rank in one grouped matrix multiplication."""
 
     moe_router_score_function: str | None = None
-    """Score of the router. None: the model's."""
+    """Function that computes the router's scores. None: the model's own."""
 
     moe_router_enable_expert_bias: bool | None = None
-    """Give the router a bias per expert. None: as the model has it."""
+    """Give the router a bias for each expert. None: as in the model."""
 
     ddp_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
     """Data parallelism."""
@@ -124,10 +124,10 @@ class MegatronConfig(BaseConfig):
     """Free cached GPU memory between phases. None: only if models share their GPUs with engines."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Overrides of fields of the model's Hugging Face configuration."""
+    """Fields of the model's Hugging Face configuration to override."""
 
     dist_ckpt_optim_fully_reshardable: bool = False
-    """Make optimizer state in a checkpoint loadable with another parallelism."""
+    """Save optimizer state in a form that can be loaded with other parallel sizes."""
 
     @property
     def model_parallel_size(self) -> int:

@@ -26,30 +26,30 @@ def _size_or_all(size: int) -> int:
 
 @dataclass
 class SkyRLLoraConfig(BaseConfig):
-    """Low-rank adapters, trained in place of the model's own weights."""
+    """Low-rank adapters. They are trained in place of the model's own weights."""
 
     rank: NonNegativeInt = 0
-    """Rank of the adapters. 0: none, all weights are trained."""
+    """Rank of the adapters. 0: no adapters; all weights are trained."""
 
     alpha: PositiveInt = 16
-    """Adapters are scaled by alpha / rank."""
+    """Numerator of the adapters' scale, which is alpha / rank."""
 
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability with which an input of an adapter is dropped in training."""
+    """Probability with which each input value of an adapter is dropped in training."""
 
     lora_sync_path: str = "/tmp/skyrl_lora_sync"
-    """Folder through which adapters reach the inference engines; shared between machines that are not colocated."""
+    """Folder through which adapters reach the inference engines. If they run on other machines, it must be shared."""
 
     target_modules: str | list[str] = "all-linear"
-    """Modules that get an adapter: a list of names or ends of names, or a regular expression of whole names;
-    all-linear means every linear layer but the output embedding. A name in a list must be one of a linear layer."""
+    """Modules that get an adapter. A list has names or ends of names; all must be linear layers. A string is a regular
+    expression for whole names. all-linear: every linear layer except the output embedding."""
 
     exclude_modules: str | list[str] | None = None
     """Modules without an adapter, in the same notation as target_modules."""
 
     init_method: str = "kaiming"
-    """Initialisation of the first matrix: kaiming (PEFT's default: uniform in +-1 / sqrt(inputs)) or gaussian (normal
-    with standard deviation 1 / rank). Other methods are rejected."""
+    """Initialisation of the first matrix. kaiming is PEFT's default, uniform in +-1 / sqrt(inputs). gaussian is normal
+    with standard deviation 1 / rank. Other methods are rejected."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class ModelConfig(BaseConfig):
 
     @classmethod
     def at(cls, path: str) -> "ModelConfig":
-        """Return a model with a default path, which does not count as given."""
+        """Return a model with this path as the default. The path does not count as given (`is_given`)."""
         model = cls()
         model.fill_in("path", path)
         return model
@@ -75,7 +75,7 @@ class OptimizerConfig(BaseConfig):
     """AdamW and its learning rate."""
 
     lr: NonNegativeFloat = 1e-6
-    """Highest learning rate."""
+    """Peak learning rate."""
 
     adam_betas: Annotated[list[float], AfterValidator(_two_betas)] = field(default_factory=lambda: [0.9, 0.999])
     """Decay rates of the first and the second moment."""
@@ -87,10 +87,10 @@ class OptimizerConfig(BaseConfig):
     """Global norm to which gradients are clipped. 0 or less: not clipped."""
 
     offload_after_step: bool = True
-    """Move models and optimizer state to host memory between steps, if they share their GPUs with engines."""
+    """Move models and optimizer state to host memory between steps, if models share their GPUs with engines."""
 
     num_warmup_steps: NonNegativeInt = 0
-    """Optimizer steps over which the learning rate rises to `lr`."""
+    """Number of optimizer steps over which the learning rate rises to `lr`."""
 
     scheduler: str = "constant_with_warmup"
     """Schedule of the learning rate, by its name in transformers."""
@@ -101,7 +101,7 @@ class MixedPrecisionConfig(BaseConfig):
     """Number formats of FSDP."""
 
     param_dtype: DType = "bf16"
-    """Format of parameters in computation: bf16, fp16 or fp32. Masters are float32."""
+    """Format of parameters in computation: bf16, fp16 or fp32. Master weights are float32."""
 
     reduce_dtype: DType = "fp32"
     """Format in which gradients are summed over ranks."""
@@ -121,13 +121,14 @@ class FSDPConfig(BaseConfig):
     """Reshard parameters after a forward pass. A number: reshard over that many ranks."""
 
     fsdp_size: Annotated[int, AfterValidator(_size_or_all)] = -1
-    """Ranks that share one copy of the parameters; copies are replicated over the rest. -1: all ranks share one."""
+    """Number of ranks over which one copy of the parameters is sharded. Each such group has a copy. -1: all ranks."""
 
     mixed_precision: MixedPrecisionConfig | None = None
     """Number formats. None: bf16 parameters, fp32 reduction."""
 
     wrap_policy: dict[str, Any] = field(default_factory=dict)
-    """Modules sharded as a unit, as {transformer_layer_cls_to_wrap: name or names}. Empty: the model's own choice."""
+    """Classes of modules that are sharded as a unit: {transformer_layer_cls_to_wrap: name or names}. Empty: the classes
+    that the model names."""
 
 
 @dataclass
@@ -138,26 +139,26 @@ class PolicyConfig(BaseConfig):
     """The model and its adapters."""
 
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """Its optimizer."""
+    """Optimizer of the policy."""
 
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding, with strategy fsdp2."""
 
     sequence_parallel_size: PositiveInt = 1
-    """Ranks that share each sequence (Ulysses)."""
+    """Number of ranks over which each sequence is split (Ulysses)."""
 
     use_torch_compile: bool = False
-    """Compile the entropy of the policy."""
+    """Compile the computation of the policy's entropy."""
 
     record_memory: bool = False
-    """Write a snapshot of the device's memory with each checkpoint, to <ckpt_path>/memory: for pprof, or JSON with
-    strategy fsdp2."""
+    """With each checkpoint, write a snapshot of the device's memory to <ckpt_path>/memory. Its format is pprof, or JSON
+    with strategy fsdp2."""
 
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
     """Parallelism, with strategy megatron."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Overrides of fields of the model's Hugging Face configuration."""
+    """Fields of the model's Hugging Face configuration to override."""
 
 
 @dataclass
@@ -168,27 +169,27 @@ class CriticConfig(BaseConfig):
     """The model and its adapters."""
 
     optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
-    """Its optimizer."""
+    """Optimizer of the critic."""
 
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding, with strategy fsdp2."""
 
     sequence_parallel_size: PositiveInt = 1
-    """Ranks that share each sequence (Ulysses)."""
+    """Number of ranks over which each sequence is split (Ulysses)."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Overrides of fields of the model's Hugging Face configuration."""
+    """Fields of the model's Hugging Face configuration to override."""
 
 
 @dataclass
 class RefConfig(BaseConfig):
-    """The frozen reference model for the KL divergence of the policy, if the loss or the reward uses it."""
+    """The frozen reference model. It is loaded if the loss or the reward uses the KL divergence from it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model. Without a path, it is the policy's model before training."""
 
     sequence_parallel_size: PositiveInt = 1
-    """Ranks that share each sequence (Ulysses)."""
+    """Number of ranks over which each sequence is split (Ulysses)."""
 
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding, with strategy fsdp2."""
@@ -197,7 +198,7 @@ class RefConfig(BaseConfig):
     """Parallelism, with strategy megatron."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Overrides of fields of the model's Hugging Face configuration."""
+    """Fields of the model's Hugging Face configuration to override."""
 
 
 @dataclass
@@ -205,25 +206,25 @@ class PlacementConfig(BaseConfig):
     """Number of GPUs of each model, and sharing of GPUs between models."""
 
     colocate_all: bool = True
-    """Share GPUs between models and inference engines, in turns."""
+    """Put models and inference engines on the same GPUs. They compute in turns."""
 
     colocate_policy_ref: bool = True
-    """Share GPUs between policy and reference. Has an effect only without colocate_all."""
+    """Put policy and reference on the same GPUs. Has an effect only without colocate_all."""
 
     policy_num_nodes: PositiveInt = 1
-    """Machines of the policy. Several, with strategy fsdp2, are nodes of a Ray cluster."""
+    """Number of machines of the policy. With strategy fsdp2, several machines are nodes of a Ray cluster."""
 
     policy_num_gpus_per_node: NonNegativeInt = 1
-    """GPUs of the policy on each machine. 0: the CPU, with strategy fsdp2."""
+    """Number of GPUs of the policy on each machine. 0: the CPU, with strategy fsdp2."""
 
     critic_num_nodes: PositiveInt = 1
-    """Machines of the critic."""
+    """Number of machines of the critic."""
 
     critic_num_gpus_per_node: PositiveInt = 1
-    """GPUs of the critic on each machine."""
+    """Number of GPUs of the critic on each machine."""
 
     ref_num_nodes: PositiveInt = 1
-    """Machines of the reference."""
+    """Number of machines of the reference."""
 
     ref_num_gpus_per_node: PositiveInt = 1
-    """GPUs of the reference on each machine."""
+    """Number of GPUs of the reference on each machine."""

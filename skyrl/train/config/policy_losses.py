@@ -1,4 +1,4 @@
-"""Options of the policy losses that have some of their own."""
+"""Options that only one policy loss has."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ class SAPOConfig(BaseConfig):
     """Soft gates of policy_loss_type=sapo."""
 
     tau_pos: PositiveFloat = 1.0
-    """Temperature of the gate for positive advantages."""
+    """Sharpness of the gate for positive advantages (called temperature in the paper)."""
 
     tau_neg: PositiveFloat = 1.05
-    """Temperature of the gate for the other advantages."""
+    """Sharpness of the gate for other advantages (called temperature in the paper)."""
 
 
 @dataclass
@@ -25,13 +25,13 @@ class ClipCovConfig(BaseConfig):
     """Options of policy_loss_type=clip_cov."""
 
     clip_ratio: Fraction = 0.0002
-    """Fraction of tokens that are clipped."""
+    """Number of clipped tokens as a fraction of all tokens. They are drawn from those that may be clipped."""
 
     clip_cov_lb: float = 1.0
-    """Covariance above which a token may be clipped."""
+    """A token may be clipped only if its covariance is above this value."""
 
     clip_cov_ub: float = 5.0
-    """Covariance below which a token may be clipped."""
+    """A token may be clipped only if its covariance is below this value."""
 
     def problems(self) -> Iterator[str]:
         if self.clip_cov_lb >= self.clip_cov_ub:
@@ -54,7 +54,7 @@ class CISPOConfig(BaseConfig):
     """Options of policy_loss_type=cispo. The ratio is clipped to [1 - low, 1 + high]."""
 
     cispo_eps_clip_low: NonNegativeFloat = 0.0
-    """Distance of the lower bound from 1. 0: ratios below 1 are clipped to 1; 1 or more: no lower bound."""
+    """1 minus the lower bound on the ratio. 0: ratios below 1 are clipped to 1. 1 or more: no lower bound."""
 
     cispo_eps_clip_high: NonNegativeFloat = 5.0
-    """Distance of the upper bound from 1."""
+    """Upper bound on the ratio, minus 1."""

@@ -1,4 +1,4 @@
-"""The whole configuration: data, trainer, generator and environment, and the rules between them."""
+"""The whole configuration of an RL run: data, trainer, generator and environment, and rules that span them."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -27,10 +27,10 @@ class DataConfig(BaseConfig):
     """Prompts: .parquet, .json or .jsonl files, or data sets of the Hugging Face hub (name, or name:split)."""
 
     train_data: OneOrMore = field(default_factory=lambda: _gsm8k("train"))
-    """Data to train on; sources are read in order. May be empty ([]) with trainer.eval_only."""
+    """Data to train on. Sources are read in the given order. May be empty ([]) with trainer.eval_only."""
 
     val_data: OneOrMore = field(default_factory=lambda: _gsm8k("validation"))
-    """Data to evaluate on. If unset while train_data is set: the default file if it exists, else no data."""
+    """Data to evaluate on. If only train_data is set: the default file, or no data if that file does not exist."""
 
 
 @dataclass
@@ -47,11 +47,11 @@ class SkyRLTrainConfig(BaseConfig):
     """Generation of rollouts."""
 
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """Environment that rollouts act in."""
+    """Environment in which rollouts act."""
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `given`. Raises ConfigError if the old `generator.model_name` is not the policy's path."""
+        """Return `given`. Raises ConfigError if the old field `generator.model_name` differs from the policy's path."""
         name = _at(given, "generator", "model_name")
         path = _at(given, "trainer", "policy", "model", "path") or cls().trainer.policy.model.path
         if name is not None and str(name) != str(path):
@@ -62,7 +62,10 @@ class SkyRLTrainConfig(BaseConfig):
         return given
 
     def geometry(self, model: str = "policy") -> BatchGeometry:
-        """Return the division of the batch of policy, critic or ref. A resolved configuration has no remainders."""
+        """Return how the batch of a model (policy, critic or ref) is divided.
+
+        In a resolved configuration, all divisions are without remainder.
+        """
         trainer = self.trainer
         scores_only = model == "ref"
         return BatchGeometry(
@@ -79,7 +82,7 @@ class SkyRLTrainConfig(BaseConfig):
 
     @property
     def example(self) -> str:
-        """Example of a command line that trains on a file of `python -m skyrl.envs.tasks.arithmetic_data`."""
+        """Example of a command line. It trains on a file that `python -m skyrl.envs.tasks.arithmetic_data` writes."""
         return (
             "skyrl train rl trainer.policy.model.path=Qwen/Qwen3-0.6B trainer.policy.model.lora.rank=32 "
             "data.train_data=train.jsonl environment.env_class=arithmetic trainer.train_batch_size=8 "
@@ -119,7 +122,7 @@ def make_config(
     trainer_cls: type[TrainerConfig] | None = None,
     generator_cls: type[GeneratorConfig] | None = None,
 ) -> type[SkyRLTrainConfig]:
-    """Return a subclass of `SkyRLTrainConfig` with your own classes for some sections.
+    """Return a subclass of `SkyRLTrainConfig` in which some sections have your own classes.
 
     Args:
         algorithm_cls: Class of `trainer.algorithm`; ignored if `trainer_cls` is given.

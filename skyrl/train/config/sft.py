@@ -16,7 +16,7 @@ from skyrl.train.config.strategies import STRATEGIES, default_strategy
 from skyrl.train.config.trainer import Trackers, all_or_some
 
 ADAPTER_LR, WHOLE_LR = 1e-4, 1e-5
-"""Default learning rates with adapters and for all weights. The first is about ten times the second.
+"""Default learning rates: for training adapters, and for training all weights. The first is ten times the second.
 
 Source: https://thinkingmachines.ai/blog/lora."""
 
@@ -45,8 +45,8 @@ class SFTConfig(BaseConfig):
     """Optimizer of the model. If optimizer_config.lr is unset, it is 1e-4 with adapters and 1e-5 for all weights."""
 
     strategy: Annotated[str, one_of(*STRATEGIES)] = "fsdp2"
-    """Strategy: jax, fsdp2 (or fsdp, which is the same), or megatron, which is not supported yet. Unset: fsdp2 if torch
-    sees a GPU, else jax."""
+    """Strategy: jax, or fsdp2 (fsdp is another name of it). megatron is not supported yet. Unset: fsdp2 if torch sees a
+    GPU; otherwise jax."""
 
     jax: dict[str, Any] = field(default_factory=dict)
     """Options of the JAX backend."""
@@ -55,51 +55,51 @@ class SFTConfig(BaseConfig):
     """Options of the torch backend, with strategy fsdp2."""
 
     train_datasets: OneOrMore = field(default_factory=list)
-    """Data to train on: conversations, Alpaca rows or tokens in .parquet, .json or .jsonl files, or data sets of the
-    Hugging Face hub (name, or name:split)."""
+    """Data to train on: .parquet, .json or .jsonl files, or data sets of the Hugging Face hub (name, or name:split).
+    They contain conversations, Alpaca rows or tokens."""
 
     train_dataset_weights: list[PositiveFloat] | None = None
-    """Relative share of each data set in the rows of an epoch. None: each row occurs once per epoch."""
+    """Relative share of each data set in an epoch. None: each row occurs once per epoch."""
 
     eval_datasets: OneOrMore = field(default_factory=list)
     """Data sets for evaluation."""
 
     eval_dataset_names: list[str] | None = None
-    """Names of the evaluation data sets in metrics. None: the last part of each path, without its file suffix."""
+    """Name of each evaluation data set in metrics. None: the last part of its path, without the file suffix."""
 
     messages_key: str = "messages"
-    """Column of conversations."""
+    """Column that contains the conversation."""
 
     tools_key: str = "tools"
-    """Column of tools: a list of JSON schemas, or such a list as JSON text."""
+    """Column that contains the tools: a list of JSON schemas, or such a list as JSON text."""
 
     system_key: str = "system"
-    """Column of system messages, which are prepended to conversations."""
+    """Column that contains a system message. It is prepended to the conversation."""
 
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
     """The template that turns messages into text."""
 
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as enable_thinking."""
+    """Variables that the chat template receives, such as enable_thinking."""
 
     train_on_what: Annotated[str, one_of(*TRAIN_ON_WHAT)] = "last_assistant_message"
     """Part of a conversation to train on: last_assistant_message, last_assistant_turn (all assistant messages after the
     last user message), all_assistant_messages, or all_tokens."""
 
     max_length: Annotated[int, Field(ge=2)] | None = None
-    """Maximum tokens of a row; longer rows are truncated at the end. None: no limit."""
+    """Maximum number of tokens of a row. Longer rows are truncated at the end. None: no limit."""
 
     batch_size: PositiveInt = 4
-    """Rows of a step."""
+    """Number of rows in a step."""
 
     num_epochs: PositiveInt | None = None
-    """Passes over the data. None: 1, or as many as num_steps requires."""
+    """Number of passes over the data. None: 1, or as many as num_steps requires."""
 
     num_steps: PositiveInt | None = None
-    """Optimizer steps. None: num_epochs passes."""
+    """Number of optimizer steps. None: num_epochs passes."""
 
     eval_interval: NonNegativeInt = 0
-    """Steps between evaluations. There is also an evaluation after the last step. 0: only after the last step."""
+    """Number of steps between evaluations. The last step is also evaluated. 0: only the last step."""
 
     eval_before_train: bool = False
     """Evaluate before the first step."""
@@ -108,35 +108,35 @@ class SFTConfig(BaseConfig):
     """Folder for checkpoints, or an s3://, gs:// or az:// URL of a bucket."""
 
     ckpt_interval: NonNegativeInt = 0
-    """Steps between checkpoints. There is also a checkpoint after the last step. 0: no checkpoints."""
+    """Number of steps between checkpoints. There is also a checkpoint after the last step. 0: neither."""
 
     max_ckpts_to_keep: Annotated[int, AfterValidator(all_or_some)] = -1
     """Number of newest checkpoints to keep. -1: all."""
 
     best_metric: str | None = None
-    """Metric of evaluations, such as eval/NAME/loss, that selects the best checkpoint. The best checkpoint is kept in
+    """Evaluation metric that selects the best checkpoint, such as eval/NAME/loss. The best checkpoint is kept in
     addition to the newest ones. None: evaluations are not compared."""
 
     best_mode: Annotated[str, one_of("max", "min")] = "min"
     """Best value of best_metric: the highest (max) or the lowest (min)."""
 
     async_checkpoints: bool = False
-    """Write a checkpoint in the background during the next steps; the next checkpoint waits for it."""
+    """Write a checkpoint in the background during the next steps. The next checkpoint waits until it is written."""
 
     resume_from: str = "latest"
-    """Start of training. latest: from the newest checkpoint in ckpt_path, or a new run if there is no checkpoint; none
-    (or empty): a new run; otherwise the path of a checkpoint."""
+    """Checkpoint from which the run starts: a path, or latest for the newest one in ckpt_path (if there is none, a new
+    run starts). none or empty: a new run."""
 
     hf_save_interval: NonNegativeInt = 0
-    """Steps between exports in Hugging Face format; adapters are also exported in PEFT format. There is also an export
-    after the last step. 0: no exports."""
+    """Number of steps between exports in Hugging Face format. An adapter is also exported in PEFT format. There is also
+    an export after the last step. 0: no exports."""
 
     export_path: str = ""
     """Folder for exports, or an s3://, gs:// or az:// URL of a bucket."""
 
     save_model: bool = True
     """Save the model of a finished run: an adapter in PEFT format, or a fully trained model in Hugging Face format. It
-    is saved in the folder model of export_path, or else of ckpt_path, or else of run_name."""
+    is saved in the folder "model" of the first of these that is set: export_path, ckpt_path, run_name."""
 
     save_merged: bool = False
     """Save the whole model with the adapter merged into it, in Hugging Face format, instead of the adapter."""
@@ -145,37 +145,37 @@ class SFTConfig(BaseConfig):
     """Seed of data order and initialisation."""
 
     project_name: str = "skyrl_sft"
-    """Project in the tracker."""
+    """Name of the project in the tracker."""
 
     run_name: str = "skyrl_sft_run"
-    """Run in the tracker."""
+    """Name of the run in the tracker."""
 
     logger: Trackers = "console"
-    """Trackers of metrics in addition to the local files: wandb, mlflow, swanlab, tensorboard or console."""
+    """Trackers that receive metrics: wandb, mlflow, swanlab, tensorboard or console. Local files always have them."""
 
     eval_only: bool = False
-    """Evaluate on eval_datasets and exit. The model is the checkpoint of resume_from, or else of init_from, or else the
-    base model."""
+    """Evaluate on eval_datasets and exit. Evaluates the first of these that exists: the checkpoint of resume_from, the
+    checkpoint of init_from, the base model."""
 
     init_from: str = ""
-    """Checkpoint with the initial weights of a new run. Only weights are loaded: data, order and optimizer may
+    """Checkpoint with the initial weights of a new run. Only weights are loaded, so data, order and optimizer may
     differ."""
 
     callbacks: OneOrMore = field(default_factory=list)
-    """Callbacks, each module:Class of a subclass of skyrl.train.callbacks.Callback."""
+    """Callbacks. Each is the module:Class of a subclass of skyrl.train.callbacks.Callback."""
 
     @property
     def example(self) -> str:
-        """Example of a command line that trains on a user's file."""
+        """Example of a command line that trains on a file of the user."""
         return "skyrl train sft model.path=Qwen/Qwen3-0.6B model.lora.rank=32 train_datasets=chat.jsonl"
 
     @property
     def loss(self) -> str:
-        """Name of the loss. A run can resume only from a checkpoint with the same name."""
+        """Name of the loss. A run can resume only from a checkpoint of a run with the same loss."""
         return "cross_entropy"
 
     def steps(self, steps_per_epoch: int) -> int:
-        """Optimizer steps of the whole run."""
+        """Return the number of optimizer steps of the whole run."""
         return self.num_steps or (self.num_epochs or 1) * steps_per_epoch
 
     def derive(self) -> None:
@@ -225,7 +225,7 @@ class SFTConfig(BaseConfig):
 
 @dataclass
 class DPOConfig(SFTConfig):
-    """Configuration of direct preference optimization: that of supervised fine-tuning, with the preference loss."""
+    """Configuration of direct preference optimization. It extends that of supervised fine-tuning."""
 
     _learning_rates = (PREFERENCE_ADAPTER_LR, PREFERENCE_WHOLE_LR)
 
@@ -233,24 +233,24 @@ class DPOConfig(SFTConfig):
     """Optimizer of the model. If optimizer_config.lr is unset, it is 5e-6 with adapters and 5e-7 for all weights."""
 
     train_datasets: OneOrMore = field(default_factory=list)
-    """Data to train on: rows with prompt, chosen and rejected, in .parquet, .json or .jsonl files, or data sets of the
-    Hugging Face hub (name, or name:split)."""
+    """Data to train on: .parquet, .json or .jsonl files, or data sets of the Hugging Face hub (name, or name:split).
+    Each row has prompt, chosen and rejected."""
 
     project_name: str = "skyrl_dpo"
-    """Project in the tracker."""
+    """Name of the project in the tracker."""
 
     run_name: str = "skyrl_dpo_run"
-    """Run in the tracker."""
+    """Name of the run in the tracker."""
 
     beta: PositiveFloat = 0.1
-    """Strength of the tie to the reference: with larger values, the policy stays closer to it. For ipo, this is tau."""
+    """Strength of the tie to the reference. A larger value keeps the policy closer to it. For ipo, this is tau."""
 
     loss_type: Annotated[str, one_of(*LOSS_TYPES)] = "sigmoid"
-    """Loss of a pair: sigmoid (DPO), robust (DPO, unbiased if some labels are wrong), hinge (SLiC), or ipo (on means
+    """Loss of a pair: sigmoid (DPO), robust (DPO, unbiased if some labels are wrong), hinge (SLiC), or ipo (uses means
     over tokens)."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Probability that chosen and rejected are swapped. Only sigmoid and robust read it."""
+    """Assumed probability that the labels chosen and rejected are swapped. Only sigmoid and robust read it."""
 
     @property
     def example(self) -> str:

@@ -1,4 +1,4 @@
-"""Names of `trainer.strategy`, with properties for rules. `skyrl.train.strategy.registry` has the supported ones."""
+"""Names of `trainer.strategy`, with properties that rules need. `strategy.registry` has the supported strategies."""
 
 import os
 from typing import Any, NamedTuple
@@ -7,10 +7,10 @@ from skyrl.utils.accelerators import torch_sees_gpu
 
 
 class StrategyTraits(NamedTuple):
-    """Properties of a strategy, for rules about a configuration."""
+    """Properties of a strategy that configuration rules need."""
 
     is_distributed: bool
-    """True if models run on ranks with GPUs and separate engines sample. Rules about ranks and engines then apply."""
+    """True if models run on ranks with GPUs, and separate engines sample. Rules about ranks and engines then apply."""
 
 
 STRATEGIES = {
@@ -25,12 +25,12 @@ NEEDS_OF_MEGATRON = "megatron-core, megatron-bridge and transformer-engine, whic
 
 
 def default_strategy() -> str:
-    """Return the default strategy: fsdp2 if torch sees a GPU, else jax."""
+    """Return the default strategy: fsdp2 if torch sees a GPU, jax otherwise."""
     return "fsdp2" if torch_sees_gpu() else "jax"
 
 
 def worker_options(nodes: int, gpus_per_node: int) -> dict[str, Any]:
-    """Return options of the torch backend for one worker per GPU; with 0 GPUs, one worker per node, on the CPU.
+    """Return options of the torch backend that give each GPU a worker. With 0 GPUs, each node has a worker on the CPU.
 
     Workers are Ray actors if there are several nodes, or if they use GPUs and the variable RAY_ADDRESS is set.
     """

@@ -19,7 +19,7 @@ from skyrl.train.tracking.clients import TRACKERS
 
 
 def all_or_some(count: int) -> int:
-    """Return a number of items to keep: at least 1, or -1 for all. Raises ValueError for other numbers."""
+    """Return the number of items to keep. Raises ValueError unless it is at least 1, or -1 for all."""
     if count == -1 or count >= 1:
         return count
     raise ValueError("give a number from 1, or -1 to keep all of them")
@@ -32,7 +32,7 @@ def _trackers(names: str | list[str]) -> str | list[str]:
 
 
 Trackers = Annotated[str | list[str], AfterValidator(_trackers)]
-"""One or several names of trackers."""
+"""Name of a tracker, or a list of names."""
 
 
 @dataclass
@@ -40,17 +40,17 @@ class FullyAsyncConfig(BaseConfig):
     """Rollouts that run concurrently with training."""
 
     enabled: bool = False
-    """Run rollouts concurrently with training rather than alternating with it."""
+    """Run rollouts concurrently with training. False: the two alternate."""
 
     max_staleness_steps: NonNegativeInt = 4
-    """Optimizer steps by which the policy that sampled a rollout may lag behind."""
+    """Maximum number of optimizer steps by which the sampling policy may lag behind the trained policy."""
 
     num_parallel_generation_workers: PositiveInt = 768
-    """Prompts that are sampled concurrently."""
+    """Number of prompts that are sampled concurrently."""
 
     staleness_policy: Annotated[str, one_of("block", "drop", "mask")] = "block"
-    """Policy for slow prompts. block: training waits for them. drop: a prompt that becomes too stale is dropped. mask:
-    a late prompt is kept, and its tokens that are too stale are not trained on."""
+    """Treatment of slow prompts. block: training waits for them. drop: a prompt that becomes too stale is dropped.
+    mask: a late prompt is kept, but its tokens that are too stale are masked in the loss."""
 
 
 @dataclass
@@ -61,10 +61,11 @@ class TrainerConfig(BaseConfig):
     """GPUs of each model."""
 
     sequence_parallel_backend: Annotated[str, one_of("ulysses")] = "ulysses"
-    """Sharing of sequences between ranks: ulysses."""
+    """Method that splits sequences over ranks: ulysses."""
 
     strategy: Annotated[str, one_of(*STRATEGIES)] = "fsdp2"
-    """Strategy: fsdp2 (or fsdp, which is the same), megatron, or jax. Unset: fsdp2 if torch sees a GPU, else jax."""
+    """Strategy: fsdp2 (fsdp is another name of it), megatron, or jax. Unset: fsdp2 if torch sees a GPU; otherwise jax.
+    """
 
     jax: dict[str, Any] = field(default_factory=dict)
     """Options of the JAX backend, with strategy jax."""
@@ -76,7 +77,7 @@ class TrainerConfig(BaseConfig):
     """The model that is trained."""
 
     ref: RefConfig = field(default_factory=RefConfig)
-    """The model from which the policy's KL divergence is measured."""
+    """The reference model. The policy's KL divergence is measured from it."""
 
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The model that estimates values."""
@@ -88,7 +89,8 @@ class TrainerConfig(BaseConfig):
     """Rollouts that run concurrently with training."""
 
     one_step_off: bool = False
-    """Sample the next batch, with weights that are one step old, while the current batch is trained on."""
+    """While the current batch is trained on, sample the next batch. Its samples are from weights that are one step old.
+    """
 
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass instead of keeping them. Unset, with strategy jax: recompute only as
@@ -101,14 +103,13 @@ class TrainerConfig(BaseConfig):
     """Seed of data order, initialisation and sampling."""
 
     resume_mode: Annotated[str | None, one_of(None, "none", "latest", "from_path")] = "latest"
-    """Start of training. none: a new run; latest: from the newest checkpoint of this run; from_path: from resume_path.
-    """
+    """Checkpoint from which the run starts. none: a new run. latest: the newest of this run. from_path: resume_path."""
 
     resume_path: str | None = None
-    """Checkpoint, a folder named global_step_<number>, for resume_mode=from_path."""
+    """Checkpoint for resume_mode=from_path. It is a folder named global_step_<number>."""
 
     log_path: str = "/tmp/skyrl-logs"
-    """Folder for a copy of the log, <project_name>/<run_name>.log. Unset: the log goes to standard error only."""
+    """Folder for a copy of the log, in the file <project_name>/<run_name>.log. Unset: no copy, only standard error."""
 
     ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
     """Folder for checkpoints, or an s3://, gs:// or az:// URL of a bucket. A given path is used as it is; the default
@@ -118,10 +119,11 @@ class TrainerConfig(BaseConfig):
     """Number of newest checkpoints to keep. -1: all."""
 
     ckpt_interval: int = 10
-    """Steps between checkpoints. 0 or less: a checkpoint after each epoch only."""
+    """Number of steps between checkpoints. 0 or less: a checkpoint after each epoch only."""
 
     hf_save_interval: int = -1
-    """Steps between exports in Hugging Face format; adapters are also exported in PEFT format. 0 or less: none."""
+    """Number of steps between exports in Hugging Face format. An adapter is also exported in PEFT format. 0 or less: no
+    exports."""
 
     export_path: str = field(default_factory=lambda: os.path.expanduser("~/exports/"))
     """Folder for exports and dumps, or an s3://, gs:// or az:// URL of a bucket. A given path is used as it is; the
@@ -131,43 +133,43 @@ class TrainerConfig(BaseConfig):
     """Compute in bfloat16, where that is available."""
 
     epochs: PositiveInt = 1
-    """Passes over the data."""
+    """Number of passes over the data."""
 
     update_epochs_per_batch: PositiveInt = 1
-    """Passes over each batch."""
+    """Number of passes over each batch."""
 
     train_batch_size: PositiveInt = 1024
-    """Prompts of a training step."""
+    """Number of prompts in a training step."""
 
     policy_mini_batch_size: PositiveInt = 256
-    """Prompts of an optimizer step of the policy."""
+    """Number of prompts in an optimizer step of the policy."""
 
     critic_mini_batch_size: PositiveInt = 256
-    """Prompts of an optimizer step of the critic."""
+    """Number of prompts in an optimizer step of the critic."""
 
     micro_train_batch_size_per_gpu: PositiveInt = 1
-    """Sequences per GPU in one forward and backward pass. Unset, with strategy jax: as many as fill a tile."""
+    """Number of sequences per GPU in a forward and backward pass. Unset, with strategy jax: as many as fill a tile."""
 
     micro_forward_batch_size_per_gpu: PositiveInt = 1
-    """Sequences per GPU in one forward pass. Unset, with strategy jax: as many as fill a tile."""
+    """Number of sequences per GPU in a forward-only pass. Unset, with strategy jax: as many as fill a tile."""
 
     update_ref_every_epoch: bool = False
-    """Make the policy the reference after each epoch."""
+    """After each epoch, make the current policy the new reference."""
 
     use_sample_packing: bool = True
     """Pack sequences without padding, where that is available."""
 
     eval_batch_size: PositiveInt = 1024
-    """Prompts that are evaluated in one batch."""
+    """Number of prompts that are evaluated in one batch."""
 
     eval_before_train: bool = True
     """Also evaluate before the first step, if eval_interval is above 0. Unset: only if there are validation data."""
 
     eval_interval: int = 5
-    """Steps between evaluations. 0 or less: no evaluations. Unset, without validation data: none."""
+    """Number of steps between evaluations. 0 or less, or unset without validation data: no evaluations."""
 
     max_prompt_length: PositiveInt = 512
-    """Maximum tokens of a prompt; rows with longer prompts are skipped."""
+    """Maximum number of tokens of a prompt. Rows with longer prompts are skipped."""
 
     flash_attn: bool = True
     """Use FlashAttention, where that is available."""
@@ -176,14 +178,14 @@ class TrainerConfig(BaseConfig):
     """Load the slow tokenizer, which is written in Python."""
 
     project_name: str = "skyrl"
-    """Project in the tracker."""
+    """Name of the project in the tracker."""
 
     run_name: str = "test_run"
-    """Name of the run in the tracker. Checkpoints belong to the run with this name."""
+    """Name of the run in the tracker, and in the default paths of checkpoints and exports."""
 
     logger: Trackers = "wandb"
-    """Trackers of metrics in addition to the local files: wandb, mlflow, swanlab, tensorboard or console. The console
-    is used if none of the given trackers is usable, or if this field is unset and wandb is not usable."""
+    """Trackers that receive metrics: wandb, mlflow, swanlab, tensorboard or console. Local files always have them. The
+    console is used if none of the given trackers is usable, or if this field is unset and wandb is not usable."""
 
     dump_data_batch: bool = False
     """Write every training batch and its rollouts to export_path."""
@@ -198,32 +200,32 @@ class TrainerConfig(BaseConfig):
     """Base of rotary embeddings. None: the model's."""
 
     max_steps: PositiveInt | None = None
-    """Steps of the run. None: all steps of the epochs. If epochs is unset, the data are repeated as needed; if both are
-    set, the run ends at the smaller of the two limits."""
+    """Number of steps of the run. None: all steps of the epochs. If epochs is unset, the data are repeated as needed.
+    If both are set, the run ends at the smaller of the two limits."""
 
     eval_only: bool = False
     """Evaluate and exit. Evaluates the checkpoint of resume_mode, or the model if there is no checkpoint."""
 
     init_from: str | None = None
-    """Checkpoint with the initial weights of a new run. Only weights are loaded: data, algorithm, batch sizes and
+    """Checkpoint with the initial weights of a new run. Only weights are loaded, so data, algorithm, batch sizes and
     optimizer may differ."""
 
     callbacks: OneOrMore = field(default_factory=list)
-    """Callbacks, each module:Class of a subclass of skyrl.train.callbacks.Callback."""
+    """Callbacks. Each is the module:Class of a subclass of skyrl.train.callbacks.Callback."""
 
     best_metric: str | None = None
-    """Metric of evaluations, such as eval/all/avg_score, that selects the best checkpoint. The best checkpoint is kept
-    in addition to the newest ones. None: evaluations are not compared."""
+    """Evaluation metric that selects the best checkpoint, such as eval/all/avg_score. The best checkpoint is kept in
+    addition to the newest ones. None: evaluations are not compared."""
 
     best_mode: Annotated[str, one_of("max", "min")] = "max"
     """Best value of best_metric: the highest (max) or the lowest (min)."""
 
     async_checkpoints: bool = False
-    """Write a checkpoint in the background during the next steps; the next checkpoint waits for it. A checkpoint has
-    the state of the step in its name."""
+    """Write a checkpoint in the background during the next steps. It has the state of the step in its name. The next
+    checkpoint waits until it is written."""
 
     save_model: bool = True
-    """Save the policy of a finished run in the folder model of export_path: an adapter in PEFT format, or a fully
+    """Save the policy of a finished run in the folder "model" of export_path: an adapter in PEFT format, or a fully
     trained model in Hugging Face format."""
 
     save_merged: bool = False
@@ -248,25 +250,25 @@ class TrainerConfig(BaseConfig):
 
     @property
     def apart(self) -> list[str]:
-        """Names of the models (critic, ref) that run on separate ranks, not on those of the policy."""
+        """Names of the models (critic, ref) that do not share the policy's ranks."""
         placement = self.placement
         with_policy = {"policy", *["ref"] * placement.colocate_policy_ref}
         return [] if placement.colocate_all else [name for name in self.models if name not in with_policy]
 
     @property
     def is_distributed(self) -> bool:
-        """True if models run on ranks with GPUs and separate engines sample."""
+        """True if models run on ranks with GPUs, and separate engines sample."""
         return STRATEGIES[self.strategy].is_distributed
 
     def steps(self, steps_per_epoch: int) -> int:
-        """Steps of the whole run."""
+        """Return the number of steps of the whole run."""
         whole = self.epochs * steps_per_epoch
         if self.max_steps is None:
             return whole
         return min(self.max_steps, whole) if self.is_given("epochs") else self.max_steps
 
     def gpus(self, model: str) -> int:
-        """Return the number of GPUs of policy, critic or ref; 1 per node if the model runs on the CPU."""
+        """Return the number of GPUs of a model (policy, critic or ref). On the CPU, each node counts as 1."""
         placement = self.placement
         return getattr(placement, f"{model}_num_nodes") * max(1, getattr(placement, f"{model}_num_gpus_per_node"))
 
@@ -276,7 +278,7 @@ class TrainerConfig(BaseConfig):
         return self.ref.model.path not in (None, self.policy.model.path)
 
     def model_parallel_size(self, model: str) -> int:
-        """Return the number of ranks of policy, critic or ref that work on the same sequences."""
+        """Return the number of ranks that work on the same sequences, for a model (policy, critic or ref)."""
         owner = getattr(self, model)
         if self.strategy == "megatron" and model != "critic":  # Megatron supports no critic
             return owner.megatron_config.model_parallel_size

@@ -1,1 +1,1 @@
-"""Data for training: rows of files and data sets, chats, prompts, and a reproducible order of rows."""
+"""Data for training: reading files and data sets, chats, prompts, and a reproducible order of rows."""

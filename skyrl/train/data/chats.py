@@ -1,9 +1,9 @@
 """Parser of chats in rows of data sets, used for supervised fine-tuning, preferences and RL.
 
-`read_chat` accepts the formats in which chats are published, and returns the format that chat templates read: `content`
-is text, or None beside `tool_calls`; the arguments of a call are an object; reasoning is in `reasoning_content`.
-`read_tools` does the same for tools. Both raise ConfigError with a message that begins with the place in the row
-(`messages[1].content=...`); callers prepend file and row.
+`read_chat` accepts the formats in which chats are published, and returns the format that chat templates read. There,
+`content` is text, or None if there are `tool_calls`. The arguments of a call are an object. Reasoning is in
+`reasoning_content`. `read_tools` does the same for tools. Both raise ConfigError with a message that begins with the
+place in the row (`messages[1].content=...`). Callers prepend file and row.
 
 To accept another format, add it here, and add a row to the table of tests/train/test_chat_rows.py.
 """
@@ -19,16 +19,16 @@ from skyrl.train.data.files import Struct
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ELSEWHERE = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
-"""Role names of other formats, with the corresponding roles."""
+"""Corresponding role, by the role name of another format."""
 REASONING = "reasoning_content"
 REASONING_NAMES = (REASONING, "reasoning", "thinking")
-"""Names of the field with the reasoning of a model, in published data."""
+"""Names that published data use for the field with a model's reasoning."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that contain text."""
 
 
 def read_chat(value: Any, column: str) -> list[Message]:
-    """Return the messages of a chat, which may also be given as JSON text. Raises ConfigError for other values.
+    """Return the messages of a chat, given as a list or as JSON text. Raises ConfigError for other values.
 
     Args:
         value: Value of the column.
@@ -43,7 +43,7 @@ def read_chat(value: Any, column: str) -> list[Message]:
 
 
 def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a chat: a list of JSON schemas, also given as JSON text. None if there are no tools.
+    """Return the tools of a chat as JSON schemas. `value` is a list or JSON text. None: there are no tools.
 
     Raises ConfigError for other values.
     """
@@ -94,7 +94,7 @@ def checked_text(value: str, at: str) -> str:
 
 
 def short(value: object) -> str:
-    """Return a value for error messages, as at most 80 characters."""
+    """Return the value as text of at most 80 characters, for error messages."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -125,9 +125,9 @@ def _is_shared(given: Any) -> bool:
 
 
 def _content(value: Any, calls: bool, at: str) -> str | None:
-    """Return the text of a content, given as text or as parts of text.
+    """Return the text of a message's content, which is text or a list of text parts.
 
-    None if the content is missing in a message with tool calls (`calls`).
+    Returns None if the content is missing, which is allowed only in a message with tool calls (`calls`).
     """
     if isinstance(value, str):
         return value
@@ -148,7 +148,7 @@ def _part(part: Any, at: str) -> str:
 
 
 def _with_reasoning(message: Message, at: str) -> Message:
-    """Return the message with its reasoning moved from any of the fields `REASONING_NAMES` to `REASONING`."""
+    """Return the message with its reasoning in the field `REASONING`. It may be given in any of `REASONING_NAMES`."""
     role = message["role"]
     found = {name: message.pop(name) for name in REASONING_NAMES if name in message}
     for name, value in found.items():
@@ -174,7 +174,7 @@ def _calls(value: Any, role: str, at: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, at: str) -> dict[str, Any]:
-    """Return a call with its arguments as an object."""
+    """Return the call, with its arguments as an object."""
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Order of rows in training: a pure function of seed and position, so a run resumes from a count of rows.
+"""Order of rows in training. It is a pure function of seed and position, so a run resumes from a number of rows.
 
 Each data set is shuffled anew for each pass over its rows. An epoch mixes the data sets.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from skyrl.errors import ConfigError
 
 SHUFFLE = "blake2b"
-"""Name of the algorithm of `shuffled`, for checkpoints, which contain positions in its orders."""
+"""Name of the algorithm of `shuffled`. Checkpoints store it, because their positions are valid only with it."""
 
 
 class EpochOrder:
@@ -23,12 +23,12 @@ class EpochOrder:
         sizes: Number of rows of each data set, at least 1.
         batch_size: Rows per step.
         seed: Any integer.
-        weights: Share of each data set in an epoch, up to a common factor. An epoch has as many rows as all data sets
-            together. None: each row occurs once per epoch.
-        whole_batches: True: an epoch leaves out the rows that do not fill the last batch. False: the last batch is
-            shorter.
+        weights: Relative share of each data set in an epoch. An epoch has as many rows as all data sets together. None:
+            each row occurs once per epoch.
+        whole_batches: If rows do not fill the last batch of an epoch, True leaves these rows out, and False makes the
+            last batch shorter.
 
-    Raises ConfigError if the weights give a data set no rows in an epoch.
+    Raises ConfigError if a data set would have no rows in an epoch because of its weight.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class EpochOrder:
         return dataset, int(self._pass(dataset, number)[draw])
 
     def _mix(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each position of an epoch, its data set and its index among the positions of this data set."""
+        """Return two arrays with an entry per position of an epoch: its data set, and the number of earlier positions
+        in the epoch with the same data set."""
         mixed = np.repeat(np.arange(len(self.counts)), self.counts)
         if len(self.counts) > 1:
             mixed = mixed[shuffled(len(mixed), self.seed, epoch, "mix")]
@@ -81,7 +82,7 @@ class EpochOrder:
 
 
 class OrderState(TypedDict):
-    """Position of a run in its data, and identity of the data. All values are JSON values."""
+    """Position of a run in its training data, and identity of the data. All values are JSON values."""
 
     taken: int
     """Number of rows taken since the start of the run."""
@@ -121,13 +122,13 @@ class PromptOrder:
 
     @property
     def epoch(self) -> int:
-        """Number of completed epochs, in which all rows have been taken."""
+        """Number of completed epochs. An epoch is completed when its last row has been taken."""
         return self._state["taken"] // self._order.rows_per_epoch
 
     def next_batch(self, n: int) -> list[int]:
         """Take the next `n` rows, and return their indices.
 
-        They may span two epochs unless `n` divides `batch_size`.
+        The rows may span two epochs. They never do if every call takes the same `n` and `n` divides `batch_size`.
         """
         first = self._state["taken"]
         self._state["taken"] += n
@@ -164,9 +165,9 @@ def check_same_order(saved: Mapping[str, Any], mine: Mapping[str, Any], anew: st
     Args:
         saved: Values in the checkpoint that determine the order, by the names of the user's settings.
         mine: The same values of this run.
-        anew: Instructions for starting a new run, for the error message.
+        anew: Text for the error message that says how to start a new run.
 
-    Raises ConfigError, which names the value that differs.
+    Raises ConfigError. It names the value that differs.
     """
     for name, value in mine.items():
         if saved.get(name) != value:
@@ -177,9 +178,9 @@ def check_same_order(saved: Mapping[str, Any], mine: Mapping[str, Any], anew: st
 
 
 def shuffled(rows: int, seed: int, number: int, stream: str = "") -> np.ndarray:
-    """Return the rows of a pass in random order, [rows], different for each seed, number and stream.
+    """Return the row numbers of a pass in random order, `[rows]`. The order differs by seed, number and stream.
 
-    Rows are sorted by a hash, so the order does not depend on the random generators of a library version.
+    Rows are sorted by a hash, so the order does not depend on a library's random generator, which may change.
     """
     begin = f"{seed} {number} " if not stream else f"{seed} {stream} {number} "
     hashes = [hashlib.blake2b(f"{begin}{row}".encode(), digest_size=16).digest() for row in range(rows)]
@@ -187,7 +188,7 @@ def shuffled(rows: int, seed: int, number: int, stream: str = "") -> np.ndarray:
 
 
 def _shares(rows: int, weights: Sequence[float]) -> list[int]:
-    """Split `rows` by weights: each share is rounded down, and the largest remainders get one row more."""
+    """Split `rows` by weights. Each share is rounded down; the shares with the largest remainders get one more row."""
     exact = np.asarray(weights, np.float64) / np.sum(weights) * rows
     counts = np.floor(exact).astype(np.int64)
     largest_first = np.argsort(counts - exact, kind="stable")

@@ -1,7 +1,7 @@
 """Rows of data sets: Parquet, JSON and JSON lines files, and sources of the `datasets` library.
 
-`read_rows` yields dicts of Python values with all columns. Objects in Arrow structs are `Struct`s, because Arrow adds
-nulls to them. JSON in Arrow is parsed. To add a format, add a row to `FILE_READERS`. Libraries that only some sources
+`read_rows` yields dicts of Python values with all columns. Arrow structs become `Struct`s, because Arrow adds nulls to
+them. JSON columns of Arrow are parsed. To add a format, add a row to `FILE_READERS`. Libraries that only some sources
 need are imported on first use.
 """
 
@@ -15,15 +15,15 @@ from skyrl.errors import ConfigError
 
 Row = dict[str, Any]
 WITH_SPLIT = re.compile(r"(?P<name>.+?):(?P<split>[^:\[\]]+(\[[^\[\]]*\])?)")
-"""Pattern of a source with a split, which may be a slice of a split, such as train[:10%]."""
+"""Pattern of a source that names a split or a slice of a split, such as name:train[:10%]."""
 OF_A_FILE = re.compile(r"train(\[[^\[\]]*\])?")
-"""Pattern of a split of a file, which has only the split train: all of its rows, or a slice of them."""
+"""Pattern of the splits that a file has: train (all rows) and slices of it."""
 SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json")
-"""Files of folders that `save_to_disk` writes; each folder has one of them."""
+"""A folder that `save_to_disk` of the `datasets` library wrote has one of these files."""
 
 
 class Struct(Row):
-    """An object from an Arrow struct. It has the members of all rows; members without a value in a row are null.
+    """An object from an Arrow struct. Arrow gives every row all members; those that a row lacks are null.
 
     A null may therefore come from the row or from Arrow. Chats are read without nulls; environments get them unchanged.
     """
@@ -33,9 +33,9 @@ def read_rows(source: str) -> Iterator[Row]:
     """Yield the rows of `source`, in order.
 
     Args:
-        source: A .parquet, .json (a list of objects, one object, or an object per line) or .jsonl file; or a data set
-            of the Hugging Face hub or a folder that `datasets` reads. Each with an optional suffix ":split" (default:
-            train). A file has only the split train and its slices, such as train[:100].
+        source: A .parquet, .json or .jsonl file, a data set of the Hugging Face hub, or a folder that `datasets` reads.
+            A .json file has a list of objects, one object, or an object per line. A suffix ":split" selects a split
+            (default: train). A file has only the split train and its slices, such as train[:100].
 
     Raises:
         ConfigError: The source does not exist, it cannot be read, or the library that reads it is not installed.
@@ -55,12 +55,12 @@ def read_rows(source: str) -> Iterator[Row]:
 
 
 def is_file(name: str) -> bool:
-    """Return True for the name of a file, by its suffix."""
+    """Return True if the suffix of the name is that of a file that `FILE_READERS` can read."""
     return Path(name).suffix in FILE_READERS
 
 
 def _sliced(rows: list[Row], split: str, source: str) -> Iterator[Row]:
-    """Yield a slice of the rows of a file, as `datasets` cuts splits."""
+    """Yield a slice of a file's rows. `split` has the notation of the `datasets` library."""
     try:
         from datasets import ReadInstruction
     except ImportError:
@@ -97,7 +97,7 @@ def _marked(row: Row, marks: dict[str, Marker | None]) -> Row:
 
 
 def _arrow_marker(kind: Any) -> Marker | None:
-    """Return the marker for values of an Arrow type; None if values stay unchanged."""
+    """Return the marker for values of an Arrow type. None: values stay unchanged."""
     from pyarrow import types
 
     if getattr(kind, "extension_name", None) == "arrow.json":
@@ -109,7 +109,7 @@ def _arrow_marker(kind: Any) -> Marker | None:
 
 
 def _feature_marker(feature: Any) -> Marker | None:
-    """Return the marker for a feature of `datasets`, which parses JSON itself."""
+    """Return the marker for a feature of `datasets`. That library parses JSON itself."""
     if isinstance(feature, dict):
         return _struct_marker({name: _feature_marker(member) for name, member in feature.items()})
     items = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
@@ -148,7 +148,7 @@ FILE_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".json": _json_rows,
     ".jsonl": _json_lines,
 }
-"""Readers by file suffix."""
+"""Reader of each file suffix."""
 
 
 def _text(path: Path) -> str:

@@ -10,7 +10,7 @@ from skyrl.errors import ConfigError
 from skyrl.utils.registry import Registry
 
 Loader = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Takes a row and returns one (docs/sft.md, Rows). Raises ConfigError for rows that it cannot use."""
+"""Converts a row to one of the kinds that docs/sft.md lists ("Rows"). Raises ConfigError for an unusable row."""
 LOADERS: Registry[Loader] = Registry("loader")
 CONVERSATION = ("messages", "conversations", "system", "tools")
 """Columns that `chat` keeps."""
@@ -24,7 +24,7 @@ def as_it_is(row: Mapping[str, Any]) -> Mapping[str, Any]:
 @LOADERS.register("text")
 @LOADERS.register("tx.loaders.text")
 def text(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Keep only the column `text`, all of which is trained on."""
+    """Keep only the column `text`. The whole text is trained on."""
     if row.get("text") is None:
         raise ConfigError(f"loader=text: {_columns(row)}; give rows with a text, or another loader")
     return {"text": row["text"]}

@@ -26,18 +26,17 @@ Fit = Callable[[Sequence[Message], str], list[Message]]
 
 
 class PromptDataset:
-    """The rows of all sources, one source after another, without rows whose prompts are too long.
+    """The rows of all sources, one source after another. Rows whose prompts are too long are left out.
 
-    The id of a row (`Prompt.instance_id`) is its number among the rows of all sources, including rows that are left
-    out.
+    The id of a row (`Prompt.instance_id`) is its number among all rows of all sources, including those left out.
 
     Args:
         sources: Files and data sets, in the form that `data.files.read_rows` accepts.
         default_env_class: Environment of rows without `env_class`.
-        prompt_length: Returns the number of tokens of a prompt, rendered as in training, with the tools of its row.
-        fit: Converts messages to the format that the chat template reads, as `TemplateForm.fit`.
+        prompt_length: Returns a prompt's number of tokens. The prompt is rendered as in training, with its row's tools.
+        fit: Converts messages to the format that the chat template reads, such as `TemplateForm.fit`.
         max_prompt_length: Maximum number of tokens of a prompt. Longer prompts are left out, counted and logged.
-        reward: Reward function, which replaces the environments of all rows. None: environments.
+        reward: Reward function that replaces the environments of all rows. None: each row's environment is used.
 
     Raises:
         ConfigError: A source cannot be read, a row has no usable prompt or environment, or no rows are left.
@@ -84,7 +83,7 @@ class PromptDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all prompts in order, by which a resumed run checks that its data are unchanged."""
+        """Hash of all prompts in order. A resumed run uses it to check that its data are unchanged."""
         digest = hashlib.sha256()
         for prompt in self._prompts:
             row = [prompt.instance_id, prompt.env_class, prompt.messages, prompt.extras]
@@ -134,6 +133,6 @@ def _length(prompt_length: Callable[[Prompt], int], prompt: Prompt, where: str) 
 
 
 def _stable(value: object) -> str:
-    """Return text for a value that JSON cannot represent, identical in every process."""
+    """Return a text for a value that JSON cannot represent. The text is the same in every process."""
     known = isinstance(value, bytes | date | time | timedelta | Decimal)
     return repr(value) if known else type(value).__name__

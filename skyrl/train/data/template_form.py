@@ -1,9 +1,9 @@
-"""Detection of the message fields that a chat template reads, by rendering small chats.
+"""Detection of the message fields that a chat template reads. Small chats are rendered to find out.
 
-No part of a row is lost silently. Templates differ in the field that contains reasoning, and in whether the arguments
-of a call are an object or JSON text. A template without support for reasoning or calls silently drops them.
-`TemplateForm.fit` converts messages to the format that the template reads, and rejects messages with content that it
-would drop.
+Templates differ in the field that contains reasoning, and in whether the arguments of a call are an object or JSON
+text. A template without support for reasoning or calls silently drops them. `TemplateForm.fit` converts messages to the
+format that the template reads, and rejects a message if the template would drop a part of it. No part of a row is thus
+lost silently.
 """
 
 import json
@@ -21,17 +21,17 @@ ARGUMENTS_TEXT = json.dumps(ARGUMENTS)
 
 
 class TemplateForm:
-    """Message format of one template."""
+    """Message format that one chat template reads."""
 
     def __init__(self, render: Callable[[list[Message]], str]):
-        """Create the form of a template; it is probed on first use. `render` returns the text of a chat."""
+        """Create the form of a template. `render` renders a chat with this template. It is first called by `fit`."""
         self._render = render
         self._reads = cache(self._probe)
 
     def fit(self, messages: Sequence[Message], column: str) -> list[Message]:
-        """Return messages from `read_chat` in the format that the template reads.
+        """Convert messages from `read_chat` to the format that the template reads.
 
-        Raises ConfigError for content that the template would drop. The message begins with the place in the row.
+        Raises ConfigError for content that the template would drop. The error begins with the place in the row.
         """
         return [self._fitted(message, f"{column}[{number}]") for number, message in enumerate(messages)]
 
@@ -64,7 +64,7 @@ class TemplateForm:
     def _probe(self, content: str | None, what: str) -> bool:
         """Return True if the template renders reasoning in the field `what`, or calls with arguments of type `what`.
 
-        A template that cannot render any chat counts as True: its error is reported when a row is rendered.
+        If the template cannot render even a plain chat, return True. Its error is then reported when a row is rendered.
         """
         answer: Message = {"role": "assistant", "content": content}
         if what in REASONING_NAMES:
@@ -86,7 +86,7 @@ class TemplateForm:
 
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as JSON text."""
+    """Return the call, with its arguments as JSON text."""
     inner = call.get("function", call)
     inner = {**inner, "arguments": json.dumps(inner["arguments"], ensure_ascii=False)}
     return {**call, "function": inner} if "function" in call else inner

@@ -1,1 +1,1 @@
-"""Entry points under the module names of SkyRL's scripts. Each runs a `skyrl train` command."""
+"""Entry points that have the module names of SkyRL's scripts. Each runs a `skyrl train` command."""

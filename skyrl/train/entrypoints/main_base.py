@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise an error that names the replacement for a name of SkyRL's module."""
+    """Raise ImportError for a name that SkyRL's module has. The message describes the replacement."""
     if name.startswith("__"):
         raise AttributeError(name)
     raise ImportError(

@@ -1,4 +1,4 @@
-"""Models on a backend of this process, as implementations of `skyrl.train.policies.policy`."""
+"""Models on a backend that runs in this process. They implement the protocols of `skyrl.train.policies.policy`."""
 
 import zlib
 from collections.abc import Awaitable, Sequence
@@ -45,11 +45,13 @@ _numbers = count()
 
 
 class BackendModels:
-    """The models of a run on one backend, in a separate thread. A context manager; its exit stops both.
+    """The models of a run on one backend. The backend runs in a separate thread.
+
+    This is a context manager. Its exit stops the backend and the thread.
 
     Args:
         backend: The backend.
-        section: Section of the run's configuration with the options of the backend, for errors.
+        section: Section of the run's configuration that has the backend's options. Error messages name it.
     """
 
     def __init__(self, backend: AbstractBackend, section: str = ""):
@@ -66,7 +68,7 @@ class BackendModels:
         self._client.close()
 
     def check_samples(self) -> None:
-        """Raise `RequestError` if the base model can be trained but not sampled."""
+        """Raise `RequestError` if the backend can train the base model but cannot sample from it."""
         self._client.backend.info().check_samples()
 
     def learner(self, model_id: str) -> "BackendLearner":
@@ -81,8 +83,8 @@ class BackendLearner:
 
     Args:
         client: Client of the backend.
-        model_id: Name of the model there.
-        section: As for `BackendModels`.
+        model_id: Name of the model on the backend.
+        section: Same as in `BackendModels`.
     """
 
     def __init__(self, client: BackendClient, model_id: str, section: str = ""):
@@ -156,9 +158,9 @@ class BackendPolicy(BackendLearner):
 
     Args:
         client: Client of the backend.
-        model_id: Name of the model there.
+        model_id: Name of the model on the backend.
         seed: Seed of all samples.
-        section: As for `BackendModels`.
+        section: Same as in `BackendModels`.
     """
 
     def __init__(self, client: BackendClient, model_id: str, seed: int, section: str = ""):
@@ -207,7 +209,7 @@ class BackendPolicy(BackendLearner):
         )
 
     def _check_stamp(self, version: int, sequence: GeneratedSequence) -> None:
-        """Raise `WrongWeights` if a sample was drawn with other weights than requested."""
+        """Raise `WrongWeights` if a sample was drawn from other weights than those requested."""
         asked = self._name(version), self._base_id
         for origin in sequence.origins:
             if (origin.version, origin.base) != asked:
@@ -226,5 +228,5 @@ class BackendPolicy(BackendLearner):
 
 
 def _new_id() -> str:
-    """Create an id that is unique in this process, which is sufficient because the backend is in this process."""
+    """Create an id that is unique in this process. This is sufficient because the backend is in this process."""
     return str(next(_numbers))

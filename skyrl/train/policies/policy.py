@@ -1,6 +1,6 @@
 """Client side of the backend interface: a model to train, a policy that also samples, and the models of a run.
 
-Trainers use only these protocols, so a model may also be on another machine.
+Trainers use only these protocols, so an implementation may run a model on another machine.
 """
 
 from collections.abc import Awaitable
@@ -19,11 +19,11 @@ class Learner(Protocol):
     """
 
     def info(self) -> BackendInfo:
-        """Return facts about the base model, such as the longest sequence."""
+        """Return facts about the base model, such as its maximum sequence length."""
         ...
 
     async def create(self, lora_config: LoraConfig, value_head: bool = False) -> None:
-        """Create the model with fresh weights; with a value head, it is a critic."""
+        """Create the model with fresh weights. With `value_head`, it is a critic."""
         ...
 
     async def forward_backward(self, data: list[Datum], loss: str | Objective) -> ForwardBackwardOutput:
@@ -31,7 +31,7 @@ class Learner(Protocol):
         ...
 
     async def forward(self, data: list[Datum], loss: str | Objective, reference: bool = False) -> ForwardBackwardOutput:
-        """Compute a loss without gradients, with the model or with its base model."""
+        """Compute a loss without gradients. With `reference`, the base model is used, not the trained weights."""
         ...
 
     async def optim_step(self, adam: AdamParams) -> Metrics:
@@ -46,18 +46,21 @@ class Learner(Protocol):
         ...
 
     def begin_save(self, path: str) -> Awaitable[object]:
-        """Start to write the current weights and optimizer state; later changes do not affect them.
+        """Start to write the current weights and optimizer state. Later changes do not affect the files.
 
         Returns an awaitable that completes when everything is written.
         """
         ...
 
     async def load(self, path: str, optimizer: bool = True) -> None:
-        """Load a folder of `save`; creates the model if it does not exist. `optimizer=False` resets the optimizer."""
+        """Load a folder that `save` wrote, and create the model if it does not exist.
+
+        `optimizer=False` resets the optimizer.
+        """
         ...
 
     async def export(self, path: str) -> None:
-        """Write the whole model in Hugging Face format, with the adapter merged."""
+        """Write the whole model in Hugging Face format. An adapter is merged into the weights."""
         ...
 
     async def export_adapter(self, path: str) -> None:
@@ -66,14 +69,14 @@ class Learner(Protocol):
 
 
 class Policy(Learner, Sampler, Protocol):
-    """A model that also samples, always with the weights that were published last.
+    """A model that also samples. New samples use the weights that were published last.
 
-    A sample depends only on the seed, the version, the session and the length of the prompt. Its log-probabilities are
-    at the sampling temperature, as in training.
+    The randomness of a sample depends only on the seed, the version, the session and the length of the prompt. Its
+    log-probabilities are at the sampling temperature, as in training.
     """
 
     async def publish(self, version: int) -> None:
-        """Use the current weights for new samples; running samples continue with their weights.
+        """Use the current weights for new samples. Running samples continue with the weights that they started with.
 
         `version` is the number of optimizer steps of these weights. Samples report their version.
         """
@@ -84,9 +87,9 @@ class Models(Protocol):
     """The models of a run, which share one base model."""
 
     def learner(self, model_id: str) -> Learner:
-        """Return the model of this name, which `create` or `load` creates."""
+        """Return the model with this name. Its method `create` or `load` creates it on the backend."""
         ...
 
     def policy(self, model_id: str, seed: int) -> Policy:
-        """Return the policy of this name; `seed` is the seed of all its samples."""
+        """Return the policy with this name. All its samples use `seed`."""
         ...

@@ -1,4 +1,4 @@
-"""Sampling options from a configuration: penalties, filters, and `additional_kwargs`."""
+"""Sampling options that are read from a configuration: penalties, filters, and `additional_kwargs`."""
 
 from pydantic import ValidationError
 

@@ -1,5 +1,5 @@
 """`skyrl data prepare`: conversion of published data sets to rows for RL.
 
-`published` describes the columns of each data set, `sources` finds the files of a split, `preparing` converts the rows,
-and `commands` implements the command.
+`published` defines how the rows of each data set are read, `sources` finds the files of a split, `preparing` converts
+the rows, and `commands` implements the command.
 """

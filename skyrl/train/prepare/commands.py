@@ -1,4 +1,4 @@
-"""`skyrl data prepare`: write rows for `skyrl train rl` from published data sets."""
+"""`skyrl data prepare`: convert published data sets to rows for `skyrl train rl`."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Conversion of rows of a published data set to rows of an environment, without duplicate prompts."""
+"""Conversion of a published data set to rows for an environment. Duplicate prompts are left out."""
 
 import json
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ class Prepared:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     repeated: int = 0
-    """Number of rows with the prompt of an earlier row."""
+    """Number of rows left out because an earlier row has the same prompt."""
     contradicting: int = 0
-    """Number of repeated rows whose answer differs from that of the earlier row."""
+    """Number of these rows whose answer differs from that of the earlier row."""
     invalid: int = 0
-    """Number of unusable rows."""
+    """Number of rows left out because they are unusable."""
 
 
 def prepare(
@@ -34,7 +34,7 @@ def prepare(
         data_set: Format of the rows.
         instruction: Text to append to the last message of each prompt as a separate paragraph; "" for none.
         limit: Maximum number of converted rows. None: all.
-        skip_invalid: True: skip and count unusable rows. False: raise an error for the first one.
+        skip_invalid: True: skip and count unusable rows. False: raise an error for the first unusable row.
 
     Raises:
         ConfigError: A source cannot be read, a row is unusable, or no rows are left.

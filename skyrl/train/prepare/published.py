@@ -1,4 +1,4 @@
-"""Published data sets of mathematics: columns of question and answer, and the environment that scores answers.
+"""Published data sets of mathematics. Each has a function that reads question and answer, and an environment.
 
 To add one, write a function that converts a row to a `Problem`, and add a line to `PUBLISHED`.
 """
@@ -14,7 +14,7 @@ from skyrl.errors import ConfigError
 from skyrl.train.data.chats import read_chat, short
 
 _UNBRACED = re.compile(r"\\boxed +([^\s{$][^$\n]*?) *(?=\$|$)", re.MULTILINE)
-"""Box without braces, which extends to the end of the formula. It occurs in a few rows of MATH."""
+"""`\\boxed` without braces. Its content extends to the end of the formula. A few rows of MATH have it."""
 
 
 class Problem(NamedTuple):
@@ -35,7 +35,7 @@ class Published:
     hub_id: str
     """Id on the Hugging Face hub, also shown in messages and help."""
     env_class: str
-    """Environment that scores its answers."""
+    """Environment that scores answers to its questions."""
     problem: Callable[[Mapping[str, Any], str], Problem]
     """Converts a row. The second argument names the row in messages. Raises ConfigError if the row is unusable."""
     instruction: str = ""
@@ -43,7 +43,7 @@ class Published:
 
 
 def gsm8k(row: Mapping[str, Any], where: str) -> Problem:
-    """Convert a row with `question`, and `answer` ending in `#### 42`."""
+    """Convert a row with `question` and `answer`. The answer ends in a number after `####`, such as `#### 42`."""
     question, answer = (_text(row, name, where) for name in ("question", "answer"))
     _, mark, end = answer.rpartition("####")
     if not mark:
@@ -54,7 +54,10 @@ def gsm8k(row: Mapping[str, Any], where: str) -> Problem:
 
 
 def math(row: Mapping[str, Any], where: str) -> Problem:
-    """Convert a row with `problem`, `solution` (answer in its last box), and optional `level`, `type` and `subject`."""
+    """Convert a row with `problem` and `solution`. The last box of the solution has the answer.
+
+    `level`, `type` and `subject` are optional.
+    """
     question, solution = (_text(row, name, where) for name in ("problem", "solution"))
     braced = _UNBRACED.sub(lambda box: f"\\boxed{{{box[1]}}}", solution)
     box = last_boxed(braced) or last_boxed(braced.replace("\\fbox", "\\boxed"))
@@ -98,7 +101,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "dapo-math": Published("BytedTsinghua-SIA/DAPO-Math-17k", "aime", dapo_math),
 }
-"""Data sets by name in `skyrl data prepare`."""
+"""Data sets, by their names in `skyrl data prepare`."""
 
 
 def _asked(question: str) -> list[dict[str, Any]]:
@@ -120,7 +123,7 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
 
 @cache
 def _equals_itself(answer: str) -> bool:
-    """Return True if the answer equals itself, so it can be parsed.
+    """Return True if the answer equals itself. An answer that cannot be parsed does not.
 
     Cached: DAPO-Math repeats each answer many times.
     """

@@ -1,4 +1,4 @@
-"""Files of a split, in a folder or in a data set of the Hugging Face hub, which is downloaded to a folder."""
+"""Search for the files of a split in a folder, or in a data set of the Hugging Face hub after downloading it."""
 
 import os
 import re
@@ -13,9 +13,9 @@ SPLIT_WORDS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""Words in file and folder names, with the split that they indicate."""
+"""Split that a word in a file or folder name indicates."""
 NO_ROWS = ("dataset_infos.json", "state.json", *SAVED_BY_DATASETS)
-"""Files with descriptions of data sets, without rows."""
+"""Names of files that describe a data set and have no rows."""
 
 
 class Sources(NamedTuple):
@@ -29,12 +29,12 @@ class Sources(NamedTuple):
 def find_sources(given: str, split: str | None) -> Sources:
     """Find the files of a split.
 
-    The last word in a file's path that indicates a split determines its split (`main/test-00000-of-00001.parquet`,
-    `test/algebra/1.json`). Files without such a word belong to `train`.
+    Words in a file's path indicate its split (`main/test-00000-of-00001.parquet`, `test/algebra/1.json`); the last such
+    word counts. Files without such a word belong to `train`.
 
     Args:
-        given: A file, a folder (searched recursively), or an id of the hub.
-        split: Split. None: the whole file, or `train` of a folder.
+        given: A file, a folder (searched recursively), or the id of a data set of the hub.
+        split: Name of the split. None: the whole file, or `train` if `given` is no file.
 
     Raises:
         ConfigError: There are no such files, or the download from the hub fails.
@@ -71,7 +71,7 @@ def _split_of(path: str) -> str:
 
 
 def _fetched(given: str) -> Path:
-    """Download a data set of the hub. Returns its folder in the hub's cache."""
+    """Download a data set of the hub. Returns its folder in the local cache."""
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -1,3 +1,3 @@
-"""Reinforcement learning: `run` sets up a run, `trainer` has its step, `update` trains on a batch, and `rollout_source`
-provides trajectories.
+"""Reinforcement learning. `run` sets up a run, `trainer` implements a step, `update` trains on a batch, and
+`rollout_source` provides trajectories.
 """

@@ -1,8 +1,8 @@
 """Check of a run's rows by their environments, before a model is loaded.
 
-The constructor of an environment (`Env.__init__`) checks its row. One environment is therefore created and closed for a
-row of each kind: the same environment, with values of the same types in the same columns. This finds a column that is
-missing in only some rows.
+The constructor of an environment (`Env.__init__`) checks its row. Rows are of the same kind if they have the same
+environment, and values of the same types in the same columns. For a row of each kind, the environment is created and
+closed. This finds a column that only some rows lack.
 """
 
 import copy
@@ -28,8 +28,8 @@ DEPTH = 4
 async def check_rows(config: SkyRLTrainConfig, prompts: Iterable[Prompt]) -> None:
     """Create and close the environment of one row of each kind.
 
-    Raises ConfigError with the file and row if an environment rejects a row, or reads a column that the row lacks.
-    Other errors are ignored here, because rollouts may retry after them.
+    Raises ConfigError if an environment rejects a row, or reads a column that the row lacks. The message names file and
+    row. Other errors are ignored here, because rollouts may retry after them.
     """
     first = {}
     for prompt in prompts:

@@ -16,8 +16,8 @@ EVERYTHING = "all"
 async def evaluate(rollouts: Rollouts, prompts: Sequence[Prompt], batch_size: int) -> tuple[Metrics, list[Trajectory]]:
     """Sample every prompt with `generator.eval_sampling_params`. Returns metrics and trajectories.
 
-    Metrics are `eval/{data_source}/...` for each source of the rows and `eval/all/...`: the mean score, pass@n and the
-    mean positive reward. Metrics of the rollouts are over all rows.
+    The metrics mean score, pass@n and mean positive reward are computed for each source of the rows
+    (`eval/{data_source}/...`) and for all rows (`eval/all/...`). Rollout metrics are computed for all rows only.
     """
     trajectories: list[Trajectory] = []
     with batch_bar("evaluating", len(prompts)) as bar:
@@ -37,7 +37,7 @@ async def evaluate(rollouts: Rollouts, prompts: Sequence[Prompt], batch_size: in
 
 
 def eval_rows(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[EvalRow]:
-    """Rows to dump for an evaluation, without failed trajectories."""
+    """Return the rows that are dumped for an evaluation. Failed trajectories are left out."""
     by_id = {prompt.instance_id: prompt for prompt in prompts}
     return [_eval_row(item, by_id[item.id.instance_id]) for item in trajectories if item.failure is None]
 
@@ -59,7 +59,7 @@ def _eval_row(trajectory: Trajectory, prompt: Prompt) -> EvalRow:
 
 
 def _source(prompt: Prompt) -> str:
-    """Name of the prompt's data source, distinct from the name for all sources."""
+    """Return the name of the prompt's data source. It always differs from the name for all sources."""
     name = str(prompt.extras.get("data_source") or "unknown")
     return f"_{name}" if name == EVERYTHING else name
 

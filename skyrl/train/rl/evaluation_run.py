@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint or a model without training (`trainer.eval_only`)."""
+"""Evaluation without training, of a checkpoint or of a model (`trainer.eval_only`)."""
 
 import logging
 from contextlib import ExitStack
@@ -20,9 +20,8 @@ log = logging.getLogger(__name__)
 async def evaluate_rl(config: SkyRLTrainConfig) -> Metrics:
     """Evaluate with a resolved configuration, and print the scores. Another process may be training at the same time.
 
-    The model is the policy of the checkpoint that `trainer.resume_mode` and `resume_path` select. With
-    resume_mode=none, or if there is no such checkpoint, it is the policy of `trainer.init_from`, or else the base
-    model.
+    The model is the policy of the checkpoint that `trainer.resume_mode` and `resume_path` select. If they select none,
+    it is the policy of the checkpoint `trainer.init_from`. If that is unset too, it is the base model.
 
     Returns the metrics. Raises ConfigError for invalid settings.
     """

@@ -1,4 +1,4 @@
-"""`skyrl train check-generator`: conformance test of a custom generator with the tokenizer and prompts of a run."""
+"""`skyrl train check-generator`: conformance test of a custom generator. It uses a run's tokenizer and prompts."""
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
@@ -14,7 +14,7 @@ PROMPTS = 4
 
 
 def check_generator_of(config: SkyRLTrainConfig) -> None:
-    """Report whether each check passes. Raises ConfigError if one fails, or if there is nothing to check."""
+    """Print the result of each check. Raises ConfigError if a check fails, or if there is nothing to check."""
     name, path = config.generator.generator_class, config.trainer.policy.model.path
     if name is None:
         raise ConfigError("generator.generator_class=None: there is nothing to check; name a class as module:Class")

@@ -1,4 +1,4 @@
-"""The prompts of a run: training prompts in the order of the epochs, and evaluation prompts."""
+"""The prompts of a run: training prompts, epoch after epoch, and evaluation prompts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,10 @@ from skyrl.train.rollouts.episode import Prompt
 
 
 class TrainingPrompts:
-    """Rows of the training data in the order of the epochs. A row has a different name in each epoch."""
+    """Rows of the training data, epoch after epoch, in the order that each epoch gives them.
+
+    The id of a row (`instance_id`) differs in each epoch.
+    """
 
     def __init__(self, dataset: PromptDataset, order: PromptOrder):
         self._dataset = dataset
@@ -34,12 +37,12 @@ class TrainingPrompts:
 
     @property
     def rows(self) -> Iterator[Prompt]:
-        """All rows, in the order of the data."""
+        """All rows, in the order of the files."""
         return iter(self._dataset)
 
 
 def training_prompts(config: SkyRLTrainConfig, chat: Chat) -> TrainingPrompts:
-    """Create the training prompts of a new run. Raises ConfigError for missing or too few data."""
+    """Create the training prompts of a new run. Raises ConfigError if data are missing or too few."""
     dataset = _dataset(config, "data.train_data", config.data.train_data, chat)
     settings = config.trainer
     order = PromptOrder(
@@ -49,7 +52,7 @@ def training_prompts(config: SkyRLTrainConfig, chat: Chat) -> TrainingPrompts:
 
 
 def evaluation_prompts(config: SkyRLTrainConfig, chat: Chat) -> list[Prompt]:
-    """Prompts for evaluation; empty if there is no evaluation."""
+    """Return the prompts for evaluation. The list is empty if the run has no evaluations."""
     settings = config.trainer
     if not config.data.val_data or (settings.eval_interval <= 0 and not settings.eval_only):
         return []
@@ -57,7 +60,7 @@ def evaluation_prompts(config: SkyRLTrainConfig, chat: Chat) -> list[Prompt]:
 
 
 def first_prompts(config: SkyRLTrainConfig, chat: Chat, count: int) -> list[Prompt]:
-    """At most this many prompts of the training data. Raises ConfigError for missing data."""
+    """Return the first prompts of the training data, at most `count`. Raises ConfigError if data are missing."""
     dataset = _dataset(config, "data.train_data", config.data.train_data, chat)
     return [dataset[index] for index in range(min(count, len(dataset)))]
 

@@ -1,7 +1,7 @@
-"""Source of a trainer's trajectories: sampled before each step, one step ahead, or concurrently with training.
+"""Source of a trainer's trajectories. They are sampled before each step, one step ahead, or concurrently with training.
 
-One class implements all three modes. It takes prompts in order and starts them while workers are free, at most
-`max_staleness_steps` before the step that they are for:
+One class implements all three modes. It takes prompts in order and starts to sample them while workers are free. A
+prompt is started at most `max_staleness_steps` steps before the step that trains on it:
 
 | mode | max_staleness_steps | synchronous | staleness of samples |
 | --- | --- | --- | --- |
@@ -10,12 +10,13 @@ One class implements all three modes. It takes prompts in order and starts them 
 | fully asynchronous | as configured | no | at most `max_staleness_steps` |
 
 A synchronous source completes all started samples before the weights change, so the weights of a sample do not depend
-on timing. An asynchronous source does not wait, and `staleness_policy` determines the treatment of slow prompts:
+on timing. An asynchronous source does not wait. There, `staleness_policy` determines the treatment of slow prompts:
 
 - block: prompts are trained on in the order in which they were started, and a step waits for its slowest prompt. This
-  avoids a bias towards short samples; nothing is dropped or becomes too stale.
+  avoids a bias towards short samples. Nothing is dropped, and nothing becomes too stale.
 - drop: a step takes finished prompts. A prompt that becomes too stale is cancelled and dropped.
-- mask: a step takes finished prompts. Tokens of late prompts that are too stale are masked (`rows.mask_stale`).
+- mask: a step takes finished prompts. If a prompt is late, its tokens that are too stale are masked
+  (`rows.mask_stale`).
 """
 
 import asyncio
@@ -34,35 +35,35 @@ from skyrl.train.tracking.progress import batch_bar
 
 StalenessPolicy = Literal["block", "drop", "mask"]
 Outcome = Literal["open", "settled"] | Group
-"""State of a prompt. open: not sampled yet. settled: trained on or dropped. A group: sampled, not trained on yet."""
+"""State of a prompt. open: not sampled yet. settled: trained on or dropped. A `Group`: sampled, not trained on yet."""
 
 
 class Order(Protocol):
-    """Order of prompts."""
+    """Order in which prompts are taken."""
 
     def next(self) -> Prompt:
-        """Return the next prompt; after the end of an epoch, the first of the next one."""
+        """Return the next prompt. After the last prompt of an epoch, return the first of the next epoch."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """State of the order, as JSON values."""
+        """Return the position in the order, as JSON values."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`."""
+        """Continue from a result of `state`."""
         ...
 
 
 class SourceState(NamedTuple):
-    """State of a source between two steps. It can be restored in any mode."""
+    """State of a source between two steps. A source in any mode can restore it."""
 
     order: dict[str, Any]
-    """State of the order before the first unsettled prompt."""
+    """State of the order just before the first unsettled prompt."""
     prompts: Sequence[Outcome]
-    """Outcomes of the prompts from the first unsettled one on, in order."""
+    """Outcome of each prompt taken so far, in order, from the first unsettled prompt on."""
 
     def as_json(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the state without samples, and one object per sample."""
+        """Return the state without samples, and the samples, one object each."""
         named = ["sampled" if isinstance(outcome, list) else outcome for outcome in self.prompts]
         groups = [(index, outcome) for index, outcome in enumerate(self.prompts) if isinstance(outcome, list)]
         samples = [{"prompt": index, **as_state(item)} for index, group in groups for item in group]
@@ -70,7 +71,7 @@ class SourceState(NamedTuple):
 
     @classmethod
     def from_json(cls, state: dict[str, Any], samples: Iterable[dict[str, Any]]) -> "SourceState":
-        """Restore a state from `as_json`."""
+        """Create the state from the two results of `as_json`."""
         groups: dict[int, Group] = {}
         for sample in samples:
             groups.setdefault(sample["prompt"], []).append(from_state(sample))
@@ -80,15 +81,15 @@ class SourceState(NamedTuple):
 
 @dataclass(eq=False)
 class _Drawn:
-    """A prompt taken from the order."""
+    """A prompt that was taken from the order."""
 
     prompt: Prompt
     before: dict[str, Any]
     """State of the order before this prompt."""
     step: int = 0
-    """Optimizer step of the weights when the sampling of this prompt started."""
+    """Number of optimizer steps of the weights with which the sampling of this prompt started."""
     group: "asyncio.Future[Group] | None" = None
-    """Samples in progress; None: not started."""
+    """Samples of this prompt, finished or in progress. None: not started."""
     settled: bool = False
     """True if the prompt was trained on or dropped."""
 
@@ -110,11 +111,11 @@ class Source:
     Args:
         rollouts: Sampler of trajectories.
         order: Order of the prompts.
-        prompts: Prompts per batch.
-        workers: Maximum prompts sampled concurrently.
+        prompts: Number of prompts per batch.
+        workers: Maximum number of prompts sampled concurrently.
         max_failed_fraction: Maximum fraction of a batch's trajectories that may fail.
-        steps: Steps in the run: no prompts are started for later ones.
-        max_staleness_steps: Maximum steps between the start of a sample and its training step.
+        steps: Number of steps of the run. No prompts are started for later steps.
+        max_staleness_steps: Maximum number of steps between the start of a sample and its training step.
         synchronous: Complete all started samples before the weights change.
         staleness_policy: Treatment of slow prompts.
     """
@@ -143,7 +144,7 @@ class Source:
         self._policy = staleness_policy
         self._step = 0
         self._drawn: deque[_Drawn] = deque()
-        """Prompts from the first unsettled one on."""
+        """Prompts taken so far, from the first unsettled prompt on."""
         self._tasks: set[asyncio.Task[Group]] = set()
         self._ended = asyncio.Event()
         self._dropped = 0
@@ -151,7 +152,7 @@ class Source:
     async def take(self) -> list[Trajectory]:
         """Return all samples of one step's prompts, prompt after prompt.
 
-        Raises RolloutError as soon as too many samples have failed, and the errors of rollouts.
+        Raises RolloutError as soon as too many samples have failed. Also raises the errors of `Rollouts.group`.
         """
         with batch_bar("sampling", self._prompts) as bar:
             while True:
@@ -188,14 +189,14 @@ class Source:
         return {"async/dropped_prompts": float(dropped)} if self._policy == "drop" else {}
 
     def state(self) -> SourceState:
-        """State for `restore`."""
+        """Return the state for `restore`."""
         before = self._drawn[0].before if self._drawn else self._order.state()
         return SourceState(before, [one.outcome() for one in self._drawn])
 
     def restore(self, state: SourceState, step: int) -> None:
-        """Continue from a state after `step` steps.
+        """Continue from a state that was taken after `step` steps.
 
-        Prompts that were in progress, or are too stale, are started again.
+        Prompts that were in progress are started again, and so are stale prompts, except with policy "mask".
         """
         self._step = step
         self._order.restore(state.order)
@@ -217,14 +218,14 @@ class Source:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _ready(self) -> list[_Drawn]:
-        """Return the finished prompts of the next batch, fewer than a batch if others are still being sampled."""
+        """Return the finished prompts of the next batch. Prompts that are still being sampled are missing."""
         waiting = [one for one in self._drawn if not one.settled]
         if self._policy == "block":
             waiting = waiting[: self._prompts]
         return [one for one in waiting if one.group is not None and one.group.done()][: self._prompts]
 
     def _begin(self) -> None:
-        """Start prompts in order while workers are free and `max_staleness_steps` allows it."""
+        """Start to sample prompts, in order, while workers are free and `max_staleness_steps` allows it."""
         free = self._workers - sum(one.running for one in self._drawn)
         most = self._prompts * min(self._staleness + 1, max(self._steps - self._step, 1))
         unsettled = [one for one in self._drawn if not one.settled]

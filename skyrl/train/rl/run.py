@@ -1,8 +1,8 @@
 """A complete RL run: models, data, the training loop, and outputs.
 
 `skyrl train rl` calls `train_rl`. Checkpoints contain all state of a run, so a killed and resumed run ends with the
-same result as an uninterrupted one. The results are bit-identical with the backend's option `deterministic`, the same
-number of workers, and a synchronous source.
+same result as an uninterrupted one. The two results are bit-identical if the backend's option `deterministic` is set,
+the number of workers is the same, and the source of rollouts is synchronous.
 """
 
 import asyncio
@@ -51,10 +51,10 @@ from skyrl.utils.gc_tuning import collecting_seldom
 log = logging.getLogger(__name__)
 
 SHOWN = {"reward/avg_raw_reward": "reward", "eval/all/avg_score": "eval"}
-"""Metrics beside the progress bar."""
+"""Metrics that are shown beside the progress bar, with their labels."""
 
 MEMORY = "memory"
-"""Folder of device memory snapshots, beside the checkpoints."""
+"""Folder beside the checkpoints, for snapshots of the device's memory."""
 
 INIT_FROM = "trainer.init_from"
 
@@ -63,14 +63,14 @@ POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
 
 
 class Run:
-    """A run that is set up. Created by `open_run`, whose stack closes it.
+    """A run that is set up. `open_run` creates it.
 
     Args:
         config: Resolved and validated configuration.
         models: The run's models on a backend.
         trainer: Trainer that runs the steps.
         prompts: Training data.
-        evaluation: Prompts for evaluation; empty if there is no evaluation.
+        evaluation: Prompts for evaluation. Empty if the run has no evaluations.
         rollouts: Sampler of trajectories.
         store: Store of checkpoints.
         callbacks: Callbacks of the run.
@@ -92,7 +92,7 @@ class Run:
         self.trainer = trainer
         self._reference_models, self._has_own = reference or models, reference is not None
         self._is_base = False
-        """True if the reference equals its base model, so it need not be saved."""
+        """True if the reference is an untrained base model, so it need not be saved."""
         self.prompts = prompts
         self._evaluation = evaluation
         self._rollouts = rollouts
@@ -100,7 +100,7 @@ class Run:
         settings = config.trainer
         self._result = result_in(settings.export_path, settings.policy.model.lora.rank, settings.save_merged)
         self._begun_at = 0
-        """Number of steps before the run was resumed."""
+        """Number of steps that were completed before this process resumed the run."""
         self._callbacks = callbacks
 
     @property
@@ -110,27 +110,27 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         return self.config.trainer.steps(self.steps_per_epoch)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps per epoch, without the last rows if they do not fill a batch."""
+        """Number of steps per epoch. Last rows that do not fill a batch are left out."""
         return self.prompts.order.steps_per_epoch
 
     @property
     def run_id(self) -> str:
-        """Id of this run, which resumed runs keep."""
+        """Id of this run. A run keeps it when it is resumed."""
         return self._store.run_id
 
     @property
     def can_save(self) -> bool:
-        """True if no step is changing the models."""
+        """True while a step is sampling or after its sampling failed. The models are as the last step left them."""
         return self.trainer.is_sampling
 
     @property
     def way_on(self) -> str:
-        """Message with the way to resume from the newest checkpoint."""
+        """Text for messages that says how to resume from the newest checkpoint."""
         return WAY_ON if self.config.trainer.resume_mode == "latest" else f"with trainer.resume_mode=latest {WAY_ON}"
 
     async def train(self, report: Report, interruption: Interruption | None = None) -> None:
@@ -148,7 +148,7 @@ class Run:
         await run_steps(self, cadence, report, self._callbacks, interruption)
 
     async def step(self) -> Metrics:
-        """Run one step of the trainer, and write the configured dumps of its data."""
+        """Run one step of the trainer. If dumps are configured, write the step's data."""
         settings = self.config.trainer
         try:
             metrics, batch = await self.trainer.step()
@@ -169,7 +169,7 @@ class Run:
             remove_old_dumps(settings.export_path, self.global_step, settings.max_dumps_to_keep)
 
     async def end_epoch(self) -> None:
-        """Replace the reference by the current policy, if configured."""
+        """Replace the reference by the current policy, if `update_ref_every_epoch` is set."""
         if not self.config.trainer.update_ref_every_epoch:
             return
         folder = tempfile.mkdtemp(prefix="skyrl-reference-")
@@ -197,8 +197,8 @@ class Run:
         return self._export.is_complete
 
     async def export(self) -> None:
-        """Write the policy's adapter, if any, in PEFT format, and the models that can be merged in Hugging Face
-        format."""
+        """Write the policy's adapter, if it has one, in PEFT format. Write all models whose adapters can be merged in
+        Hugging Face format."""
         await self._export.write()
 
     @property
@@ -214,11 +214,11 @@ class Run:
             await self._result.write(self.trainer.policy, keep_earlier=self._begun_at == 0)
 
     def improves(self, metrics: Metrics) -> bool:
-        """Return True if the metrics of an evaluation are the best so far by `best_metric`."""
+        """Return True if these metrics of an evaluation are the best so far by `best_metric`."""
         return self._store.judge(self.global_step, metrics)
 
     async def save(self) -> "asyncio.Task[Where]":
-        """Start to write a checkpoint of the current state. Returns an awaitable of its folder."""
+        """Start to write a checkpoint of the current state. Returns a task that ends with its path or URL."""
         trainer, update = self.trainer, self.trainer.update
         sampling = trainer.state()
         source, waiting = sampling.source.as_json()
@@ -245,9 +245,9 @@ class Run:
             log.warning("%s cannot be written: %s", path, error)
 
     async def begin(self, initial: Checkpoint | None) -> None:
-        """Create the models, with the weights of a checkpoint if there is one.
+        """Create the models. If there is a checkpoint, the policy gets its weights.
 
-        KL is then measured from these weights.
+        Without a teacher, the KL divergence is then measured from these weights.
         """
         settings, trainer = self.config.trainer, self.trainer
         if initial is None:
@@ -262,7 +262,7 @@ class Run:
             await create_critic(trainer.critic, self.config)
 
     async def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the state of a checkpoint."""
+        """Restore the state that a checkpoint contains."""
         self._begun_at = checkpoint.step
         trainer, update, state = self.trainer, self.trainer.update, checkpoint.state
         for name, model in self._trained().items():
@@ -277,18 +277,18 @@ class Run:
         update.kl_controller.value = state["kl_coefficient"]
 
     async def create_reference(self) -> None:
-        """Create a reference on separate workers, if it was not loaded, with the weights of its base model."""
+        """If the reference has separate workers and was not loaded, create it with the weights of its base model."""
         if self._has_own and self.trainer.update.reference is None:
             self._is_base, self.trainer.update.reference = True, self._reference_models.learner(REFERENCE)
             await self.trainer.update.reference.create(LoraConfig(rank=1))
 
     def summary(self) -> str:
-        """Final message of a finished run: steps, and the paths of its outputs."""
+        """Return the final message of a finished run. It has the number of steps and the paths of the outputs."""
         before = f", {self._begun_at} of them before this run was resumed" if self._begun_at else ""
         return closing_summary(f"{self.global_step} of {self.total_steps} steps are taken{before}", self.places())
 
     def places(self) -> dict[str, Where]:
-        """Paths of a run's outputs, by description."""
+        """Return the paths of the run's outputs, by description."""
         settings = self.config.trainer
         store, exports, best = self._store, place_of(settings.export_path), self._store.best
         return {
@@ -303,14 +303,14 @@ class Run:
         }
 
     def _trained(self) -> dict[str, Learner]:
-        """Models with trained weights; a teacher is not one of them."""
+        """Return the models that have trained weights, by name. A teacher is not one of them."""
         reference = None if self._is_base else self.trainer.update.reference
         models = {POLICY: self.trainer.policy, CRITIC: self.trainer.critic, REFERENCE: reference}
         return {name: model for name, model in models.items() if model is not None}
 
 
 async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: RewardShaping = env_rewards) -> Run:
-    """Set up models and data, from a checkpoint if configured. Resources are released by `stack`.
+    """Set up models and data, and resume from a checkpoint if configured. `stack` releases the resources.
 
     Raises ConfigError for invalid settings.
     """
@@ -351,8 +351,8 @@ async def train_rl(
 ) -> Run:
     """Train with a resolved configuration. Returns the run after closing its backend.
 
-    Metrics go to `metrics.jsonl` in the run's checkpoints, to its trackers, and to `report`. `shape_rewards` computes
-    the rewards to train with from the environment's rewards.
+    Metrics are written to `metrics.jsonl` in `trainer.ckpt_path`, and passed to the trackers and to `report`.
+    `shape_rewards` returns the rewards to train with, computed from a batch with the environment's rewards.
     """
     with ExitStack() as stack:
         interruption = Interruption()
@@ -386,7 +386,7 @@ async def train_rl(
 
 
 def _limit(run: Run) -> str:
-    """Settings that determine the number of steps."""
+    """Return the names of the settings that determine the number of steps."""
     settings = run.config.trainer
     names = ["trainer.max_steps"] if run.total_steps == settings.max_steps else []
     if settings.max_steps is None or (
@@ -397,7 +397,7 @@ def _limit(run: Run) -> str:
 
 
 def _kept(dump: Callable[..., Where], *arguments: Any) -> None:
-    """Write a dump. A failed write is logged and does not stop training."""
+    """Write a dump. If this fails, log it and continue."""
     try:
         dump(*arguments)
     except StorageError as error:
@@ -413,7 +413,7 @@ def _arrays(batch: Batch) -> dict[str, Array]:
 
 
 def _schedule(config: SkyRLTrainConfig, steps: int) -> Callable[[OptimizerConfig, int], float]:
-    """Learning rate schedule over all optimizer steps of a run."""
+    """Return the learning rate schedule over all optimizer steps of a run, as `Update` takes it."""
     settings = config.trainer
 
     def factor(optimizer: OptimizerConfig, step: int) -> float:

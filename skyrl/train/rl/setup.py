@@ -1,4 +1,4 @@
-"""Setup for training and evaluation of a policy: checks, tokenizer, and locations of models and checkpoints."""
+"""Setup for training or evaluating a policy: checks, tokenizer, model loaders, and the checkpoint store."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -27,7 +27,7 @@ BASE_MODEL, REFERENCE_MODEL = "trainer.policy.model.path", "trainer.ref.model.pa
 
 
 class Setup(NamedTuple):
-    """A checked configuration, before anything slow is loaded."""
+    """Parts of a run that are created from a checked configuration, before anything slow is loaded."""
 
     tokenizer: ChatTokenizer
     chat: Chat
@@ -35,9 +35,9 @@ class Setup(NamedTuple):
     load: Callable[[], AbstractContextManager[Models]]
     """Loads the base model and allocates memory for models."""
     load_reference: Callable[[], AbstractContextManager[Models]] | None
-    """Loads the reference, if it is a different model (a teacher) or has separate workers."""
+    """Loads the reference. None if it has the policy's base model and runs on the policy's workers."""
     load_critic: Callable[[], AbstractContextManager[Models]] | None
-    """Loads the critic, if it has separate workers."""
+    """Loads the critic. None if it runs on the policy's workers."""
 
     @classmethod
     def of(cls, config: SkyRLTrainConfig) -> "Setup":
@@ -74,7 +74,7 @@ class Setup(NamedTuple):
 
 
 def source_of(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPrompts, steps: int) -> Source:
-    """Create the source of rollouts for a run of this many steps."""
+    """Create the source of rollouts for a run of `steps` steps."""
     settings, parallel = config.trainer, config.trainer.fully_async
     staleness = parallel.max_staleness_steps if parallel.enabled else int(settings.one_step_off)
     batch = settings.train_batch_size
@@ -94,7 +94,7 @@ def source_of(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPro
 async def check_environments(config: SkyRLTrainConfig, prompts: Sequence[Prompt]) -> None:
     """Raise ConfigError for unknown environments, for rows that their environment rejects, and for unused settings.
 
-    Nothing is checked with a custom generator, which defines the meaning of both.
+    With a custom generator, nothing is checked, because the generator defines the meaning of rows and settings.
     """
     if config.generator.generator_class is None:
         check_settings(config.environment.skyrl_gym, tuple(dict.fromkeys(prompt.env_class for prompt in prompts)))
@@ -104,9 +104,9 @@ async def check_environments(config: SkyRLTrainConfig, prompts: Sequence[Prompt]
 def _reference_loader(
     config: SkyRLTrainConfig, strategy: Strategy, tokenizer: ChatTokenizer
 ) -> Callable[[], AbstractContextManager[Models]]:
-    """Return the loader of a reference model other than the policy's. It gets the policy's tokenizer and lengths.
+    """Return a loader for a reference that is a different model than the policy.
 
-    Raises ConfigError for an incompatible model.
+    Raises ConfigError if the reference has another vocabulary, or is made for sequences that are too short.
     """
     path, policy = config.trainer.ref.model.path, config.trainer.policy.model.path
     assert path is not None
@@ -128,7 +128,7 @@ def _reference_loader(
 
 
 def _longest(config: SkyRLTrainConfig) -> int:
-    """Length of the longest training sequence in tokens."""
+    """Return the length of the longest training sequence, in tokens."""
     generator = config.generator
     assert generator.max_input_length is not None, "the configuration is resolved"
     return generator.max_input_length + generator.sampling_params.max_generate_length

@@ -1,4 +1,4 @@
-"""The RL trainer: sample, score, train, publish. Evaluations and checkpoints happen between its steps."""
+"""The RL trainer. A step samples, scores, trains and publishes. Evaluations and checkpoints happen between steps."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 SAMPLED = "sampled tokens"
-"""Metric: tokens of all samples of a step, including those that dynamic sampling drops."""
+"""Name of a metric: number of tokens in all samples of a step, including samples that dynamic sampling drops."""
 
 
 class SamplingState(NamedTuple):
@@ -34,7 +34,7 @@ class SamplingState(NamedTuple):
     """State of the random generator for dynamic sampling."""
 
     def without_failures(self) -> "SamplingState":
-        """Return the state with prompts that have a failed sample marked as not sampled."""
+        """Return the state, in which prompts with a failed sample count as not sampled."""
         prompts = ["open" if _has_failed(outcome) else outcome for outcome in self.source.prompts]
         return self._replace(source=self.source._replace(prompts=prompts))
 
@@ -44,11 +44,11 @@ def _has_failed(outcome: Outcome) -> bool:
 
 
 class RLTrainer:
-    """Trains a policy step by step. Work between the steps is up to the caller.
+    """Trains a policy step by step. The caller does the work between the steps.
 
     Args:
         config: Resolved and validated configuration.
-        policy: The policy, which exists already.
+        policy: The policy. It must be created before the first step.
         critic: The critic, if there is one.
         source: Source of trajectories.
         update: Trains policy and critic on a batch.
@@ -71,21 +71,21 @@ class RLTrainer:
         )
         """Trajectories that dynamic sampling has kept for the next step."""
         self.generator = np.random.default_rng([config.trainer.seed, 1])
-        """Random generator of the replacements by dynamic sampling."""
+        """Random generator with which dynamic sampling draws replacements."""
         self._before: SamplingState | None = None
-        """State at the start of the current step."""
+        """State at the start of the current step, while the step is sampling. None at other times."""
 
     @property
     def is_sampling(self) -> bool:
-        """True while a step is sampling, or after its sampling failed: the models are unchanged."""
+        """True while a step is sampling, or after its sampling failed. The models are then unchanged."""
         return self._before is not None
 
     def state(self) -> SamplingState:
-        """State for the next step. While a step is sampling, the state at its start."""
+        """Return the state for the next step. While a step is sampling, return the state at its start."""
         return self._before or SamplingState(self.source.state(), self.generator.bit_generator.state)
 
     def restore(self, state: SamplingState, step: int) -> None:
-        """Continue from a state after `step` steps."""
+        """Continue from a state that was taken after `step` steps."""
         self.source.restore(state.source, step)
         self.generator.bit_generator.state = state.generator
         self.global_step = step
@@ -135,7 +135,7 @@ class RLTrainer:
         return metrics, batch
 
     async def _sample(self) -> tuple[list[Trajectory], list[str], Metrics]:
-        """Sample the trajectories of a step. Returns them with their prompts, and metrics of all samples."""
+        """Sample the trajectories of a step. Returns the trajectories, their prompts, and metrics of all samples."""
         everything: list[Trajectory] = []
         batches = 0
         while True:
@@ -156,7 +156,7 @@ class RLTrainer:
                 return *chosen, metrics | {"generate/sample_batches": float(batches), SAMPLED: float(tokens)}
 
     def _chosen(self, trajectories: list[Trajectory], batches: int) -> tuple[list[Trajectory], list[str]] | None:
-        """Return the trajectories to train on, or None if more samples are needed first."""
+        """Return the trajectories to train on and their prompts, or None if more samples are needed first."""
         usable = [item for item in trajectories if item.failure is None]
         uids = [item.id.instance_id for item in usable]
         rewards = np.array([item.reward for item in usable])

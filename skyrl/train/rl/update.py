@@ -1,7 +1,7 @@
 """One training step on a batch: scores, advantages, and the optimizer steps of critic and policy.
 
 All computations that span the batch (groups, normalization, masks, weights of the reduction) happen here, before the
-batch is split into passes. The backend receives one number per token.
+batch is split into passes. The backend receives inputs with one number per token.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ from skyrl.types import ForwardBackwardOutput
 log = logging.getLogger(__name__)
 
 RewardShaping = Callable[[Batch], Array]
-"""Function that returns the rewards `[rows, tokens]` to train with. Filters and reward metrics use the environment's
-rewards."""
+"""Function that returns the rewards to train with, `[rows, tokens]`. Filters and reward metrics use the environment's
+rewards instead."""
 
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 
@@ -52,7 +52,7 @@ def env_rewards(batch: Batch) -> Array:
 
 
 class _Scored(NamedTuple):
-    """Scores of the models before training on the batch, each `[rows, tokens]`. None: not needed."""
+    """Scores that the models compute before training on a batch, each `[rows, tokens]`. None: not needed."""
 
     logprobs: Array | None
     entropy: Array | None
@@ -60,7 +60,7 @@ class _Scored(NamedTuple):
     values: Array | None
 
     def arrays(self) -> dict[str, Array]:
-        """Existing scores by their names in dumps."""
+        """Return the scores that are not None, except the entropy, by their names in dumps."""
         named = {
             "old_logprobs": self.logprobs,
             "reference_logprobs": self.reference,
@@ -70,13 +70,14 @@ class _Scored(NamedTuple):
 
 
 class Update:
-    """Trains on batches.
+    """Trains policy and critic, one batch per call.
 
     Args:
         config: Resolved configuration.
         policy: The policy.
-        critic: The critic, if the advantage estimator needs values.
-        schedule: Factor of a model's learning rate at an optimizer step, from 0: (optimizer_config, step) -> factor.
+        critic: The critic, if there is one.
+        schedule: Returns the factor of a model's learning rate: (optimizer_config, number of previous optimizer steps
+            of the model) -> factor.
         shape_rewards: Computes the rewards to train with.
     """
 
@@ -101,7 +102,7 @@ class Update:
             or self._algorithm.policy_loss_type in COVARIANCE_LOSSES
             or config.trainer.policy.model.lora.dropout  # only the training pass has dropout
         )
-        """True if the training pass returns the same scores as a separate forward pass before it."""
+        """True if no forward pass is needed before the training pass, because that returns the same scores."""
         self._samples_are_old = config.trainer.fully_async.enabled or config.trainer.one_step_off
         self._warned_of_mismatch = False
         self._objective = policy_objective(self._options, self._on_policy)
@@ -119,12 +120,12 @@ class Update:
             horizon=self._algorithm.kl_ctrl.horizon,
         )
         self.generator = np.random.default_rng(config.trainer.seed)
-        """Random generator for the tokens of clip_cov."""
+        """Random generator with which clip_cov draws tokens."""
         self.reference: Learner | None = None
-        """Frozen model instead of the base model: a teacher, or an earlier policy (update_ref_every_epoch). None: base
+        """Frozen reference model: a teacher, an earlier policy or a model on separate workers. None: the policy's base
         model."""
         self.policy_steps = 0
-        """Optimizer steps of the policy so far."""
+        """Number of optimizer steps of the policy so far."""
         self.critic_steps = 0
         self.arrays: dict[str, Array] = {}
         """Scores, advantages and returns of the last batch, `[rows, tokens]`, for dumps."""
@@ -186,7 +187,7 @@ class Update:
         return _Scored(logprobs, entropy, reference, values)
 
     def _seen(self, batch: Batch, scored: _Scored) -> Metrics:
-        """Return metrics of the policy on the batch before training, for the scores that were computed."""
+        """Return metrics of the policy before training on the batch. Metrics whose scores are missing are left out."""
         logprobs, entropy, reference, rollout = (
             scored.logprobs,
             scored.entropy,
@@ -205,7 +206,7 @@ class Update:
         return metrics
 
     def _warn_of_mismatch(self, found: Metrics) -> None:
-        """Warn once if sampler and trainer disagree, unless samples may be stale and differ anyway."""
+        """Warn once if the log-probabilities of sampler and trainer differ. Do not warn if samples may be stale."""
         if self._samples_are_old or self._warned_of_mismatch or found["rollout_train_kl"] <= MISMATCH_KL:
             return
         self._warned_of_mismatch = True
@@ -222,7 +223,7 @@ class Update:
         )
 
     def _advantages(self, batch: Batch, rewards: Array, values: Array | None) -> Advantages:
-        """Advantages and returns of each token. Estimators get the tokens of whole trajectories."""
+        """Return advantages and returns of each token. Estimators get the tokens of whole trajectories."""
         inputs = AdvantageInputs(
             batch.by_trajectory(rewards),
             batch.by_trajectory(batch.mask),
@@ -243,7 +244,7 @@ class Update:
     def _fields(
         self, batch: Batch, mask: Array, scored: _Scored, estimated: Advantages
     ) -> tuple[dict[str, Array], Metrics]:
-        """Inputs of the policy's objective, and metrics of the off-policy correction."""
+        """Return the inputs of the policy's objective, and metrics of the off-policy correction."""
         fields = {"advantages": estimated.advantages}
         if scored.logprobs is not None:
             fields["sampling_logprobs"] = scored.logprobs
@@ -262,7 +263,7 @@ class Update:
         return {name: fields[name] for name in fields if name in self._objective.inputs}, metrics
 
     async def _train_policy(self, batch: Batch, mask: Array, fields: dict[str, Array], scored: _Scored) -> Metrics:
-        """Run the optimizer steps of the policy, except for those without a trained token. Returns metrics."""
+        """Run the optimizer steps of the policy. Steps without a trained token are skipped. Returns metrics."""
         optimizer = self._trainer.policy.optimizer_config
         found: list[Metrics] = []
         seen: Metrics = {}
@@ -293,7 +294,10 @@ class Update:
     def _policy_metrics(
         self, batch: Batch, rows: Array, mask: Array, output: ForwardBackwardOutput, given: dict[str, Array]
     ) -> Metrics:
-        """Metrics of a mini-batch from the inputs `[rows of the batch, tokens]` and outputs of its pass."""
+        """Return the metrics of a mini-batch, computed from the inputs and outputs of its pass.
+
+        `rows` are the mini-batch's row indices. The inputs `given` are `[rows of the batch, tokens]`.
+        """
         found = {
             name: batch.padded_of(rows, [scores[name] for scores in output.loss_fn_outputs], np.float64)
             for name in self._objective.outputs
@@ -304,7 +308,7 @@ class Update:
         return policy_metrics(self._objective, inputs, mask[rows])
 
     def _trains(self, weights: Array, fields: dict[str, Array]) -> bool:
-        """Return True if the loss of a mini-batch has a token."""
+        """Return True if the loss of a mini-batch has at least one token with a non-zero weight."""
         objective = self._objective
         if "correction" in fields and not (objective.kl_coef or objective.entropy_coef):
             weights = weights * fields["correction"]
@@ -337,11 +341,14 @@ class Update:
         return _averaged("critic", found) | {f"critic/{name}": value for name, value in values.items()}
 
     def _mini_batches(self, batch: Batch, prompts: int) -> list[Array]:
-        """Rows of each optimizer step on a batch."""
+        """Return the row indices of each optimizer step on a batch."""
         return batch.mini_batches(prompts) * self._trainer.update_epochs_per_batch
 
     def _weights(self, batch: Batch, mask: Array, rows: Array) -> Array:
-        """Weights of a mini-batch by the loss reduction, `[rows of the batch, tokens]`, 0 in other rows."""
+        """Return the token weights of a mini-batch by the loss reduction: `[rows of the batch, tokens]`.
+
+        They are 0 in rows outside the mini-batch.
+        """
         weights = np.zeros(mask.shape)
         weights[rows] = token_weights(
             self._algorithm.loss_reduction,
@@ -353,7 +360,7 @@ class Update:
         return weights
 
     async def _selected(self, batch: Batch, mask: Array, fields: dict[str, Array], rows: Array) -> Array:
-        """Select the tokens that the loss treats differently, by the policy's current scores of the mini-batch."""
+        """Select tokens of a mini-batch for clip_cov or kl_cov, by the policy's current log-probabilities."""
         output = await self._policy.forward(batch.data(rows), self._logprobs)
         logprobs = np.zeros(mask.shape)
         for row, scores in zip(rows, output.loss_fn_outputs, strict=True):
@@ -365,7 +372,7 @@ class Update:
 
 
 def _steps_once(trainer: TrainerConfig) -> bool:
-    """Return True if a batch is one optimizer step of the policy."""
+    """Return True if the policy takes one optimizer step per batch."""
     return trainer.update_epochs_per_batch == 1 and trainer.policy_mini_batch_size >= trainer.train_batch_size
 
 
@@ -384,7 +391,7 @@ def _step_metrics(metrics: Metrics) -> Metrics:
 
 
 def _averaged(model: str, found: list[Metrics]) -> Metrics:
-    """Means over the optimizer steps of a batch."""
+    """Return the mean of each metric over the optimizer steps of a batch."""
     names = dict.fromkeys(name for metrics in found for name in metrics)
     return {f"{model}/{name}": float(np.mean([m[name] for m in found if name in m])) for name in names}
 

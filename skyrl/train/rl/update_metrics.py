@@ -1,4 +1,4 @@
-"""Metrics of the optimizer steps of policy and critic, computed in NumPy from the inputs and outputs of a pass."""
+"""Metrics of optimizer steps of policy and critic. They are computed in NumPy from the inputs and outputs of passes."""
 
 import logging
 from functools import cache
@@ -16,23 +16,25 @@ TOKEN_RATIO, SEQUENCE_RATIO = ("regular", "dual_clip", "ppo"), ("gspo",)
 """Policy losses that clip the ratio of each token, and those that clip the ratio of each sequence."""
 LARGEST_LOG_RATIO = 20
 MISMATCH_NATS = 0.1
-"""Difference of a token's log-probabilities above which sampler and trainer disagree: a ratio of 1.1."""
+"""Sampler and trainer disagree about a token if its log-probabilities differ by more than this, in nats (ratio 1.1)."""
 MISMATCH_KL = 1e-3
-"""KL divergence of trainer and sampler, in nats, above which a run logs a warning. bfloat16 engines stay below it."""
+"""A run logs a warning if the KL divergence between sampler and trainer is above this, in nats.
+
+bfloat16 engines stay below it.
+"""
 
 
 def policy_metrics(objective: PolicyObjective, x: LossInputs, mask: Array) -> Metrics:
-    """Terms of the loss, and the distance of the policy from its state at the start of the step.
+    """Return the terms of the loss, and metrics of how far the policy has moved since the start of the step.
 
     Args:
         objective: Objective of the pass.
         x: float64 `[rows, tokens]`: inputs of the pass, and the log-probabilities that it returned.
-        mask: bool `[rows, tokens]`: trained tokens.
+        mask: bool `[rows, tokens]`: True for trained tokens.
 
     `policy_loss`, `kl_loss` and `entropy_loss` add up to the loss of the pass. `clip_fraction` is the fraction of
-    tokens whose gradient was removed by the clip, which is 0 in the first step after sampling (as in
-    https://huggingface.co/docs/trl/grpo_trainer). `approx_kl` is the k3 estimate of
-    http://joschu.net/blog/kl-approx.html.
+    tokens whose gradient the clip removed (as in https://huggingface.co/docs/trl/grpo_trainer). It is 0 in the first
+    optimizer step after sampling. `approx_kl` is the k3 estimate of http://joschu.net/blog/kl-approx.html.
     """
     metrics = _terms(objective, x)
     assert x.sampling_logprobs is not None
@@ -63,11 +65,12 @@ def mismatch_metrics(trainer: Array, sampler: Array) -> Metrics:
     """Compare the log-probabilities of trainer and sampler for the same tokens.
 
     Args:
-        trainer: float64 `[tokens]`, nats.
-        sampler: float64 `[tokens]`, nats.
+        trainer: float64 `[tokens]`, in nats.
+        sampler: float64 `[tokens]`, in nats.
 
     `rollout_train_kl` is the k3 estimate (http://joschu.net/blog/kl-approx.html) of KL(sampler || trainer), because the
-    sampler drew these tokens. `rollout_train_off_fraction` is the fraction that differs by more than `MISMATCH_NATS`.
+    sampler drew these tokens. `rollout_train_off_fraction` is the fraction of tokens whose log-probabilities differ by
+    more than `MISMATCH_NATS`.
     """
     log_ratio = trainer - sampler
     difference = np.abs(log_ratio)
@@ -106,7 +109,7 @@ def _bounds(objective: PolicyObjective) -> tuple[float, float]:
 
 
 def advantage_metrics(advantages: Array) -> Metrics:
-    """Spread of the advantages of all trained tokens."""
+    """Return statistics of the advantages of all trained tokens."""
     if not advantages.size:
         return {}
     return {
@@ -119,16 +122,16 @@ def advantage_metrics(advantages: Array) -> Metrics:
 
 
 def explained_variance(values: Array, returns: Array) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one that predicts the mean.
+    """Return 1 - Var(returns - values) / Var(returns), or 0 if all returns are equal.
 
-    0 if all returns are equal.
+    A perfect critic has 1. A critic that always predicts the mean has 0.
     """
     spread = float(returns.var()) if returns.size else 0.0
     return 1 - float((returns - values).var()) / spread if spread else 0.0
 
 
 def value_clip_fraction(new: Array, old: Array, returns: Array, mask: Array, value_clip: float | None) -> Metrics:
-    """Fraction of tokens whose loss uses the clipped value, because it is farther from the return."""
+    """Return the fraction of tokens whose loss uses the clipped value, because that is farther from the return."""
     if value_clip is None or not mask.any():
         return {}
     clipped = old + np.clip(new - old, -value_clip, value_clip)

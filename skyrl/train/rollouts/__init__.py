@@ -1,3 +1,3 @@
-"""Rollouts: episodes of a model in environments, run in parallel, as trajectories and training rows. Start reading with
-`rollouts`.
+"""Rollouts: episodes in which a model acts in environments. They run in parallel and yield trajectories and training
+rows. Start reading with `rollouts`.
 """

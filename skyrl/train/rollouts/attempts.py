@@ -1,6 +1,6 @@
 """Attempts at a trajectory: timeouts, closing of environments, recorded failures, and retries.
 
-A failure ends its attempt, not the run. The next attempt gets a fresh environment. After the last attempt, the
+A failure ends its attempt, not the run. The next attempt gets a fresh environment. If the last attempt fails, the
 trajectory contains the failure. Only errors that would fail every trajectory (`FATAL`) are raised.
 """
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class RolloutError(Exception):
-    """Too many trajectories have failed. The message has the numbers, the kinds and the first error."""
+    """Too many trajectories have failed. The message has their number, the kinds of failures, and the first error."""
 
 
 class Attempt(Protocol):
@@ -44,7 +44,7 @@ class Attempt(Protocol):
 
     @property
     def stage(self) -> Stage:
-        """Part that is running, or that ran last."""
+        """Part of the attempt that is running, or that ran last."""
         ...
 
     @property
@@ -52,16 +52,16 @@ class Attempt(Protocol):
 
     @property
     def messages(self) -> Sequence[Message]:
-        """Prompt of the trajectory, as passed to the model."""
+        """Prompt messages of the trajectory, as passed to the model."""
         ...
 
     @property
     def raised(self) -> Exception | None:
-        """Exception of the environment on the last action, if `env_error_reward` applies to it."""
+        """Exception that the environment raised on the last action, if `env_error_reward` applies to it."""
         ...
 
     async def play(self) -> tuple[TrajectoryStopReason, Metrics]:
-        """Run the attempt. Returns its stop reason, and its metrics without the metrics of single turns."""
+        """Run the attempt. Returns its stop reason and its own metrics. Metrics of turns are in `turns`."""
         ...
 
     async def close(self) -> None:
@@ -134,12 +134,12 @@ async def run_trajectory(
     timeout_s: float | None,
     retries: int,
 ) -> Trajectory:
-    """Return the trajectory of the first successful attempt, or of the last one.
+    """Return the trajectory of the first successful attempt. If all attempts fail, return that of the last one.
 
     Args:
         identity: Id of the trajectory.
-        prompt: Its prompt.
-        make_attempt: Creates the attempt with a number (from 1). Every attempt is closed exactly once.
+        prompt: Prompt of the trajectory.
+        make_attempt: Creates an attempt, given its number (from 1). Every attempt is closed exactly once.
         tracebacks: Logger of exceptions in environments and generators.
         timeout_s: Time limit of an attempt in seconds. None: no limit.
         retries: Maximum number of attempts after the first.
@@ -200,7 +200,7 @@ async def _played(
 
 
 async def _close(attempt: Attempt, identity: TrajectoryId) -> None:
-    """Close an attempt's environment. Errors are logged and do not affect the trajectory."""
+    """Close an attempt. Errors are logged and do not affect the trajectory."""
     try:
         async with asyncio.timeout(CLOSE_S):
             await attempt.close()
@@ -209,7 +209,7 @@ async def _close(attempt: Attempt, identity: TrajectoryId) -> None:
 
 
 def _means(turns: Sequence[Turn]) -> Metrics:
-    """Mean of each metric over the turns that have it."""
+    """Return the mean of each metric over the turns that have it."""
     numbers: Counter[str] = Counter()
     sums: Metrics = {}
     for turn in turns:
@@ -220,13 +220,13 @@ def _means(turns: Sequence[Turn]) -> Metrics:
 
 
 class Tracebacks:
-    """Logs exceptions of environments and generators: the full traceback the first time, then nothing."""
+    """Logs exceptions of environments and generators. An exception of one type at one line is logged only once."""
 
     def __init__(self) -> None:
         self._shown: set[tuple[type[Exception], str, int]] = set()
 
     def show(self, identity: TrajectoryId, error: Exception) -> None:
-        """Log an exception with its traceback, unless it was logged before."""
+        """Log an exception with its traceback, unless one of the same type and line was logged before."""
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         file, line = frames[-1] if frames else ("", 0)
         if (type(error), file, line) not in self._shown:
@@ -238,13 +238,13 @@ class FailureBudget:
     """Limit on the number of failed trajectories."""
 
     def __init__(self, max_failed_fraction: float, trajectories: int):
-        """Allow a fraction of a known number of trajectories to fail."""
+        """Allow at most `max_failed_fraction` of `trajectories` trajectories to fail."""
         self._fraction = max_failed_fraction
         self._trajectories = trajectories
         self._failures: list[Trajectory] = []
 
     def count(self, trajectory: Trajectory) -> None:
-        """Count the end of a trajectory. Raises RolloutError as soon as too many have failed."""
+        """Count a finished trajectory. Raises RolloutError as soon as too many have failed."""
         if trajectory.failure is None:
             return
         self._failures.append(trajectory)

@@ -1,10 +1,10 @@
-"""Conversion between messages and tokens with a model's tokenizer and chat template.
+"""Conversion between messages and tokens, by a model's tokenizer and chat template.
 
 A conversation is rendered as text and encoded as a whole, or continued. A continuation needs the tokens that the
-template puts between a response and the next one. To find them, a small conversation is rendered whose last answer is a
-marker; the text after the marker follows every answer. This text begins with the token that ends a turn. It is a
-special token, at which tokenizers split first, so encoding the text alone gives the same tokens as in the whole
-conversation.
+template puts between a response and the next one. To find them, a small conversation is rendered in which the last
+answer is a marker. The text after the marker follows every answer. This text begins with the token that ends a turn.
+That is a special token, at which tokenizers split first. Encoding the text alone therefore gives the same tokens as
+encoding the whole conversation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,11 @@ from skyrl.utils.chat_template import MARKER, SHORT
 LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
 """A longer chat than `SHORT`. The text after the marker must be equal in both."""
 REMEMBERED = 256
-"""Maximum number of texts whose tokens are cached, because samples of a prompt and many answers begin with equal texts.
-"""
+"""Maximum number of texts whose tokens are cached. Texts recur: all samples of a prompt, for example, have the same."""
 
 
 class ChatTokenizer(Protocol):
-    """The used part of the interface of a `transformers` tokenizer."""
+    """The methods of a `transformers` tokenizer that are used here."""
 
     @property
     def eos_token_id(self) -> Any: ...
@@ -52,7 +51,7 @@ class ChatTokenizer(Protocol):
 
 
 class Chat:
-    """A tokenizer with a template.
+    """A tokenizer and its chat template.
 
     Raises ConfigError if the tokenizer has no end-of-sequence token, or the template cannot be rendered.
     """
@@ -84,25 +83,25 @@ class Chat:
             ) from error
         first = self._encode(after_answer or "")[:1]
         self.end_of_turn: int = first[0] if first and first[0] in self._added else tokenizer.eos_token_id
-        """Token that the template puts after an assistant message; the eos_token if the template puts none there."""
+        """Token that the template puts after an assistant message. If it puts none there, the eos_token."""
         self.extra_end: int | None = None if self.end_of_turn == tokenizer.eos_token_id else self.end_of_turn
-        """`end_of_turn`, if it differs from the tokenizer's end token. Samplers must get it as a stop token."""
+        """`end_of_turn` if it is not the tokenizer's eos_token. Samplers then need it as an additional stop token."""
         self._ends = {self.end_of_turn, tokenizer.eos_token_id}
         self._checked: set[tuple[str, ...]] = set()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """Tokens of a conversation, up to the start of the model's next message."""
+        """Return the tokens of a conversation, up to the start of the model's next message."""
         return self._encode(self._text(messages, tools))
 
     def written(self, messages: Sequence[Message]) -> str:
-        """Text of a whole conversation."""
+        """Return the text of a complete conversation, without the start of a next message."""
         return self._text(messages, None, answering=False)
 
     def continuation(self, observations: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """Tokens between a response and the next one: end of turn, messages, start of the next turn.
+        """Return the tokens between a response and the next one: end of turn, messages, start of the next turn.
 
-        The first token is `end_of_turn`. Raises ConfigError if the template does not support this, because these tokens
-        depend on the earlier conversation or do not begin with a token that ends a turn.
+        The first token is `end_of_turn`. Raises ConfigError if the template makes these tokens depend on the earlier
+        conversation, or does not begin them with a token that ends a turn.
         """
         text = self._after_marker([*SHORT, *observations], tools)
         roles = tuple(str(message.get("role")) for message in observations)
@@ -112,7 +111,7 @@ class Chat:
         return self._encode(text or "")
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of plain text."""
+        """Return the tokens of plain text."""
         return self._encode(text)
 
     def ended(self, response: Sequence[int]) -> bool:
@@ -120,7 +119,7 @@ class Chat:
         return bool(response) and response[-1] in self._ends
 
     def text(self, response: Sequence[int]) -> str:
-        """Text of a response, without special tokens."""
+        """Return the text of a response, without special tokens."""
         ids = np.asarray(response, np.int64)  # transformers looks at each item of a list
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
@@ -137,7 +136,7 @@ class Chat:
     def _after_marker(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, answering: bool = True
     ) -> str | None:
-        """Text rendered after the marker; None if the marker itself is not rendered."""
+        """Return the text that is rendered after the marker. None if the marker itself is not rendered."""
         _, found, after = self._text(messages, tools, answering).partition(MARKER)
         return after if found else None
 

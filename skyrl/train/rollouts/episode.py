@@ -1,4 +1,4 @@
-"""One attempt at a trajectory: the model and an environment alternate until one of them is done.
+"""One attempt at a trajectory. The model and an environment alternate until the environment is done or a limit is met.
 
 The state so far (`turns`, `stage`) can be read at any time, so a failure can be located.
 """
@@ -20,7 +20,7 @@ from skyrl.train.rollouts.trajectory import TrajectoryStopReason, Turn, checked_
 Stage = Literal["environment", "template", "sampler", "generator"]
 
 FATAL = (ConfigError, ImportError, NotImplementedError, WrongWeights)
-"""Errors of the program or its configuration, which would also fail other attempts and other trajectories."""
+"""Errors of the program or its configuration. They would also fail other attempts and other trajectories."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Prompt:
     """Id of the row's environment."""
 
     instance_id: str
-    """Name of the row, by which its samples are grouped."""
+    """Id of the row. Samples with the same id form a group."""
 
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns. The chat template shows `tools` to the model."""
+    """The other columns. The chat template shows the column `tools` to the model."""
 
     source: str = field(default="", compare=False)
-    """File and row, for messages."""
+    """File and row number, for messages."""
 
 
 class Episode:
@@ -49,9 +49,9 @@ class Episode:
     Args:
         sampler: Sampler of the model.
         chat: Tokenizer and template of the model.
-        config: Configuration of histories, and limits of turns and inputs.
+        config: Configuration of the history, and limits on turns and input tokens.
         params: Sampling parameters.
-        session_id: Session of the calls to the sampler.
+        session_id: Session id for the calls to the sampler.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Episode:
         """The prompt, as the environment returned it."""
         self.turns: list[Turn] = []
         self.raised: Exception | None = None
-        """Exception of the environment on the last action, if `env_error_reward` applies to it."""
+        """Exception that the environment raised on the last action, if `env_error_reward` applies to it."""
 
     async def run(self, env: Env[Any], prompt: Prompt) -> TrajectoryStopReason:
         """Run the episode.
 
-        Each turn's complete input is checked, including the first turn's. If it has more than `max_input_length`
-        tokens, the episode ends without sampling.
+        If the complete input of a turn, even of the first, has more than `max_input_length` tokens, the episode ends
+        without sampling that turn.
 
-        Raises all errors of the environment, the template and the sampler, EnvError for a reward that is not finite,
-        and ConfigError for a reward that is not a number.
+        Raises all errors of the environment, the template and the sampler. Also raises EnvError for a reward that is
+        not finite, and ConfigError for a reward that is not a number.
         """
         config, chat = self._config, self._chat
         limit = config.max_input_length
@@ -125,7 +125,8 @@ class Episode:
             history.extend(sampled, result.observations)
 
     async def _step(self, env: Env[Any], action: str, env_class: str) -> StepResult:
-        """Return the environment's answer, or the end with `env_error_reward` if the environment raised."""
+        """Return the result of the environment's step. If it raises, the result ends the episode with
+        `env_error_reward`."""
         reward = self._config.env_error_reward
         try:
             return _checked(await env.step(action), len(env.token_ids), env_class)
@@ -139,11 +140,11 @@ class Episode:
 
 
 def _with_stop_strings(params: SamplingParams, stop: Sequence[str]) -> SamplingParams:
-    """Add the stop strings of an environment to those of the configuration."""
+    """Return sampling parameters with the stop strings of the configuration and of the environment."""
     return replace(params, stop=list(dict.fromkeys([*(params.stop or ()), *stop]))) if stop else params
 
 
 def _checked(result: StepResult, tokens: int, env_class: str) -> StepResult:
-    """Return the result with rewards as floats; environments may return integers or numbers of an array library."""
+    """Return the result with rewards as floats. Environments may return integers or numbers of an array library."""
     reward, each = checked_rewards(result.reward, result.token_rewards, tokens, f"environment {env_class!r}")
     return replace(result, reward=reward, token_rewards=each)

@@ -1,11 +1,11 @@
 """Construction of the sampler's input at each turn, in three ways.
 
 - `TokenHistory`: tokens in, tokens out. Responses stay as sampled, and only new messages are rendered.
-- `RenderedHistory`: the whole conversation is rendered again. Templates that drop earlier reasoning, or an
-  environment's own view of the history, work as in a chat.
+- `RenderedHistory`: the whole conversation is rendered again. Templates that drop earlier reasoning therefore work as
+  in a chat.
 - `SingleMessageHistory`: one assistant message contains all turns, with the observations as plain text in between.
 
-The trained tokens do not depend on the history; they follow from the sampled tokens (`rows`).
+The trained tokens are always the sampled tokens (`rows`), whatever the history.
 """
 
 from abc import ABC, abstractmethod
@@ -19,12 +19,12 @@ from skyrl.train.rollouts.sampler import Sampled
 
 
 class History(ABC):
-    """A conversation as input of the sampler.
+    """A conversation, in the form of the sampler's input.
 
     Args:
         chat: Tokenizer and template.
-        messages: The prompt.
-        tools: Descriptions of tools that the template shows the model.
+        messages: Prompt messages.
+        tools: Descriptions of tools. The template shows them to the model.
         append_eos: True: a turn that ended at a stop string gets an end-of-turn token.
     """
 
@@ -35,14 +35,17 @@ class History(ABC):
 
     @abstractmethod
     def prompt_ids(self) -> list[int]:
-        """The whole input of the next turn."""
+        """Return the whole input of the next turn."""
 
     @abstractmethod
     def extend(self, sampled: Sampled, observations: Sequence[Message]) -> None:
-        """Add a response and the environment's answer, before another turn."""
+        """Add a response and the environment's answer. Called if another turn follows."""
 
     def closing_ids(self, sampled: Sampled) -> list[int]:
-        """Tokens to add after the last response: an end-of-turn token after a stop string (`append_eos`), else none."""
+        """Return the tokens to add after a response.
+
+        This is an end-of-turn token if the response ended at a stop string and `append_eos` is True. Otherwise none.
+        """
         at_stop_string = sampled.stop_reason == "stop" and not self.chat.ended(sampled.token_ids)
         return [self.chat.end_of_turn] if at_stop_string and self.append_eos else []
 
@@ -50,9 +53,8 @@ class History(ABC):
 class TokenHistory(History):
     """Each input is the previous input, its response, and the template's tokens up to the next response.
 
-    A response cut off at its length limit gets the template's end-of-turn token, so it is separated from the next
-    message.
-    Raises ConfigError if the template cannot be continued.
+    A response that was cut off at the length limit gets the template's end-of-turn token before the next message.
+    `extend` raises ConfigError if the template cannot be continued (`Chat.continuation`).
     """
 
     def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Any] = (), append_eos: bool = True):
@@ -85,9 +87,9 @@ class RenderedHistory(History):
 
 
 class SingleMessageHistory(History):
-    """Each input is the prompt and the start of one long answer: responses, and plain text of observations.
+    """Each input is the prompt and the start of one long answer, made of responses and the text of observations.
 
-    The end-of-turn token of a response is not part of later inputs, because the answer continues.
+    The end-of-turn token of a response is left out of later inputs, because the answer continues.
     """
 
     def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Any] = (), append_eos: bool = True):
@@ -106,7 +108,7 @@ class SingleMessageHistory(History):
 
 
 def history_class(config: GeneratorConfig) -> type[History]:
-    """Class of histories for a configuration."""
+    """Return the class of histories that a configuration selects."""
     if not config.use_conversation_multi_turn:
         return SingleMessageHistory
     if config.step_wise_trajectories or config.chat_template.name_or_path is not None:

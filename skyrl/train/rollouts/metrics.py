@@ -1,7 +1,7 @@
 """Metrics of trajectories.
 
-Metrics are computed from the trajectories themselves; for several batches, pass the trajectories of all batches. Failed
-trajectories are counted and excluded from everything else. Rewards are the environment's, before any shaping.
+Metrics are computed from the trajectories themselves. For several batches, pass the trajectories of all batches. Failed
+trajectories are counted, but excluded from all other metrics. Rewards are the environment's, before any shaping.
 """
 
 from collections import Counter
@@ -16,10 +16,10 @@ from skyrl.train.tracking.metrics import Metrics
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Lengths in tokens, durations in seconds, fractions of stop reasons and failures, and the environments' metrics.
+    """Return metrics of lengths (tokens), durations (seconds), stop reasons, failures and environments.
 
-    `generate/*_num_tokens` counts all tokens after the prompt, including observations; `*_assistant_tokens` counts
-    sampled tokens.
+    `generate/*_num_tokens` counts all tokens after the prompt, including observations. `*_assistant_tokens` counts
+    only sampled tokens.
     """
     usable = [item for item in trajectories if item.failure is None]
     metrics = _failures(trajectories)
@@ -47,11 +47,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def reward_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Mean reward, and the fraction of prompts with a positive reward in at least one sample (pass@n).
+    """Return mean rewards, and the fraction of prompts with a positive reward in at least one sample (pass@n).
 
-    A trajectory's reward is the sum over its turns. Samples of one prompt are adjacent. n is the number of requested
-    samples: a prompt with some failed samples counts like the others, a prompt without a successful sample does not
-    count.
+    A trajectory's reward is the sum over its turns. Samples of one prompt must be adjacent. n is the number of samples
+    that were requested. A prompt of which some samples failed counts like the others. A prompt of which all samples
+    failed does not count.
     """
     groups = [list(group) for _, group in groupby(trajectories, key=lambda item: item.id.instance_id)]
     rewards = [[item.reward for item in group if item.failure is None] for group in groups]
@@ -69,7 +69,7 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def source_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """`reward_metrics` of each data source as `reward/{data_source}/...`, if there is more than one."""
+    """Return the `reward_metrics` of each data source as `reward/{data_source}/...`, if there are several sources."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(str(trajectory.data_source or "unknown"), []).append(trajectory)
@@ -106,7 +106,7 @@ def _times(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def _environment(metrics: Iterable[Mapping[str, float]]) -> Metrics:
-    """Mean of each metric over the trajectories that have it."""
+    """Return the mean of each metric over the trajectories that have it."""
     values: dict[str, list[float]] = {}
     for own in metrics:
         for name, value in own.items():

@@ -1,4 +1,4 @@
-"""Trajectories as JSON objects or plain text, for people and programs to read and for checkpoints to restore."""
+"""Trajectories as JSON objects or plain text. People and programs read them; checkpoints restore them."""
 
 from dataclasses import asdict
 from typing import Any
@@ -9,7 +9,7 @@ from skyrl.types import Origin
 
 
 def as_record(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as JSON values. Inputs are represented by their length, because they follow from the rest."""
+    """Return a trajectory as JSON values. Of each turn's input, only the length is included."""
     failure = trajectory.failure
     return {
         **trajectory.id._asdict(),
@@ -26,12 +26,12 @@ def as_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def as_state(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a record with the inputs: everything of a trajectory except for the error object of a failure."""
+    """Return a trajectory as JSON values, including inputs. Missing: `Failure.error` and `Turn.env_raised`."""
     return {**as_record(trajectory), "inputs": [list(turn.prompt_ids) for turn in trajectory.turns]}
 
 
 def from_state(state: dict[str, Any]) -> Trajectory:
-    """Restore a trajectory from `as_state`, also after JSON encoding."""
+    """Restore a trajectory from a result of `as_state`, which may have been encoded as JSON and decoded."""
     failure = state["failure"]
     return Trajectory(
         TrajectoryId(state["instance_id"], state["repetition_id"]),
@@ -47,7 +47,7 @@ def from_state(state: dict[str, Any]) -> Trajectory:
 
 
 def as_text(trajectory: Trajectory) -> str:
-    """Return a trajectory as a readable conversation with its rewards."""
+    """Return a trajectory as a readable conversation, with the rewards."""
     head = f"=== {trajectory.id}: reward {trajectory.reward:g}, {trajectory.stop_reason}"
     lines = [head if trajectory.failure is None else f"{head}: {trajectory.failure.message}"]
     lines += [f"[{message['role']}] {message['content']}" for message in trajectory.messages]

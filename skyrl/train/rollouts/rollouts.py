@@ -1,11 +1,12 @@
-"""Trajectories of many prompts at a time.
+"""Sampling of trajectories, for many prompts concurrently.
 
     rollouts = Rollouts(config.generator, config.environment, tokenizer, sampler)
     trajectories = await rollouts.collect(prompts)          # in the order of the prompts
     rows = rows_of(trajectories, config.generator)
     metrics = rollout_metrics(trajectories)
 
-`stream` yields the samples of each prompt when they are complete. `group` samples a single prompt; trainers use it.
+`stream` yields the samples of a prompt as soon as all of them are complete. `group` samples a single prompt; trainers
+use it.
 """
 
 import asyncio
@@ -39,13 +40,13 @@ from skyrl.train.rollouts.trajectory import Trajectory, TrajectoryId
 
 Phase = Literal["train", "eval"]
 Group = list[Trajectory]
-"""All samples of one prompt, by repetition."""
+"""All samples of one prompt, in the order of `repetition_id`."""
 
 T = TypeVar("T")
 
 
 def chat_of(config: GeneratorConfig, tokenizer: ChatTokenizer) -> Chat:
-    """Create the chat renderer of rollouts. Raises ConfigError if the template cannot be used as configured."""
+    """Create the `Chat` for rollouts. Raises ConfigError if the template cannot be used as configured."""
     chat = Chat(tokenizer, load_template(config.chat_template), config.chat_template_kwargs)
     if config.max_turns > 1 and history_class(config) is TokenHistory:
         chat.continuation([{"role": "user", "content": "A"}])
@@ -53,11 +54,11 @@ def chat_of(config: GeneratorConfig, tokenizer: ChatTokenizer) -> Chat:
 
 
 class Rollouts:
-    """Runs environments with a sampler, or a custom generator instead. An instance belongs to one event loop.
+    """Runs environments with a sampler, or a custom generator in their place. An instance belongs to one event loop.
 
     Args:
         config: The `generator` section of a resolved configuration.
-        environment: Its `environment` section.
+        environment: The `environment` section of the same configuration.
         tokenizer: The model's tokenizer, as `transformers` loads it.
         sampler: Sampler of the model.
 
@@ -81,10 +82,10 @@ class Rollouts:
         self._limiter = RateLimiter(config.trajectories_per_second, config.max_concurrent_trajectories)
 
     async def collect(self, prompts: Sequence[Prompt], phase: Phase = "train") -> list[Trajectory]:
-        """Return all samples of all prompts, prompt after prompt in order, each by repetition.
+        """Return all samples of all prompts, prompt after prompt, and for each prompt in the order of `repetition_id`.
 
-        Failed samples are included. Raises RolloutError as soon as too many have failed, and errors of the program and
-        its configuration; running samples are then cancelled.
+        Failed samples are included. Raises RolloutError as soon as too many have failed. Also raises errors of the
+        program and its configuration (`episode.FATAL`). Running samples are then cancelled.
         """
         groups: list[Group] = [[] for _ in prompts]
         async with aclosing(self._finished(prompts, phase)) as finished:
@@ -93,16 +94,16 @@ class Rollouts:
         return [trajectory for group in groups for trajectory in group]
 
     async def stream(self, prompts: Sequence[Prompt], phase: Phase = "train") -> AsyncGenerator[Group, None]:
-        """Yield the samples of each prompt when they are complete. Raises as `collect`.
+        """Yield the samples of a prompt as soon as all of them are complete. Raises the errors of `collect`.
 
-        Closing the iterator cancels running samples: use `contextlib.aclosing` if it may not be exhausted.
+        Closing the iterator cancels running samples. Use `contextlib.aclosing` if you may not exhaust it.
         """
         async with aclosing(self._finished(prompts, phase)) as finished:
             async for _, group in finished:
                 yield group
 
     async def group(self, prompt: Prompt, phase: Phase = "train") -> Group:
-        """Return all samples of one prompt. Failures are not counted: see `FailureBudget`."""
+        """Return all samples of one prompt. The caller counts failures (`FailureBudget`)."""
         samples, params = self._sampling(phase)
         runs = (self._trajectory(prompt, number, params) for number in range(samples))
         async with aclosing(_as_finished(runs)) as finished:
@@ -135,7 +136,7 @@ class Rollouts:
             )
 
     def _session(self, identity: TrajectoryId, attempt: int) -> str:
-        """Session that determines the sampler's seeds. A retry uses another session, unless configured otherwise."""
+        """Return the session id. It determines the sampler's seeds, so a retry has another (`retry_with_new_seed`)."""
         again = attempt > 1 and self._config.retry_with_new_seed
         return f"{identity}, attempt {attempt}" if again else str(identity)
 
@@ -151,7 +152,7 @@ class Rollouts:
         return make_env(prompt.env_class, settings, extras, self._workers)
 
     def _sampling(self, phase: Phase) -> tuple[int, SamplingParams]:
-        """Number of samples per prompt, and sampling parameters."""
+        """Return the number of samples per prompt, and the sampling parameters."""
         config, end = self._config, self.chat.extra_end
         if phase == "train":
             return config.n_samples_per_prompt, _ending_at(config.sampling_params, end)
@@ -160,7 +161,7 @@ class Rollouts:
 
 
 def _ending_at(params: SamplingParams, token: int | None) -> SamplingParams:
-    """Return the parameters with one more stop token. None: unchanged."""
+    """Return the sampling parameters with one more stop token. None: no change."""
     if token is None:
         return params
     more = params.additional_kwargs or {}
@@ -169,7 +170,7 @@ def _ending_at(params: SamplingParams, token: int | None) -> SamplingParams:
 
 
 async def _as_finished(runs: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
-    """Yield results as they finish. On an error, and when the iterator is closed, the others are cancelled."""
+    """Yield results as the runs finish. After an error, or when the iterator is closed, cancel the other runs."""
     finished: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
     tasks = [asyncio.create_task(run) for run in runs]
     for task in tasks:

@@ -1,12 +1,12 @@
-"""Training sequences of a trajectory, by prefix merge.
+"""Training sequences (rows) of a trajectory, built by merging turns with a common prefix.
 
 A turn whose input begins with all tokens of the current row continues this row. The new tokens of its input were not
-sampled and are not trained on. A turn with any other input starts a new row. This rule covers histories kept as tokens
-(one row), histories rendered again with the same result (one row) or a different one (a row per change), and compacted
-histories.
+sampled and are not trained on. A turn with any other input starts a new row. Histories that are kept as tokens thus
+yield one row. Histories that are rendered again yield one row, and one more whenever the earlier text changes, such as
+by compaction.
 
 Every sampled token is in exactly one row, with mask 1 and its log-probability at sampling. A token that was not sampled
-always has mask 0. Rewards are at the last sampled token of their turn, or at their own tokens.
+always has mask 0. A turn's reward is at its last sampled token; rewards of tokens are at these tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,29 +26,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of one origin."""
+    """Consecutive tokens that have the same origin: one sampled response, or tokens that were not sampled."""
 
     token_ids: Sequence[int]
-    """Tokens, at least one."""
+    """Token ids, at least one."""
 
     mask: bool = False
     """True if these tokens are trained on. Tokens that were not sampled never are."""
 
     logprobs: Sequence[float] | None = None
-    """Log-probabilities of sampled tokens, in nats. None: tokens that were not sampled, or no recorded values."""
+    """Log-probabilities of sampled tokens, in nats. None: not sampled, or not recorded."""
 
     policy_version: int | None = None
     """Version of the sampling weights. None: not sampled."""
 
     reward: float = 0.0
-    """Reward at the last token, or the total if each token has a reward."""
+    """Reward at the last token. If tokens have rewards (`token_rewards`), their sum."""
 
     token_rewards: Sequence[float] | None = None
     """Reward of each token. None: the reward is at the last token."""
 
     @property
     def rewards(self) -> list[float]:
-        """Reward of each token."""
+        """Reward at each token."""
         if self.token_rewards is not None:
             return list(self.token_rewards)
         return [0.0] * (len(self.token_ids) - 1) + [self.reward]
@@ -59,7 +59,7 @@ class Row:
     """One training sequence. Per-token lists have the length of `token_ids`."""
 
     segments: Sequence[Segment]
-    """Segments; the first is the prompt."""
+    """Segments of the row. The first is the prompt."""
 
     trajectory: int = 0
     """Index of the row's trajectory in the input of `rows_of`."""
@@ -82,12 +82,12 @@ class Row:
 
     @cached_property
     def mask(self) -> list[bool]:
-        """1 for tokens that are trained on, else 0."""
+        """True for tokens that are trained on, False for others."""
         return self._of_tokens(lambda segment: segment.mask)
 
     @cached_property
     def logprobs(self) -> list[float] | None:
-        """Log-probability of each sampled token, 0 for other tokens. None if some were not recorded."""
+        """Log-probability of each sampled token in nats, 0 for other tokens. None if some were not recorded."""
         if any(segment.policy_version is not None and segment.logprobs is None for segment in self.segments):
             return None
         parts = (segment.logprobs or [0.0] * len(segment.token_ids) for segment in self.segments)
@@ -95,12 +95,12 @@ class Row:
 
     @cached_property
     def rewards(self) -> list[float]:
-        """Reward of each turn at its last sampled token, or the rewards of its tokens; 0 elsewhere."""
+        """Reward at each token. A turn's reward is at its last sampled token, unless its tokens have rewards."""
         return list(chain.from_iterable(segment.rewards for segment in self.segments))
 
     @cached_property
     def policy_versions(self) -> list[int | None]:
-        """Version of the weights that sampled each token; None for tokens that were not sampled."""
+        """Version of the weights from which each token was sampled. None for tokens that were not sampled."""
         return self._of_tokens(lambda segment: segment.policy_version)
 
     def _of_tokens(self, value: Callable[[Segment], T]) -> list[T]:
@@ -109,11 +109,11 @@ class Row:
 
 
 def rows_of(trajectories: Iterable[Trajectory], config: GeneratorConfig) -> list[Row]:
-    """Training sequences of all trajectories. Rows of one trajectory are adjacent, in the order of its turns.
+    """Return the training sequences of all trajectories. Rows of a trajectory are adjacent, in the order of its turns.
 
     A trajectory that failed, or has no turn because its prompt is too long, has no rows. With `step_wise_trajectories`,
-    each turn is a separate row. `zero_reward_on_non_stop` and `apply_overlong_filtering` depend on the end of the whole
-    trajectory and apply to all its rows.
+    each turn is a separate row. `zero_reward_on_non_stop` and `apply_overlong_filtering` depend on the stop reason of
+    the trajectory and apply to all its rows.
     """
     rows: list[Row] = []
     for index, trajectory in enumerate(trajectories):
@@ -127,7 +127,7 @@ def rows_of(trajectories: Iterable[Trajectory], config: GeneratorConfig) -> list
 
 
 def mask_stale(rows: Iterable[Row], oldest: int) -> list[Row]:
-    """Return the rows with mask 0 for tokens from weights of a version below `oldest`."""
+    """Return the rows, with mask 0 for tokens that were sampled from weights of a version below `oldest`."""
 
     def shown(segment: Segment) -> Segment:
         stale = segment.policy_version is not None and segment.policy_version < oldest
@@ -137,7 +137,7 @@ def mask_stale(rows: Iterable[Row], oldest: int) -> list[Row]:
 
 
 def merge_turns(turns: Iterable[Turn], *, merge: bool = True) -> list[list[Segment]]:
-    """The segments of each row. `merge=False`: each turn is a row, whatever its input begins with."""
+    """Return the segments of each row. `merge=False`: each turn is a row, whatever its input begins with."""
     rows: list[list[Segment]] = []
     tokens: list[int] = []
     closing: Sequence[int] = ()
@@ -160,7 +160,7 @@ def merge_turns(turns: Iterable[Turn], *, merge: bool = True) -> list[list[Segme
 
 
 def _append(row: list[Segment], segment: Segment) -> None:
-    """Add a segment. If it has no tokens, only its reward is added, to the last token."""
+    """Add a segment to the row. If the segment has no tokens, add its reward to the row's last token."""
     if segment.token_ids:
         row.append(segment)
     elif segment.reward:

@@ -1,6 +1,6 @@
-"""Interface of sampling for rollouts: the continuation of some tokens.
+"""Interface of sampling for rollouts: `Sampler.sample` continues some tokens.
 
-An engine implements it with a `sample` method of this form; this module knows no engines.
+An engine implements it with such a `sample` method. This module knows no engines.
 """
 
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ class Sampled:
     """One continuation. Raises ValueError if the numbers of tokens and log-probabilities differ."""
 
     token_ids: Sequence[int]
-    """`[tokens]`, including the end-of-sequence token or stop string that ended it."""
+    """`[tokens]`, including the end-of-sequence token or stop string that ended the continuation."""
 
     logprobs: Sequence[float] | None
-    """`[tokens]`, in nats, under the same distribution that the trainer computes. None: not recorded."""
+    """`[tokens]`, in nats, of the same distribution that the trainer computes. None: not recorded."""
 
     stop_reason: StopReason
-    """"stop": at an end-of-sequence token or a stop string. "length": at max_generate_length."""
+    """"stop": ended at an end-of-sequence token or a stop string. "length": ended at max_generate_length."""
 
     policy_version: int
     """Version of the sampling weights."""
 
     origins: Sequence[Origin] = ()
-    """Weights and engine of each run of tokens, as stamped by the engine. Empty: not stamped."""
+    """Weights and engine that sampled each span of tokens, as reported by the engine. Empty: not reported."""
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
@@ -49,7 +49,7 @@ class Sampler(Protocol):
         Args:
             prompt_token_ids: The whole input. It usually begins with the input and output of the previous call.
             params: Sampling parameters. `stop` includes the environment's stop strings.
-            session_id: Equal for all calls of an attempt at a trajectory, so that they can be routed to their
-                cached prefix. Seeds may depend on it.
+            session_id: Equal for all calls of an attempt at a trajectory. A router can thus send a call to the engine
+                that has cached its prefix. Seeds may depend on it.
         """
         ...

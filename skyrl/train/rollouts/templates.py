@@ -1,4 +1,4 @@
-"""Sources of chat templates (the tokenizer, a file, or a name in the folder `templates/`), and their error messages."""
+"""Loading of chat templates (the tokenizer's, a file, or a name in the folder `templates/`), and error messages."""
 
 import traceback
 from pathlib import Path
@@ -11,11 +11,11 @@ from skyrl.utils.spelling import did_you_mean
 
 FOLDER = Path(__file__).parent / "templates"
 LARGEST = 2**20
-"""Maximum bytes of a template file."""
+"""Maximum size of a template file, in bytes."""
 
 
 class ChatTemplate(str):
-    """Text of a template, with its origin."""
+    """Text of a chat template, which also has an origin."""
 
     origin: str
     """Path of the file, or name of a built-in template, for messages."""
@@ -43,10 +43,10 @@ def template_error(error: Exception, template: str | None) -> str:
 
 
 def load_template(config: ChatTemplateConfig) -> ChatTemplate | None:
-    """Load a template's text; None for the tokenizer's own.
+    """Return the text of the configured template. None: use the tokenizer's own.
 
-    Raises ConfigError for an unknown name, and for a file that is missing, larger than 1 MiB, not UTF-8 text, or
-    reached by "..".
+    Raises ConfigError for an unknown name, and for a file that is missing, larger than 1 MiB or not UTF-8 text, or
+    whose path contains "..".
     """
     if config.name_or_path is None:
         return None

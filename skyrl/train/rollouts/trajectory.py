@@ -1,4 +1,4 @@
-"""A trajectory: the calls of the sampler for one prompt, and how it ended.
+"""A trajectory: the calls of the sampler for one sample of a prompt, their rewards, and the stop reason.
 
 Inputs and outputs of the sampler are kept as tokens, so nothing has to be reconstructed from text. `rows` creates
 training sequences from trajectories.
@@ -18,10 +18,10 @@ TrajectoryStopReason = Literal["stop", "length", "max_turns", "failed"]
 
 
 class TrajectoryId(NamedTuple):
-    """Id of a sample of a prompt."""
+    """Id of one sample of one prompt."""
 
     instance_id: str
-    """Id of the prompt, by which samples are grouped."""
+    """Id of the prompt. Samples with the same id form a group."""
     repetition_id: int
     """Index of the sample, from 0."""
 
@@ -31,7 +31,7 @@ class TrajectoryId(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """One call of the sampler and the environment's answer to it."""
+    """One call of the sampler, and the environment's answer to the sampled text."""
 
     prompt_ids: Sequence[int]
     """The whole input of the call."""
@@ -43,7 +43,7 @@ class Turn:
     """Tokens that end the turn and were not sampled, such as an end-of-sequence token after a stop string."""
 
     reward: float = 0.0
-    """The environment's reward of this turn."""
+    """The environment's reward for this turn."""
 
     token_rewards: Sequence[float] | None = None
     """Reward of each sampled token. None: the reward is at the last token."""
@@ -52,19 +52,19 @@ class Turn:
     """The sampled text, as the environment received it."""
 
     observations: Sequence[Message] = ()
-    """Answer of the environment."""
+    """Messages with which the environment answered."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The environment's metrics of this turn."""
 
     sampler_s: float = 0.0
-    """Seconds in the sampler."""
+    """Time in the sampler, in seconds."""
 
     env_s: float = 0.0
-    """Seconds in the environment."""
+    """Time in the environment, in seconds."""
 
     env_raised: bool = False
-    """True if the environment raised on the action, and the reward is `generator.env_error_reward`."""
+    """True if the environment raised an exception on the action. The reward is then `generator.env_error_reward`."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Failure:
     """Part that failed, or timeout."""
 
     message: str
-    """Error message, with the stage."""
+    """Error message. It names the turn and the part that failed."""
 
     error: BaseException | None = field(default=None, repr=False, compare=False)
-    """The exception with its traceback."""
+    """The exception, with its traceback. None if the trajectory was restored."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Trajectory:
 
     id: TrajectoryId
     turns: Sequence[Turn]
-    """Turns in order. Empty if the prompt was too long."""
+    """Turns in order. Empty if the prompt was too long, or if the first turn failed."""
 
     stop_reason: TrajectoryStopReason
     """"stop": the last response ended at a stop token or stop string. "length": the last response was cut off, or the
@@ -97,16 +97,16 @@ class Trajectory:
     """The prompt, as the environment returned it."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The environment's metrics: means over the turns, and those of the whole episode."""
+    """The environment's metrics: means of turn metrics, and metrics of the whole episode."""
 
     failure: Failure | None = None
-    """Failure of the last attempt. A failed trajectory has no reward and is not trained on."""
+    """Failure of the last attempt. None if it succeeded. A failed trajectory is not trained on."""
 
     attempts: int = 1
     """Number of attempts, each with a fresh environment."""
 
     seconds: float = 0.0
-    """Duration of the last attempt."""
+    """Duration of the last attempt, in seconds."""
 
     data_source: str | None = None
     """`data_source` of the prompt's row."""
@@ -121,13 +121,13 @@ def checked_rewards(reward: Any, each: Any, tokens: int, whose: str) -> tuple[fl
     """Return the rewards of a response and of each of its tokens as floats.
 
     Args:
-        reward: Number of any library.
-        each: Rewards of the tokens, if there are any.
-        tokens: Length of the response.
-        whose: Start of error messages: the source of the rewards.
+        reward: Reward of the response, as a number of Python or of an array library.
+        each: Rewards of the tokens. None: there are none.
+        tokens: Number of tokens in the response.
+        whose: Source of the rewards, for the start of error messages.
 
-    Raises ConfigError for values that are not numbers, and for token rewards that do not add up to the reward (up to
-    rounding in float32), and EnvError for values that are not finite.
+    Raises ConfigError if a value is not a number, if `each` has another length than the response, or if it does not add
+    up to the reward (within float32 rounding). Raises EnvError if a value is not finite.
     """
     total = _finite(reward, f"{whose}: reward")
     if each is None:

@@ -147,7 +147,10 @@ def plot(argv: Sequence[str]) -> int:
 
 
 def _metrics_of(runs: Sequence[RunFolder], wanted: Sequence[str] | None) -> list[str]:
-    """Return the requested metrics, or those of `SHOWN` that exist. Raises ConfigError for a metric that no run has."""
+    """Return the requested metrics, or by default the metrics in `SHOWN` that a run has.
+
+    Raises ConfigError for a requested metric that no run has.
+    """
     known = {name for run in runs for row in run.metrics for name in row} - {"step"}
     if missing := sorted({*(wanted or ())} - known):
         near = did_you_mean(missing[0], known)
@@ -175,7 +178,7 @@ def _parser(name: str, command: Command) -> argparse.ArgumentParser:
 
 
 def _told(name: str, lines: Callable[[], Iterator[str]]) -> int:
-    """Print the lines. Prints a ConfigError as one line. Returns the exit status."""
+    """Print the lines. A ConfigError is printed as one line. Returns the exit status."""
     try:
         for line in lines():
             print(line)
@@ -186,7 +189,7 @@ def _told(name: str, lines: Callable[[], Iterator[str]]) -> int:
 
 
 def _table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Return the lines of a table. Columns in `left` are left-aligned, the others right-aligned."""
+    """Return the lines of a table. Columns whose indices are in `left` are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

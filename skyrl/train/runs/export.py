@@ -1,8 +1,8 @@
 """`skyrl export`: write the model of a checkpoint, as a PEFT adapter or as a whole model in Hugging Face format.
 
-A checkpoint names the model that its run trained, and the settings. The backend of the run's strategy loads it on the
-CPU, and writes it in the same way as the end of a run (`skyrl.train.results`). The run's files are not changed, so the
-run may still be in progress.
+A checkpoint contains the settings of its run, which name the base model. The backend of the run's strategy loads the
+model on the CPU, and writes it as it would at the end of the run (`skyrl.train.results`). The run's files are not
+changed, so the run may still be in progress.
 """
 
 import argparse
@@ -29,11 +29,10 @@ from skyrl.utils.files.object_store import is_url
 POLICY = "policy"
 """Folder of the trained model in a checkpoint, for both RL and SFT."""
 KEPT = ("config_overrides", "dtype", "mhc_expansion_rate")
-"""Options of a run's backend that affect the exported files."""
+"""Backend options that are taken over from the run, because they affect the exported files."""
 SMALL = {"kv_cache_gib": 2**-10, "max_context_length": 32, "device": "cpu"}
-"""Minimal options for a backend that only loads and writes. Options that a backend lacks are left out.
-
-JAX gets its device from JAX_PLATFORMS.
+"""Options for a backend that only loads and writes, so it needs little memory. Options that a backend lacks are left
+out. JAX gets its device from JAX_PLATFORMS.
 """
 
 
@@ -70,14 +69,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def export(run: str | Path, is_merged: bool, output: Path | None = None, base: str | None = None) -> tuple[int, Result]:
-    """Write the model of a checkpoint. Returns its step, and the result.
+    """Write the model of a checkpoint. Returns the step of the checkpoint, and the result.
 
     Args:
-        run: Folder or URL of a run's checkpoints, whose newest is exported, or of one checkpoint.
-        is_merged: True: merge an adapter into the whole model.
-        output: Output folder. None: beside the checkpoint, or in the working directory if the checkpoint is in a
-            bucket.
-        base: Base model. None: that of the run.
+        run: Folder or URL of a run's checkpoints (the newest is exported), or of one checkpoint.
+        is_merged: True: write the whole model, with the adapter merged into it.
+        output: Output folder. None: a new folder beside the checkpoint, or in the working directory if the checkpoint
+            is in a bucket.
+        base: Base model. None: the run's base model.
 
     Raises ConfigError and StorageError if there is no complete checkpoint, or if the model cannot be written.
     """
@@ -119,7 +118,7 @@ async def _write(checkpoint: Checkpoint, settings: SFTConfig, result: Result, fi
 
 
 def _dtype_of(base: str) -> str:
-    """Return the dtype of a base model's weights, which is also used for the export."""
+    """Return the dtype for the export: bfloat16 if the base model's config.json says so, float32 otherwise."""
     config = config_of(base, "--base")
     config = config.get("text_config") or config
     return "bfloat16" if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else "float32"
@@ -156,7 +155,7 @@ def _state_of(place: StorageLocation, name: str) -> Mapping[str, Any]:
 
 
 def _settings_of(checkpoint: Checkpoint) -> SFTConfig:
-    """Return a configuration that only loads the trained model of an RL or SFT run."""
+    """Return a configuration that is sufficient to load the trained model of an RL or SFT run."""
     of_rl = "trainer" in checkpoint.settings
     settings = checkpoint.settings.get("trainer", checkpoint.settings)
     if "strategy" not in settings:
@@ -182,13 +181,16 @@ def _settings_of(checkpoint: Checkpoint) -> SFTConfig:
 
 
 def _overrides_of(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overrides of the policy's config.json, which also apply to the export."""
+    """Return the run's overrides of the policy's config.json. They also apply to the export."""
     rope = {name: trainer[name] for name in ("rope_scaling", "rope_theta") if trainer[name] is not None}
     return {**rope, **trainer["policy"]["model_config_kwargs"]}
 
 
 def _base_of(checkpoint: Checkpoint, path: str) -> str:
-    """Return the base model: the run's setting, or the folder that the run loaded if the setting was relative."""
+    """Return the base model. This is the run's setting `path`, or the folder that the run had loaded.
+
+    The folder is returned if it exists and `path` is no folder here, for example because it was relative.
+    """
     if Path(path).expanduser().is_dir():
         return path
     header = json.loads(Path(checkpoint.model_path(POLICY), TRAINING_STATE).read_text())

@@ -1,4 +1,4 @@
-"""Files of a run in its checkpoint folder. Access is read-only, because the run may be in progress."""
+"""Reading of a run's files in its checkpoint folder. They are never changed, because the run may be in progress."""
 
 import atexit
 import json
@@ -40,11 +40,14 @@ class RunFolder:
                 "(skyrl runs list FOLDER finds those below)"
             )
         self.metrics: list[dict[str, Any]] = read_metrics(path)
-        """One row per step."""
+        """Metrics of each step, in one row per step."""
 
     @classmethod
     def at(cls, where: str) -> "RunFolder":
-        """Return the run at a path or URL. Downloads metrics and settings from a bucket. Raises ConfigError."""
+        """Return the run at a path or URL. From a URL, metrics and settings are downloaded.
+
+        Raises ConfigError if there is no run, or if the bucket cannot be read.
+        """
         if not is_url(where):
             return cls(Path(where))
         try:
@@ -62,12 +65,12 @@ class RunFolder:
 
     @property
     def step(self) -> int:
-        """Last step with metrics."""
+        """Last step that has metrics; 0 if there is none."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     @property
     def seconds(self) -> float:
-        """Time of the last metrics, in seconds since 1970."""
+        """Time at which metrics were last written, in seconds since 1970."""
         return (self.path / METRICS_FILE).stat().st_mtime
 
     @property
@@ -82,7 +85,7 @@ class RunFolder:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Configuration by path, from the newest checkpoint; empty without checkpoints."""
+        """Value of each setting by its path, from the newest checkpoint. Empty without checkpoints."""
         if not self.checkpoints:
             return {}
         text = (self.path / f"global_step_{self.checkpoints[-1]}" / STATE).read_text()
@@ -90,7 +93,7 @@ class RunFolder:
 
     @property
     def algorithm(self) -> str:
-        """Advantage estimator, "dpo" or "sft"; "?" without checkpoints."""
+        """Name of the advantage estimator, "dpo" or "sft". Without checkpoints, "?"."""
         if not self.settings:
             return "?"
         return self.settings.get("trainer.algorithm.advantage_estimator") or ("dpo" if self._is_dpo else "sft")
@@ -113,7 +116,7 @@ class RunFolder:
         return {name: value for name, value in self.settings.items() if known.get(name) != value}
 
     def rollouts(self) -> dict[int, Path]:
-        """Return files of dumped rollouts by step. Raises ConfigError if there are none."""
+        """Return the files of dumped rollouts, by step. Raises ConfigError if there are none."""
         exports = self.settings.get("trainer.export_path") or self.settings.get("export_path") or self.path
         if is_url(exports):
             raise ConfigError(

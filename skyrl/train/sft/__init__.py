@@ -1,9 +1,9 @@
-"""Supervised fine-tuning: examples (tokens with a loss mask) from rows of files, and the training loop.
+"""Supervised fine-tuning and preference optimization: examples (tokens with a loss mask), and the training loop.
 
-`load_datasets` reads and tokenizes the rows. `EpochOrder` assigns rows to steps. `training_data` weights a batch so
-that its loss is the mean over trained tokens. `SFTTrainer` runs the loop with a `Learner`. `methods` contains the
-training methods: likelihood of examples, or preferences. `pairs` reads the rows of preference data, and
-`preference_losses` contains their losses.
+`load_datasets` reads and tokenizes rows of files. `EpochOrder` assigns rows to steps. `training_data` weights tokens so
+that a batch's loss is the mean over its trained tokens. `SFTTrainer` runs the loop with a `Learner`. `methods` contains
+the training methods: likelihood of examples, or preferences. `pairs` reads rows of preference data, and
+`preference_losses` contains the losses of pairs.
 Nothing here imports jax or torch.
 """
 

@@ -1,10 +1,10 @@
 """Loss masks of conversations.
 
-If the chat template marks assistant messages (`{% generation %}`), the mask follows its markers. For other templates,
-an assistant message is the part that follows the prompt for it. This works only if the tokens of that prompt are a
-prefix of the tokens of the whole conversation. A template may render earlier messages differently in a longer
-conversation (Qwen3 drops earlier reasoning). The prefix is therefore checked for each message, and a conversation that
-fails the check is rejected.
+If the chat template marks assistant messages (`{% generation %}`), the mask follows these markers. With other
+templates, the messages before an assistant message are rendered as its prompt, and its tokens are those after the
+prompt. This works only if the prompt's tokens are a prefix of the whole conversation's tokens. A template may render
+earlier messages differently in a longer conversation (Qwen3 drops earlier reasoning). The prefix is therefore checked
+for each message, and a conversation that fails the check is rejected.
 """
 
 import re
@@ -26,7 +26,7 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Masked(NamedTuple):
-    """A tokenized conversation with its loss mask."""
+    """A tokenized conversation and its loss mask."""
 
     token_ids: list[int]
     mask: list[bool]
@@ -39,7 +39,7 @@ def _said(messages: Sequence[Message]) -> list[int]:
 
 
 class Conversations:
-    """Tokenizes conversations, with the chat template of a tokenizer or another one."""
+    """Tokenizes conversations with a chat template, the tokenizer's own or another one."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class Conversations:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ):
-        """Mask conversations for `train_on_what`, one of `TRAIN_ON_WHAT`.
+        """Create the tokenizer of conversations.
 
         Args:
             tokenizer: Encodes text and renders chats.
-            train_on_what: Selection of the tokens to train on.
-            template: Chat template. None for the tokenizer's own.
+            train_on_what: Selection of the tokens to train on, one of `TRAIN_ON_WHAT`.
+            template: Chat template. None: the tokenizer's own.
             variables: Additional variables of the template, such as `enable_thinking`.
         """
         self._tokenizer = tokenizer
@@ -65,7 +65,7 @@ class Conversations:
         self._special = special | set(tokenizer.all_special_ids)
         self._check_syntax()
         self.form = TemplateForm(lambda messages: self._text(messages, None))
-        """Message format that the template expects."""
+        """Message format that the chat template expects."""
 
     def masked(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, completion: int | None = None
@@ -74,14 +74,14 @@ class Conversations:
 
         Args:
             messages: Messages of the conversation.
-            tools: JSON schemas, for the template.
-            completion: Number of messages at the end that answer a prompt. All assistant messages among them are
-                trained on, and no earlier ones, unless `train_on_what` is all_tokens. None: `train_on_what` selects the
-                messages.
+            tools: JSON schemas of tools, which the template renders.
+            completion: Number of messages at the end that answer a prompt. The assistant messages among these are
+                trained on, and no earlier messages, unless `train_on_what` is all_tokens. None: `train_on_what` selects
+                the messages.
 
-        The token that ends a turn is part of an assistant message. White space that the template adds after it is not.
-        Raises ConfigError if the template cannot be rendered, or if the messages cannot be located in the rendered
-        text.
+        The token that ends a turn is part of an assistant message. White space that the template adds after this token
+        is not. Raises ConfigError if the template cannot be rendered, or if the messages cannot be located in the
+        rendered text.
         """
         shown, chosen = list(tools) if tools else None, self._chosen(messages, completion)
         try:
@@ -98,11 +98,11 @@ class Conversations:
             raise ConfigError(f"{self._refusal(error)}; change the messages, or set chat_template") from error
 
     def completed(self, prompt: str, completion: str) -> Masked:
-        """Tokenize plain text instead of a conversation.
+        """Tokenize a prompt and its completion, both plain text.
 
         Only the completion is trained on, unless `train_on_what` is all_tokens. The tokenizer's start token, if any,
         comes first. The end-of-sequence token is appended unless the completion already ends with it. Prompt and
-        completion are encoded separately, as during generation.
+        completion are encoded separately, as in generation.
         """
         start = self._tokenizer.encode(prompt, add_special_tokens=True)
         end = self._tokenizer.eos_token_id
@@ -114,7 +114,7 @@ class Conversations:
         return Masked([*start, *said], [self._what == "all_tokens"] * len(start) + [True] * len(said))
 
     def _check_syntax(self) -> None:
-        """Raise ConfigError for a template with a syntax error, which is not the fault of a row."""
+        """Raise ConfigError if the template has a syntax error. Otherwise, the error would be attributed to a row."""
         try:
             self._text([{"role": "user", "content": "A"}], None)
         except TemplateSyntaxError as error:
@@ -139,7 +139,7 @@ class Conversations:
         return [number for number in said if messages[number].get("weight", 1)]
 
     def _check_weights(self, messages: Sequence[Message]) -> None:
-        """Raise ConfigError for a message with weight 0, which contradicts `all_tokens`."""
+        """Raise ConfigError if a message has weight 0. This contradicts `all_tokens`."""
         for number, message in enumerate(messages):
             if not message.get("weight", 1):
                 raise ConfigError(
@@ -173,7 +173,7 @@ class Conversations:
         return Masked(token_ids, mask)
 
     def _by_prefixes(self, messages: Sequence[Message], tools: list[Any] | None, chosen: list[int]) -> Masked:
-        """Mask the tokens that each chosen message adds to the prompt for it."""
+        """Mask the tokens that each chosen message adds to the messages before it."""
         token_ids = self._encode(self._text(messages, tools))
         mask = [False] * len(token_ids)
         for number in chosen:
@@ -209,7 +209,7 @@ class Conversations:
         )
 
     def _way_out(self) -> str:
-        """Return advice for a template that renders earlier messages differently, without advice already followed."""
+        """Return advice for a template that renders earlier messages differently, except advice already followed."""
         ways = []
         if self._template != load_template(ChatTemplateConfig(name_or_path=KEEPS_THOUGHTS)):
             renders = f"renders the past as it was (such as {KEEPS_THOUGHTS}) or has {{% generation %}} markers"
@@ -222,7 +222,10 @@ class Conversations:
         return repr(self._tokenizer.decode(token_ids[start : start + 8])) if start < len(token_ids) else "nothing"
 
     def _without_glue(self, token_ids: list[int], start: int, end: int) -> int:
-        """Return the end of a message: after its last special token if only white space follows it, else `end`."""
+        """Return the end of a message without trailing white space.
+
+        If only white space follows the message's last special token, return the place after this token, else `end`.
+        """
         last = next((at for at in range(end - 1, start - 1, -1) if token_ids[at] in self._special), end - 1)
         return end if self._tokenizer.decode(token_ids[last + 1 : end]).strip() else last + 1
 

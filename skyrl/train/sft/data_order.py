@@ -1,4 +1,4 @@
-"""Order of the rows of a run, and the state of it that is saved in checkpoints."""
+"""Order of a run's rows, and the values that identify this order in checkpoints."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,15 @@ ANEW = "train anew with resume_from=none and a ckpt_path of its own"
 
 
 class DataOrder:
-    """Order of a run's rows, and its state for checkpoints, keyed by the names of options.
+    """Order of a run's rows. Its `state`, saved in checkpoints, identifies the order and the data.
 
-    The state contains a hash of all tokens of the data, so create one `DataOrder` per run.
+    Computing the state hashes all tokens of the data, so create only one `DataOrder` per run.
 
     Args:
         config: Resolved configuration.
         train: Data sets to train on.
 
-    Raises ConfigError if the weights give a data set no rows in an epoch.
+    Raises ConfigError if a data set would have no rows in an epoch because of its weight.
     """
 
     def __init__(self, config: SFTConfig, train: Sequence[Dataset[Any]]):
@@ -38,7 +38,7 @@ class DataOrder:
         }
 
     def check_same(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the state in a checkpoint belongs to another order or to other data."""
+        """Raise ConfigError if `state`, from a checkpoint, belongs to another order or to other data."""
         check_same_order(state, self.state, ANEW)
 
 

@@ -1,4 +1,4 @@
-"""Data sets of examples, read from the configured sources, with counts of truncated and skipped rows."""
+"""Data sets of examples. They are read from the configured sources, and truncated and skipped rows are counted."""
 
 import logging
 import traceback
@@ -20,7 +20,7 @@ from skyrl.train.sft.pairs import PairReader
 logger = logging.getLogger(__name__)
 
 NAMED = 5
-"""Maximum number of row numbers that a summary lists per reason for skipping."""
+"""Maximum number of skipped rows that a summary lists for each reason."""
 
 
 class Trainable(Protocol):
@@ -28,7 +28,7 @@ class Trainable(Protocol):
 
     @property
     def sequences(self) -> tuple[Example, ...]:
-        """Sequences: one of an example, two of a pair."""
+        """Sequences to train on. An example has one, a pair two."""
         ...
 
     @property
@@ -38,7 +38,7 @@ class Trainable(Protocol):
 
     @property
     def truncated(self) -> bool:
-        """True if tokens were truncated at the end of a sequence."""
+        """True if a sequence was truncated at the end."""
         ...
 
 
@@ -47,10 +47,13 @@ R = TypeVar("R", bound=Trainable, covariant=True)
 
 
 class Reader(Protocol[R]):
-    """Converter of rows into examples or pairs."""
+    """Converts rows into examples or pairs."""
 
     def example(self, row: Mapping[str, Any]) -> R | str:
-        """Return the example or pair of a row, or the reason to skip it. Raises ConfigError for a malformed row."""
+        """Return the example or pair that a row contains, or the reason to skip the row.
+
+        Raises ConfigError for a malformed row.
+        """
         ...
 
 
@@ -71,12 +74,12 @@ class Dataset(Generic[E]):
         return sum(example.truncated for example in self.examples)
 
     def row(self, number: int) -> int:
-        """Return the number of the row (from 0) from which an example was made."""
+        """Return the number (from 0) of the row that became `examples[number]`."""
         left_out = set(chain.from_iterable(self.left_out.values()))
         return next(islice((row for row in range(self.rows) if row not in left_out), number, None))
 
     def summary(self) -> str:
-        """Return one line with the numbers of rows read, used, truncated and skipped, and the reasons."""
+        """Return one line for the log: how many rows were read, used, truncated and skipped, and why."""
         trained = sum(example.trained_tokens for example in self.examples)
         parts = [f"{self.name}: {len(self.examples)} of {self.rows} rows used, {trained} tokens trained on"]
         if self.truncated:
@@ -94,15 +97,15 @@ class Dataset(Generic[E]):
 def load_datasets(
     config: SFTConfig, tokenizer: ChatTokenizer, loader: Loader = as_it_is
 ) -> tuple[list[Dataset[Any]], list[Dataset[Any]]]:
-    """Return (training data sets, evaluation data sets) of a resolved configuration, and log a summary of each.
+    """Return (training data sets, evaluation data sets) of a resolved configuration. Logs a summary of each data set.
 
     Args:
         config: Resolved configuration.
         tokenizer: Tokenizer of the model.
-        loader: Function that converts each row to a known kind.
+        loader: Function that converts each row to a kind that `RowReader` or `PairReader` knows.
 
-    Raises ConfigError for an unreadable source, an unusable row (the message names source and row), and a data set
-    without any usable row.
+    Raises ConfigError for an unreadable source, a malformed row (the message names source and row), and a data set in
+    which all rows are skipped.
     """
     rows = RowReader(
         conversations=Conversations(
@@ -140,7 +143,7 @@ def _loaded(loader: Loader, row: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_dataset(
     name: str, rows: Iterable[Mapping[str, Any]], reader: Reader[E], loader: Loader = as_it_is
 ) -> Dataset[E]:
-    """Read the examples of `rows`. Raises ConfigError for an unusable row, which it names, or if no examples remain."""
+    """Read the examples of `rows`. Raises ConfigError for a malformed row, or if all rows are skipped."""
     examples: list[E] = []
     left_out: dict[str, list[int]] = {}
     number = -1

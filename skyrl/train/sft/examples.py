@@ -1,4 +1,4 @@
-"""Conversion of rows of a data set to examples: token ids with a loss mask.
+"""Conversion of rows of a data set to examples. An example has token ids and a loss mask.
 
 The columns of a row determine its kind: `input_ids` with `labels` or `loss_mask` (already tokenized), `messages` (a
 conversation), `conversations` (in ShareGPT format), `prompt` and `completion`, `instruction`, `input` and `output`
@@ -23,18 +23,18 @@ IGNORED = -100
 """Label of a token that is not trained on."""
 
 SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
-"""Speaker names in ShareGPT format, with the corresponding roles."""
+"""Role, by speaker name in ShareGPT format."""
 CALLS = "function_call"
 TOOLS = {CALLS: "assistant", "observation": "tool"}
-"""Further speaker names for tool use.
+"""Role, by further speaker name for tool use.
 
-The value of a call is JSON text of `{"name": ..., "arguments": {...}}`, or of a list of them.
+The value of a `function_call` is JSON text: `{"name": ..., "arguments": {...}}`, or a list of such objects.
 """
 
 NO_ANSWER = "do not end with an assistant's message"
 NOTHING_TRAINED = "have nothing that is trained on"
 CUT = "have nothing that is trained on within max_length"
-"""Reason for skipping rows."""
+"""These three are the reasons for skipping rows. In a summary, they follow the number of rows."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class Example:
     mask: np.ndarray
     """bool `[tokens]`: True for each token that is trained on.
 
-    Always False for the first token, which has no predecessor.
+    Always False for the first token, because no token predicts it.
     """
     truncated: bool = False
-    """True if tokens were truncated at the end."""
+    """True if the sequence was truncated at the end."""
     untrained_calls: int = 0
-    """Number of messages with tool calls after the last user message that are not trained on."""
+    """Number of messages with tool calls that follow the last user message but are not trained on."""
 
     @property
     def sequences(self) -> "tuple[Example, ...]":
-        """Sequences of the example: only itself."""
+        """Sequences of the example. It is its only sequence."""
         return (self,)
 
     @property
@@ -71,16 +71,16 @@ class RowReader:
     conversations: Conversations
     train_on_what: str
     max_length: int | None = None
-    """Maximum length of an example, in tokens; longer ones are truncated at the end. None: no limit."""
+    """Maximum length of an example, in tokens. Longer examples are truncated at the end. None: no limit."""
     messages_key: str = "messages"
     tools_key: str = "tools"
     system_key: str = "system"
-    """Names of the columns."""
+    """These three fields are the names of the columns with messages, tools and the system message."""
 
     def example(self, row: Mapping[str, Any]) -> Example | str:
-        """Return the example, or the reason to skip the row.
+        """Return the example that a row contains, or the reason to skip the row.
 
-        Raises ConfigError for an unknown kind of row or a malformed row.
+        Raises ConfigError for a malformed row or a row of an unknown kind.
         """
         if row.get("input_ids") is not None:
             masked = _pretokenized(row)
@@ -103,15 +103,15 @@ class RowReader:
         return self._cut(masked)
 
     def answered(self, prompt: Any, answer: Any, row: Mapping[str, Any], name: str) -> Example | str:
-        """Return the example of a prompt and its answer, or the reason to skip it.
+        """Return the example of a prompt and an answer, or the reason to skip the row.
 
-        Both are text, or both are lists of messages.
+        Prompt and answer are both text, or both are lists of messages.
 
         Args:
             prompt: Value of the column `prompt`.
-            answer: Value of the column `name`, which is trained on.
-            row: All columns.
-            name: Column of the answer.
+            answer: Value of the column `name`. The answer is trained on.
+            row: All columns of the row.
+            name: Name of the column with the answer.
         """
         if isinstance(prompt, list) and isinstance(answer, list):
             said = self._chat(answer, name)
@@ -193,7 +193,7 @@ def _text(value: Any, name: str, also: str = "") -> str:
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[Message]:
-    """Convert an Alpaca row to messages: a question (instruction, then input if there is one) and its answer."""
+    """Convert an Alpaca row to two messages: a question (instruction, and input if there is one) and an answer."""
     given = {name: row.get(name) for name in ("instruction", "input", "output")}
     parts = {name: "" if value is None else _text(value, name) for name, value in given.items()}
     question = "\n\n".join(part for part in (parts["instruction"], parts["input"]) if part)
@@ -201,7 +201,7 @@ def _alpaca(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _pretokenized(row: Mapping[str, Any]) -> Masked:
-    """Return the tokens of a tokenized row. Tokens whose `attention_mask` is 0 are padding, and are removed."""
+    """Return the tokens of a row that is already tokenized, without padding (tokens whose `attention_mask` is 0)."""
     token_ids = _numbers(row, "input_ids")
     wrong = token_ids[(token_ids < 0) | (token_ids > np.iinfo(np.int32).max)]
     if wrong.size:
@@ -236,7 +236,10 @@ def _flags(row: Mapping[str, Any], name: str, length: int) -> np.ndarray:
 
 
 def _numbers(row: Mapping[str, Any], name: str, length: int | None = None) -> np.ndarray:
-    """Return a column as an int64 `[tokens]` array, which must have `length` entries. Booleans count as 0 and 1."""
+    """Return a column as an int64 array `[tokens]`. Booleans become 0 and 1.
+
+    Raises ConfigError unless it is a list of integers, with `length` entries if that is given.
+    """
     try:
         array = np.asarray(row[name])
     except ValueError:

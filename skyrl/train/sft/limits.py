@@ -11,7 +11,7 @@ from skyrl.train.sft.datasets import Dataset
 
 
 def check_lengths(datasets: Sequence[Dataset[Any]], config: SFTConfig, limit: int) -> None:
-    """Raise ConfigError for a sequence with more than `limit` input tokens (all tokens except the last)."""
+    """Raise ConfigError if a sequence has more than `limit` input tokens. All its tokens except the last are inputs."""
     for dataset in datasets:
         longest = max(len(one.token_ids) for example in dataset.examples for one in example.sequences)
         if longest - 1 > limit:

@@ -1,6 +1,6 @@
-"""Training methods, each with its evaluation: likelihood of examples, or preference between pairs of answers.
+"""Training methods: likelihood of examples, or preference between two answers. Each also has its evaluation.
 
-To add one, write a class with the methods of `Method`, and create it in `method_of` for its configuration.
+To add one, write a class with the methods of `Method`, and let `method_of` create it for its configuration.
 """
 
 import asyncio
@@ -28,41 +28,41 @@ REFERENCE = "reference"
 
 
 class Method(Protocol):
-    """Training method for a learner."""
+    """Training method: the loss with which a learner is trained, and its evaluation."""
 
     shown: Mapping[str, str]
-    """Metrics to show beside the progress bar, with their labels there."""
+    """Metrics that are shown beside the progress bar, with their labels."""
 
     async def forward_backward(self, batch: Sequence[Any]) -> Metrics:
-        """Accumulate the gradients of the loss of a batch. The metrics contain the loss as policy/loss."""
+        """Accumulate the gradients of a batch's loss. Returns metrics. One of them is the loss, policy/loss."""
         ...
 
     async def evaluate(self, datasets: Sequence[Dataset[Any]], batch_size: int) -> Metrics:
-        """Evaluate the learner on data sets. Returns eval/{name}/loss for each of them, and metrics of the method."""
+        """Evaluate the learner. Returns eval/{name}/loss for each data set, and further metrics of the method."""
         ...
 
     async def begin_with(self, initial: Checkpoint) -> None:
-        """Start from the weights of a checkpoint. The learner has already loaded them."""
+        """Start a new run from the weights of a checkpoint. The learner has already loaded them."""
         ...
 
     async def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the method's own state from a checkpoint. The learner is restored separately."""
+        """Restore the method's own state from a checkpoint. The caller restores the learner."""
         ...
 
     def begin_save(self, folder: Path) -> list[Awaitable[object]]:
-        """Begin to write the state that `restore` reads, in the same way as `Learner.begin_save`."""
+        """Start to write the method's own state, which `restore` reads. Returns awaitables (`Learner.begin_save`)."""
         ...
 
 
 def method_of(config: SFTConfig, learner: Learner, make_learner: Callable[[str], Learner]) -> Method:
-    """Return the method of a configuration. `make_learner` creates additional models by name."""
+    """Return the method that a configuration selects. `make_learner` creates an additional model with a name."""
     if isinstance(config, DPOConfig):
         return DirectPreference(config, learner, make_learner)
     return Likelihood(learner)
 
 
 class Likelihood:
-    """Supervised fine-tuning: the mean over trained tokens of the negative log-likelihood."""
+    """Supervised fine-tuning. The loss is the negative log-likelihood per token, averaged over trained tokens."""
 
     shown: Mapping[str, str] = {"policy/loss": "loss"}
 
@@ -84,34 +84,35 @@ class Likelihood:
         return metrics
 
     async def begin_with(self, initial: Checkpoint) -> None:
-        """Do nothing: the learner is the only model."""
+        """Do nothing, because the learner is the only model."""
 
     async def restore(self, checkpoint: Checkpoint) -> None:
-        """Do nothing: there is no other state."""
+        """Do nothing, because the learner has all state."""
 
     def begin_save(self, folder: Path) -> list[Awaitable[object]]:
-        """Do nothing: there is no other state."""
+        """Do nothing, because the learner has all state."""
         return []
 
 
 class Scores(NamedTuple):
-    """Scores of pairs, all float64."""
+    """Scores of pairs of answers. All arrays are float64 `[pairs, 2]`: chosen answer, rejected answer."""
 
     policy: np.ndarray
-    """`[pairs, 2]`: log-probabilities of the chosen and the rejected answer, in nats."""
+    """Log-probability of each answer from the policy, in nats."""
     reference: np.ndarray
-    """`[pairs, 2]`: the same log-probabilities under the reference model."""
+    """Log-probability of each answer from the reference model, in nats."""
     tokens: np.ndarray
-    """`[pairs, 2]`: numbers of tokens of the two answers."""
+    """Number of tokens of each answer."""
 
 
 class DirectPreference:
     """Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290).
 
-    A backend computes losses of single sequences, so a step takes three passes. Two passes compute log-probabilities
-    under policy and reference, which determine the derivative of each pair's loss with respect to its margin. The third
-    pass is a cross-entropy in which the derivative is the weight of each answer, so its gradient equals that of the
-    preference loss. The reference is the base model, or the checkpoint that the run started from.
+    A backend computes losses of single sequences, so a step takes three passes. The first two compute log-probabilities
+    from policy and reference. They determine the derivative of each pair's loss with respect to its margin (see
+    `preference_losses`). The third pass is a cross-entropy in which each answer is weighted with this derivative. Its
+    gradient thus equals that of the preference loss. The reference is the base model, or the checkpoint that the run
+    started from.
     """
 
     shown: Mapping[str, str] = {"policy/loss": "loss", "rewards/accuracies": "accuracy"}
@@ -174,12 +175,12 @@ class DirectPreference:
         return 1 / scores.tokens if self._loss.is_per_token else np.ones_like(scores.tokens)
 
     def _losses(self, scores: Scores) -> tuple[np.ndarray, np.ndarray]:
-        """Return the losses and derivatives of pairs, each `[pairs]`."""
+        """Return the loss of each pair, and its derivative with respect to the margin. Both are `[pairs]`."""
         scaled = (scores.policy - scores.reference) * self._per_unit(scores)
         return self._loss.function(scaled[:, 0] - scaled[:, 1], self._config.beta, self._config.label_smoothing)
 
     def _metrics(self, scores: Scores) -> Metrics:
-        """Return means over pairs, under the names of metrics in TRL."""
+        """Return metrics averaged over pairs. They have the names of TRL's metrics."""
         losses, _ = self._losses(scores)
         rewards = self._config.beta * (scores.policy - scores.reference)
         margins = rewards[:, 0] - rewards[:, 1]
@@ -200,6 +201,6 @@ def _sequences(pairs: Sequence[Pair]) -> list[Any]:
 
 
 def _logprobs(output: ForwardBackwardOutput) -> np.ndarray:
-    """Return the log-probabilities of the answers of pairs, `[pairs, 2]`: the negated loss of each sequence."""
+    """Return the log-probability of each answer, `[pairs, 2]`. It is minus the loss of the sequence."""
     sums = [-np.sum(one["elementwise_loss"], dtype=np.float64) for one in output.loss_fn_outputs]
     return np.reshape(sums, (-1, 2))

@@ -1,4 +1,4 @@
-"""Conversion of rows of preference data to pairs of examples: the chosen and the rejected answer."""
+"""Conversion of rows of preference data to pairs of examples, one with the chosen and one with the rejected answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from skyrl.train.data.chats import columns_of, read_chat, short
 from skyrl.train.sft.examples import Example, RowReader
 
 SAME = "have the same answer as chosen and as rejected"
-"""Reason for skipping pairs."""
+"""Reason for skipping a row. The text follows the number of rows in a summary."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with two answers. Only the answers are trained on."""
+    """A prompt with two answers. Each example has the prompt and one answer, which alone is trained on."""
 
     chosen: Example
     rejected: Example
@@ -38,11 +38,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairReader:
-    """Converts rows with `chosen`, `rejected` and optionally `prompt`, in the format of TRL, into pairs.
+    """Converts rows in TRL's format (https://huggingface.co/docs/trl/dataset_formats) into pairs.
 
-    All of these columns are text, or all are lists of messages. The two lists may both start with the prompt. The
-    column `prompt` is then missing, or contains the text of the last prompt message
-    (https://huggingface.co/docs/trl/dataset_formats).
+    The columns are `chosen`, `rejected` and optionally `prompt`. All are text, or all are lists of messages. The lists
+    `chosen` and `rejected` may both start with the prompt. The column `prompt` is then missing, or has the text of the
+    last prompt message.
     """
 
     rows: RowReader
@@ -73,7 +73,10 @@ class PairReader:
 def _parted(
     prompt: Any, chosen: list[Message], rejected: list[Message]
 ) -> tuple[list[Message], list[Message], list[Message]]:
-    """Return the common first messages and the rest of each list. Raises ConfigError if any of these parts is empty."""
+    """Return the messages with which both lists begin, and the rest of each list.
+
+    Raises ConfigError if one of the three parts is empty, or if `prompt` is not the text of the last common message.
+    """
     unequal = (number for number, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
     shared = next(unequal, min(len(chosen), len(rejected)))
     if not shared:

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers for direct preference optimization, with their derivatives.
+"""Losses of pairs of answers, and their derivatives, for direct preference optimization.
 
 A loss is a function of the margin of each pair. The margin is the log-ratio of policy to reference for the chosen
 answer, minus that for the rejected answer. The loss depends on the two sequences only through the margin. Its gradient
@@ -14,16 +14,16 @@ from typing import NamedTuple
 import numpy as np
 
 Pairs = np.ndarray
-"""float64 `[pairs]`."""
+"""float64 array `[pairs]`."""
 
 
 class PreferenceLoss(NamedTuple):
     """A loss as a function of the margins of pairs."""
 
     function: Callable[[Pairs, float, float], tuple[Pairs, Pairs]]
-    """Takes margins in nats, beta and label_smoothing; returns the loss of each pair and its derivative."""
+    """Takes margins in nats, beta and label_smoothing. Returns each pair's loss, and its derivative by the margin."""
     is_per_token: bool = False
-    """True if the margin uses means over tokens; False if it uses sums."""
+    """True if the margin is of mean log-probabilities over tokens. False if it is of sums."""
 
 
 def sigmoid(margins: Pairs, beta: float, label_smoothing: float) -> tuple[Pairs, Pairs]:
@@ -38,7 +38,7 @@ def sigmoid(margins: Pairs, beta: float, label_smoothing: float) -> tuple[Pairs,
 
 
 def robust(margins: Pairs, beta: float, label_smoothing: float) -> tuple[Pairs, Pairs]:
-    """Return the `sigmoid` loss, unbiased if labels are wrong with probability `label_smoothing`.
+    """Return an unbiased estimate of the `sigmoid` loss, for labels that are wrong with probability `label_smoothing`.
 
     Source: Chowdhury et al. 2024, https://arxiv.org/abs/2403.00409, equation 12.
     """
@@ -48,7 +48,7 @@ def robust(margins: Pairs, beta: float, label_smoothing: float) -> tuple[Pairs, 
 
 
 def hinge(margins: Pairs, beta: float, label_smoothing: float) -> tuple[Pairs, Pairs]:
-    """Return the hinge loss, zero for scaled margins >= 1.
+    """Return the hinge loss. It is 0 if beta times the margin is at least 1.
 
     Source: Zhao et al. 2023, https://arxiv.org/abs/2305.10425.
     """
@@ -57,7 +57,7 @@ def hinge(margins: Pairs, beta: float, label_smoothing: float) -> tuple[Pairs, P
 
 
 def ipo(margins: Pairs, beta: float, label_smoothing: float) -> tuple[Pairs, Pairs]:
-    """Return (margin - 1 / (2 beta)) squared. Source: Azar et al. 2023, https://arxiv.org/abs/2310.12036."""
+    """Return the square of (margin - 1 / (2 beta)). Source: Azar et al. 2023, https://arxiv.org/abs/2310.12036."""
     distance = margins - 1 / (2 * beta)
     return distance**2, 2 * distance
 
@@ -68,7 +68,7 @@ PREFERENCE_LOSSES = {
     "hinge": PreferenceLoss(hinge),
     "ipo": PreferenceLoss(ipo, is_per_token=True),
 }
-"""Losses by `loss_type`."""
+"""Loss of each `loss_type`."""
 
 
 def _log_sigmoid(x: Pairs) -> Pairs:

@@ -1,4 +1,4 @@
-"""Complete runs of supervised fine-tuning or preference optimization, for `skyrl train sft` and `skyrl train dpo`."""
+"""Complete runs of supervised fine-tuning (`skyrl train sft`) or preference optimization (`skyrl train dpo`)."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
 
     Args:
         config: Resolved configuration.
-        loader: Function that converts each row of the data to a known kind.
+        loader: Function that converts each row of the data to a kind that `RowReader` or `PairReader` knows.
     """
     load, tokenizer = _checked(config)
     callbacks = load_callbacks(config.callbacks, "callbacks")
@@ -88,8 +88,8 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
 async def evaluate_sft(config: SFTConfig) -> Metrics:
     """Evaluate the model on `eval_datasets`, print the losses and return them (`eval_only`).
 
-    The model is the checkpoint that `resume_from` names, or else `init_from`, or else the base model. Another process
-    may be training at the same time. Raises ConfigError for invalid settings or data.
+    The model is the first of these that exists: the checkpoint of `resume_from`, the checkpoint of `init_from`, the
+    base model. Another process may be training at the same time. Raises ConfigError for invalid settings or data.
     """
     load, tokenizer = _checked(config)
     _, evaluation = load_datasets(replace(config, train_datasets=[]), tokenizer)
@@ -117,7 +117,7 @@ async def evaluate_sft(config: SFTConfig) -> Metrics:
 
 
 def _checked(config: SFTConfig) -> tuple[Callable[[], AbstractContextManager[Models]], ChatTokenizer]:
-    """Check a configuration. Returns the loader of its models, and the tokenizer."""
+    """Check a configuration. Returns the loader of the run's models, and the tokenizer."""
     validate_sft(config)
     check_model_given(config.model, BASE_MODEL, config.example)
     strategy, base_model = find_strategy(config), config.model.path
@@ -132,7 +132,7 @@ def _checked(config: SFTConfig) -> tuple[Callable[[], AbstractContextManager[Mod
 
 
 def _check_rows(config: SFTConfig, datasets: Sequence[Dataset[Any]]) -> None:
-    """Raise ConfigError for rows that exceed the limits in the model's config.json. Runs before the model is loaded."""
+    """Raise ConfigError if a row exceeds the limits in the model's config.json. Runs before the model is loaded."""
     assert config.model.path is not None
     sizes = model_sizes(config.model.path)
     if sizes.context is not None:
@@ -142,7 +142,7 @@ def _check_rows(config: SFTConfig, datasets: Sequence[Dataset[Any]]) -> None:
 
 
 async def _begin_with(path: str, config: SFTConfig, learner: Learner, method: Method) -> None:
-    """Load the weights of a checkpoint into a new run."""
+    """Start a new run from the weights of the checkpoint at `path`."""
     initial = checkpoint_store(config).initial(path, "init_from")
     await learner.load(initial.model_path(MODEL), optimizer=False)
     await method.begin_with(initial)

@@ -1,7 +1,7 @@
-"""Training loop on examples: optimizer steps, with evaluation, checkpoints and exports in between.
+"""Training loop on examples or pairs: optimizer steps, with evaluations, checkpoints and exports in between.
 
-The state of a run, apart from its models, is the number of steps taken. It determines the order of the data and the
-learning rate.
+Apart from its models, the state of a run is only the number of steps taken. This number determines the next rows and
+the learning rate.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 RESUME_MODES = {"": "none", "none": "none", "latest": "latest"}
 FIELDS = Fields(ckpt_path="ckpt_path", own_folder="ckpt_path", resume_path="resume_from", anew="resume_from=none")
 SUMMED_UP = ("/loss", "rewards/accuracies")
-"""Suffixes of the metrics in the summary."""
+"""Suffixes of the metrics that the summary shows."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Summary:
     """Result of a run."""
 
     steps: int
-    """Total number of optimizer steps, including those before the run was resumed."""
+    """Total number of optimizer steps, including steps before the run was resumed."""
     resumed_from: int
     """Number of optimizer steps before the run was resumed."""
     trained_tokens: int
-    """Number of tokens trained on since the run was resumed; repeated tokens count each time."""
+    """Number of tokens trained on since the run was resumed. A token counts each time it is trained on."""
     metrics: Metrics
-    """Metrics of the last step, with the losses of the last evaluation. Empty if no steps were left."""
+    """Metrics of the last step and of its evaluation. Empty if no steps were left."""
 
     def __str__(self) -> str:
         begun = f" (resumed from {self.resumed_from})" if self.resumed_from else ""
@@ -65,13 +65,14 @@ class SFTTrainer:
         learner: The model to train. For a new run, the caller creates it with the initial weights before `run`.
         train: Training data sets, as `load_datasets` returns them.
         evaluation: Evaluation data sets.
-        report: Called with the metrics and number of each step, and with those of the evaluation before the first step.
+        report: Called after each step with the step's metrics and number. Also called after an evaluation before the
+            first step, with the metrics of this evaluation and 0.
         method: Training method. None: the likelihood of examples.
-        callbacks: Callbacks to call after steps. None: those in the configuration.
+        callbacks: Callbacks of the run. None: those in the configuration.
         order: Order of the training data. None: a new one is created.
 
-    Raises ConfigError for rows that exceed the backend's maximum length, tokens outside the vocabulary, weights that
-    give a data set no rows in an epoch, and a `ckpt_path` in an unsupported kind of bucket.
+    Raises ConfigError for rows that exceed the backend's maximum length, tokens outside the vocabulary, a data set that
+    would have no rows in an epoch because of its weight, and a `ckpt_path` in an unsupported kind of bucket.
     """
 
     def __init__(
@@ -109,23 +110,23 @@ class SFTTrainer:
 
     @property
     def can_save(self) -> bool:
-        """False: no checkpoint can be saved during a step, because a step changes the model from its start."""
+        """Always False. A step changes the model from its start, so no checkpoint can be saved during a step."""
         return False
 
     @property
     def way_on(self) -> str:
-        """Instructions for resuming from the newest checkpoint."""
+        """Text for messages that says how to resume from the newest checkpoint."""
         return WAY_ON if self._config.resume_from == "latest" else f"with resume_from=latest {WAY_ON}"
 
     @property
     def run_id(self) -> str | None:
-        """Id of this run, which a resumed run keeps; None if the run has no checkpoints."""
+        """Id of this run. A run keeps it when it is resumed. None if the run has no checkpoints."""
         return None if self._checkpoints is None else self._checkpoints.run_id
 
     async def run(self, interruption: Interruption | None = None) -> Summary:
         """Train to the end. Calls `resume` first if it has not been called.
 
-        Raises the errors of `resume`, StorageError if a checkpoint cannot be written, and Interrupted.
+        Raises the errors of `resume`, StorageError if a checkpoint cannot be written, and Interrupted after a signal.
         """
         if not self._is_ready:
             await self.resume()
@@ -181,7 +182,7 @@ class SFTTrainer:
         return await self._method.evaluate(self._evaluation, self._config.batch_size)
 
     async def end_epoch(self) -> None:
-        """Do nothing: the reference model does not change between epochs."""
+        """Do nothing, because the reference model does not change between epochs."""
 
     @property
     def has_export(self) -> bool:
@@ -189,7 +190,7 @@ class SFTTrainer:
         return self._export.is_complete
 
     async def export(self) -> None:
-        """Write the adapter, if any, in PEFT format, and the model in Hugging Face format, if it can be merged."""
+        """Write the adapter, if any, in PEFT format. Write the model in Hugging Face format if it can be merged."""
         await self._export.write()
 
     @property
@@ -203,11 +204,11 @@ class SFTTrainer:
             await result_of(self._config).write(self._learner, keep_earlier=self._begun_at == 0)
 
     def improves(self, metrics: Metrics) -> bool:
-        """Return True if the metrics of an evaluation are the best so far by `best_metric`."""
+        """Return True if these metrics of an evaluation are the best so far by `best_metric`."""
         return self._checkpoints is not None and self._checkpoints.judge(self.global_step, metrics)
 
     async def save(self) -> "asyncio.Task[Where] | None":
-        """Begin to write a checkpoint. Returns a task that ends with the write; None if the run has no checkpoints."""
+        """Start to write a checkpoint. Returns the task that writes it, or None if the run has no checkpoints."""
         if self._checkpoints is None:
             return None
         return begin_writing(
@@ -217,7 +218,7 @@ class SFTTrainer:
         )
 
     def places(self) -> dict[str, Where]:
-        """Return the files and folders that the run leaves, by title."""
+        """Return the paths of the run's outputs, by description."""
         config, places, store = self._config, dict[str, Where](), self._checkpoints
         if config.save_model:
             result = result_of(config)
@@ -231,7 +232,7 @@ class SFTTrainer:
         return places
 
     async def resume(self) -> int | None:
-        """Restore the run from the checkpoint that `resume_from` selects. Returns its step; None for a new run.
+        """Restore the run from the checkpoint that `resume_from` selects. Returns its step, or None for a new run.
 
         Raises ConfigError if the checkpoint has another model, other data or another order of the data, or if another
         run is using `ckpt_path`. Raises StorageError if the checkpoint is missing or damaged.
@@ -252,9 +253,9 @@ class SFTTrainer:
 
 
 def checked_order(config: SFTConfig, train: Sequence[Dataset[Any]]) -> DataOrder:
-    """Return the order of a run's data, checked against the checkpoint to resume from, if any.
+    """Return the order of a run's data. If there is a checkpoint to resume from, check the order against it.
 
-    Raises the errors of `SFTTrainer.resume`, before a model is loaded.
+    Raises the errors of `SFTTrainer.resume`, so that they occur before a model is loaded.
     """
     order = DataOrder(config, train)
     if config.ckpt_path and (found := checkpoint_store(config).find(*resume_mode(config.resume_from))) is not None:
@@ -263,7 +264,7 @@ def checked_order(config: SFTConfig, train: Sequence[Dataset[Any]]) -> DataOrder
 
 
 def resume_mode(resume_from: str) -> tuple[str, str]:
-    """Return the mode and path for finding the checkpoint to resume from."""
+    """Return the mode and path with which `CheckpointStore.find` finds the checkpoint to resume from."""
     return RESUME_MODES.get(resume_from, "from_path"), resume_from
 
 
@@ -274,7 +275,7 @@ def result_of(config: SFTConfig) -> Result:
 
 
 def checkpoint_store(config: SFTConfig) -> CheckpointStore:
-    """Return the checkpoint store of a run, in its `ckpt_path`."""
+    """Return the checkpoint store of a run. Its folder is `ckpt_path`."""
     model = config.model
     identity = {
         "loss": config.loss,

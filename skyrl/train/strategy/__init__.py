@@ -1,1 +1,1 @@
-"""Strategies (`trainer.strategy`): the configuration fields that take effect, and the options of the backend."""
+"""Strategies (`trainer.strategy`). A strategy defines which fields take effect, and the options of the backend."""

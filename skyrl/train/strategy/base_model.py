@@ -1,6 +1,6 @@
-"""Checks of a run's base model before large files are read: it exists, and its architecture is supported.
+"""Checks of a run's base model before large files are read. The model must exist and have a supported architecture.
 
-Errors name fields of the trainer's configuration, while the backend's own errors would name fields of a backend.
+Errors name fields of the trainer's configuration. The backend's own errors would name fields of the backend.
 """
 
 import logging
@@ -20,16 +20,16 @@ from skyrl.train.strategy.registry import find_strategy
 log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-"""Tokenizer files. A folder with a tokenizer has at least one of them."""
+"""Names of tokenizer files. A folder with a tokenizer has at least one of them."""
 
 
 def check_model_given(model: ModelConfig, field: str, example: str) -> None:
     """Raise ConfigError if no model is configured, unless the default model is on this machine.
 
     Args:
-        model: Model of the configuration.
+        model: Model section of the configuration.
         field: Name of the field with the model's path.
-        example: Example of a command line that sets it.
+        example: Example of a command line that sets the field.
     """
     path = model.path
     if model.is_given("path") or path is None or is_on_this_machine(path):
@@ -41,12 +41,12 @@ def check_model_given(model: ModelConfig, field: str, example: str) -> None:
 
 
 def check_base_model(path: str, field: str, architectures: Collection[str] | None) -> int | None:
-    """Check a model's config.json. Returns the maximum context length in tokens; None if the file does not contain it.
+    """Check a model's config.json. Returns the maximum context length in tokens, or None if the file lacks it.
 
     Args:
-        path: Folder or hub id. Only this file is downloaded.
+        path: Folder or hub id. From the hub, only config.json is downloaded.
         field: Name of the field with the path.
-        architectures: Supported architectures; None leaves the check to the loader of the model.
+        architectures: Supported architectures. None: not checked here, but when the model is loaded.
 
     Raises ConfigError for a missing or unsupported model.
     """
@@ -65,7 +65,7 @@ def check_base_model(path: str, field: str, architectures: Collection[str] | Non
 
 
 class ModelSizes(NamedTuple):
-    """Sizes in a model's config.json; None if the file does not contain them."""
+    """Sizes in a model's config.json. None for a size that the file lacks."""
 
     context: int | None
     """Maximum context length, in tokens."""
@@ -82,7 +82,10 @@ def model_sizes(path: str) -> ModelSizes:
 
 
 def load_tokenizer(path: str, field: str) -> Any:
-    """Load the model's tokenizer. Only its own files are downloaded. Raises ConfigError."""
+    """Load the model's tokenizer. From the hub, only tokenizer files are downloaded.
+
+    Raises ConfigError if the tokenizer cannot be loaded.
+    """
     folder = Path(path).expanduser()
     if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ConfigError(f"{field}={path}: the folder has none of {', '.join(TOKENIZER_FILES)}; use a whole model")
@@ -95,11 +98,12 @@ def load_tokenizer(path: str, field: str) -> Any:
 
 
 def fit_context(config: SkyRLTrainConfig, longest: int | None) -> None:
-    """Fit a resolved configuration to a maximum context length: `longest` tokens, or the backend's option if lower.
+    """Check that inputs and answers of a resolved configuration fit into the context.
 
-    A derived `generator.max_input_length` is lowered to fit. With None and no option, there is no maximum.
+    The context has `longest` tokens, or fewer if the backend's option `max_context_length` is lower. If neither is
+    given, there is no limit. If `generator.max_input_length` is a derived value, it is lowered to fit.
 
-    Raises ConfigError if the inputs and answers do not fit.
+    Raises ConfigError if inputs and answers do not fit.
     """
     section = find_strategy(config).name
     if of_backend := getattr(config.trainer, section).get("max_context_length"):

@@ -1,4 +1,4 @@
-"""Support of the configuration fields that the trainers read themselves, with any strategy.
+"""Support of the configuration fields that the trainers themselves read, whatever the strategy.
 
 See `support` for the format of the table.
 """

@@ -1,4 +1,4 @@
-"""Generator of docs/config.md: every field with its type, default, meaning and support.
+"""Generator of docs/config.md. The page lists every field with its type, default, meaning and support.
 
 Run: `python -m skyrl.train.strategy.config_page > docs/config.md`.
 """
@@ -34,7 +34,7 @@ selects the backend:
 """
 
 STRATEGIES = tuple(name for name, strategy in SERVED.items() if name == strategy.name)
-"""Strategies with a column in the tables; other names are aliases."""
+"""Strategies that have a column in the tables. Other names in `SERVED` are aliases."""
 
 STATUSES = {
     Status.CONSUMED: "read by the module in the table",
@@ -57,7 +57,7 @@ and an alternative. Their defaults are accepted."""
 
 
 def render_page() -> str:
-    """Return the page as Markdown: counts, supported fields and unsupported fields."""
+    """Return the page as Markdown. It has counts, supported fields and unsupported fields."""
     fields = list(describe_fields(SkyRLTrainConfig()))
     read = [field for field in fields if any(support.status is not Status.REFUSED for support in _supports(field))]
     refused = [_row(field.path, field) for field in fields if field not in read]
@@ -66,7 +66,7 @@ def render_page() -> str:
 
 
 def _counts(strategy: str) -> Iterator[str]:
-    """Yield the counts of fields by their status with a strategy."""
+    """Yield tables for a strategy: the number of fields of each status, and the reasons for rejections."""
     supports = [find(SERVED[strategy].support, field.path)[1] for field in describe_fields(SkyRLTrainConfig())]
     counts = Counter(support.status for support in supports)
     yield f"## With trainer.strategy={strategy}\n\nOf {len(supports)} fields:\n"
@@ -99,7 +99,7 @@ def _row(name: str, field: FieldHelp) -> str:
 
 
 def _supports(field: FieldHelp) -> list[Support]:
-    """Return the support with each strategy."""
+    """Return the support of the field by each of `STRATEGIES`."""
     return [find(SERVED[name].support, field.path)[1] for name in STRATEGIES]
 
 

@@ -1,8 +1,8 @@
 """Translation of a training configuration into options of the JAX backend.
 
-Options under `trainer.jax` override those derived from other fields. Defaults that are made for GPUs apply only where
-available; one log line lists the effective values. Importing this module loads neither jax nor torch. The backend's
-configuration, which loads jax, is imported on demand.
+Options under `trainer.jax` override options derived from other fields. Some fields have defaults for GPUs. They apply
+only where available, and one log line lists the effective values. Importing this module loads neither jax nor torch.
+The backend's configuration, which loads jax, is imported on demand.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -120,13 +120,13 @@ class JaxStrategy(Strategy):
 def _stream_problems(
     section: str, options: Mapping[str, Any], adapters: Mapping[str, LoraConfig], save_merged: bool
 ) -> Iterator[str]:
-    """Yield messages about connectors of several residual streams, which only adapters have.
+    """Yield messages about connectors, the modules that mix several residual streams. Only adapters have them.
 
     Args:
-        section: Prefix of fields.
+        section: Prefix of field names.
         options: Options of the backend.
-        adapters: Adapters of the trained models, that of the policy first, by the fields of their ranks.
-        save_merged: True if the final model is saved with the adapter merged.
+        adapters: Adapter of each trained model, by the name of the field with its rank. The policy's is the first.
+        save_merged: True if the adapter is merged into the final model.
     """
     from skyrl.tx.design.connectors import CONNECTORS
 

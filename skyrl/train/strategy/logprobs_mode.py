@@ -1,4 +1,4 @@
-"""Log-probability mode of vLLM servers that a trainer starts: the one that serves its training samples."""
+"""Choice of vLLM's option `logprobs_mode` for servers that a trainer starts. It depends on the training samples."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,11 @@ from skyrl.types import SamplingParams
 
 
 def with_logprobs_mode(engines: Mapping[str, Any], params: SamplingConfig) -> dict[str, Any]:
-    """Return options of engines with vLLM's `logprobs_mode` set, if vLLM's default does not serve the samples.
+    """Return the engine options. If vLLM's default `logprobs_mode` does not suit the samples, it is set in them.
 
     Args:
-        engines: Options of the engines of a run.
-        params: Options of its training samples.
+        engines: Options of a run's engines.
+        params: Sampling parameters of the run's training samples.
     """
     launch = engines.get("launch") or {}
     if not launch.get("python") or not _only_processed(params):
@@ -26,7 +26,7 @@ def with_logprobs_mode(engines: Mapping[str, Any], params: SamplingConfig) -> di
 
 
 def _only_processed(params: SamplingConfig) -> bool:
-    """Return True if only engines that report log-probabilities after the temperature can draw the samples."""
+    """Return True if the samples need engines whose log-probabilities are computed after applying the temperature."""
     sampling = SamplingParams(
         max_tokens=1, seed=0, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
     )

@@ -18,7 +18,7 @@ def find_strategy(config: SkyRLTrainConfig | SFTConfig) -> Strategy:
 
 
 def check_strategy(config: SkyRLTrainConfig | SFTConfig) -> None:
-    """Raise ConfigError if an unsupported strategy is configured."""
+    """Raise ConfigError if the configured strategy is not supported."""
     owner, field = (
         (config.trainer, "trainer.strategy") if isinstance(config, SkyRLTrainConfig) else (config, "strategy")
     )

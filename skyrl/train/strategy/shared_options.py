@@ -1,4 +1,4 @@
-"""Options that all backends share, derived from fields of a training configuration."""
+"""Backend options that all strategies derive in the same way from a training configuration."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from skyrl.train.config import SkyRLTrainConfig
 
 
 def config_overrides(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Return overrides of the policy's config.json."""
+    """Return the overrides of fields in the policy's config.json."""
     trainer = config.trainer
     rope = {"rope_scaling": trainer.rope_scaling, "rope_theta": trainer.rope_theta}
     given = {name: value for name, value in rope.items() if value is not None}
@@ -14,7 +14,7 @@ def config_overrides(config: SkyRLTrainConfig) -> dict[str, Any]:
 
 
 def base_dtype(config: SkyRLTrainConfig) -> str:
-    """Return the type of the base weights for training and sampling, which is the backend option `dtype`."""
+    """Return the backend option `dtype`: the type of the base weights in training and sampling."""
     engine = config.generator.inference_engine
     if engine.is_given("model_dtype"):
         return engine.model_dtype
@@ -22,7 +22,7 @@ def base_dtype(config: SkyRLTrainConfig) -> str:
 
 
 def sampler_options(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Return sampler options of a backend, derived from the fields of inference engines."""
+    """Return the backend's options for its sampler, derived from `generator.inference_engine`."""
     engine = config.generator.inference_engine
     return {
         "prefix_caching": engine.enable_prefix_caching,

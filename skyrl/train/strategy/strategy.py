@@ -1,7 +1,7 @@
-"""Strategies (`trainer.strategy`): supported fields, options of the backend, and loading of a run's models.
+"""Strategies (`trainer.strategy`). A strategy defines supported fields and backend options, and loads a run's models.
 
-To add one, subclass `Strategy` in its own module, with a table of fields beside it. Add it to
-`skyrl.train.strategy.registry`, and its rules to `skyrl.train.config.strategies`.
+To add one, write a module with a subclass of `Strategy`, and another module with its table of fields. Add the subclass
+to `skyrl.train.strategy.registry`, and the strategy's traits to `skyrl.train.config.strategies`.
 """
 
 import logging
@@ -33,29 +33,29 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", bound=BaseModel)
 
 DTYPES = ("auto", "float32", "bfloat16")
-"""Types of base weights. auto: the type of the checkpoint, on an accelerator."""
+"""Types of base weights. auto: the checkpoint's type on an accelerator, float32 on the CPU."""
 OF_POLICY = ("engines", "config_overrides")
-"""Backend options that do not apply to a reference with separate base weights."""
+"""Options of the policy's backend that a separate backend for critic or reference does not take over."""
 
 
 class Strategy(ABC):
-    """A backend of this process, as trainers use it."""
+    """A strategy: it translates a configuration into options of a backend, and loads that backend in this process."""
 
     name: str
     """Name in configurations. The section with the backend's options has the same name."""
     backend: str
-    """Name of the backend in the registry of backends."""
+    """Name of the backend in `skyrl.backends.registry`."""
     support: Mapping[str, Support]
     """Support of each field of `SkyRLTrainConfig`."""
 
     @property
     def architectures(self) -> Collection[str] | None:
-        """Supported architectures of base models. None: those of transformers."""
+        """Supported architectures of base models. None: all that transformers supports."""
         return None
 
     @abstractmethod
     def rl_options(self, config: SkyRLTrainConfig) -> dict[str, Any]:
-        """Return the options of the backend. Those of its own section override those derived from other fields."""
+        """Return the options of the backend. Options in its own section override options derived from other fields."""
 
     @abstractmethod
     def sft_options(self, config: SFTConfig) -> dict[str, Any]:
@@ -63,15 +63,15 @@ class Strategy(ABC):
 
     @abstractmethod
     def problems(self, config: SkyRLTrainConfig) -> Iterator[str]:
-        """Yield messages about combinations of models in a resolved configuration that are not supported."""
+        """Yield messages about settings of a resolved configuration that the strategy does not support together."""
 
     def sft_problems(self, config: SFTConfig) -> Iterator[str]:
-        """Yield messages about settings of supervised fine-tuning that are not supported together."""
+        """Yield messages about settings of supervised fine-tuning that the strategy does not support together."""
         yield from ()
 
     @abstractmethod
     def where_available(self, config: SkyRLTrainConfig) -> str:
-        """Return one line with the effective values of defaults that depend on optional capabilities."""
+        """Return one line for the log: effective values of fields whose defaults need optional capabilities."""
 
     def record_memory(self, path: Path) -> None:
         """Write a snapshot of the device's memory to a file.
@@ -85,21 +85,21 @@ class Strategy(ABC):
         return config_overrides(config).get("max_position_embeddings")
 
     def rl_backend_config(self, config: SkyRLTrainConfig) -> BaseModel:
-        """Return the backend's configuration for a resolved configuration.
+        """Return the configuration object of the backend, built from a resolved configuration.
 
         Raises ConfigError for unknown or invalid options in the strategy's section.
         """
         return self._config(self.rl_options(config), f"trainer.{self.name}")
 
     def sft_backend_config(self, config: SFTConfig) -> BaseModel:
-        """Return the backend's configuration for supervised fine-tuning."""
+        """Return the configuration object of the backend for supervised fine-tuning."""
         return self._config(self.sft_options(config), self.name)
 
     def rl_loader(self, config: SkyRLTrainConfig) -> Callable[[], BackendModels]:
-        """Return a loader of the base model of a resolved configuration.
+        """Return a function that loads the base model of a resolved configuration.
 
-        Everything that can be checked early is checked here. This method and the loader raise ConfigError for settings
-        that cannot be met.
+        This method already checks all that can be checked before loading. Both this method and the returned function
+        raise ConfigError for settings that cannot be met.
         """
         log.info("%s", self.where_available(config))
         load = self._loader(config.trainer.policy.model.path, self.rl_backend_config(config), f"trainer.{self.name}")
@@ -120,12 +120,12 @@ class Strategy(ABC):
         return self.rl_options(config)
 
     def loader_apart(self, config: SkyRLTrainConfig, model: str, longest: int) -> Callable[[], BackendModels]:
-        """Return a loader of the critic or the reference (ref) on a separate backend, which does not sample.
+        """Return a function that loads the critic or the reference (ref) on a separate backend, which does not sample.
 
         Args:
             config: Resolved configuration.
             model: "critic" or "ref".
-            longest: Length of the longest sequence that it scores, in tokens.
+            longest: Length of the longest sequence that the model scores, in tokens.
         """
         trainer = config.trainer
         owner = getattr(trainer, model)
@@ -142,7 +142,7 @@ class Strategy(ABC):
         return self._loader(path, self._config(options, section), section)
 
     def sft_loader(self, config: SFTConfig) -> Callable[[], BackendModels]:
-        """Return a loader of the model for supervised fine-tuning."""
+        """Return a function that loads the model for supervised fine-tuning."""
         return self._loader(config.model.path, self.sft_backend_config(config), self.name)
 
     def _config(self, options: dict[str, Any], section: str) -> BaseModel:
@@ -168,7 +168,7 @@ class Strategy(ABC):
 
 
 def shared_problems(config: SkyRLTrainConfig) -> Iterator[str]:
-    """Yield messages about settings that cannot be used if one backend both trains and samples."""
+    """Yield messages about settings that are not supported because one backend both trains and samples."""
     yield from _rope_problems(config)
     yield from _dtype_problems(config)
     yield from _call_problems(config)
@@ -245,46 +245,47 @@ def _rope_problems(config: SkyRLTrainConfig) -> Iterator[str]:
 
 
 def policy_adapter(config: SkyRLTrainConfig) -> LoraConfig:
-    """Return the adapter of the policy, on all linear layers except the output embedding.
+    """Return the configuration of the policy's adapter. By default, it covers all linear layers except the output
+    embedding.
 
-    Rank 0 means no adapter: all weights are trained. Raises ConfigError for invalid adapter settings.
+    Rank 0 means that there is no adapter, and all weights are trained. Raises ConfigError for invalid settings.
     """
     trainer = config.trainer
     return _adapter(trainer.policy.model.lora, trainer.seed, "trainer.policy.model.lora")
 
 
 def critic_adapter(config: SkyRLTrainConfig) -> LoraConfig:
-    """Return the adapter of the critic, as `policy_adapter`."""
+    """Return the configuration of the critic's adapter (see `policy_adapter`)."""
     trainer = config.trainer
     return _adapter(trainer.critic.model.lora, trainer.seed, "trainer.critic.model.lora")
 
 
 def sft_adapter(config: SFTConfig) -> LoraConfig:
-    """Return the adapter of supervised fine-tuning, as `policy_adapter`."""
+    """Return the configuration of the adapter in supervised fine-tuning (see `policy_adapter`)."""
     return _adapter(config.model.lora, config.seed, "model.lora")
 
 
 async def create_policy(policy: Learner, config: SkyRLTrainConfig) -> None:
-    """Create the policy with its adapter. Raises ConfigError for settings that its base model rejects."""
+    """Create the policy with its adapter. Raises ConfigError for adapter settings that the base model rejects."""
     with _named("trainer.policy.model.lora"):
         await policy.create(policy_adapter(config))
 
 
 async def create_critic(critic: Learner, config: SkyRLTrainConfig) -> None:
-    """Create the critic, as `create_policy`."""
+    """Create the critic with its adapter and a value head (see `create_policy`)."""
     with _named("trainer.critic.model.lora"):
         await critic.create(critic_adapter(config), value_head=True)
 
 
 async def create_sft(learner: Learner, config: SFTConfig) -> None:
-    """Create the model of supervised fine-tuning, as `create_policy`."""
+    """Create the model of supervised fine-tuning with its adapter (see `create_policy`)."""
     with _named("model.lora"):
         await learner.create(sft_adapter(config))
 
 
 @contextmanager
 def _named(section: str) -> Iterator[None]:
-    """Context in which errors of a backend name options of adapters by their fields in this section."""
+    """Context that changes errors of a backend: they name adapter options as fields in `section`."""
     try:
         yield
     except RequestError as error:
@@ -312,7 +313,7 @@ def _adapter(lora: SkyRLLoraConfig, seed: int, section: str) -> LoraConfig:
 
 
 def built(cls: type[T], options: dict[str, Any], where: str) -> T:
-    """Return `cls(**options)`. Raises ConfigError for invalid options; the message names fields as `where.field`."""
+    """Return `cls(**options)`. Raises ConfigError for invalid options. The message names fields as `where.field`."""
     try:
         return cls(**options)
     except ValidationError as error:

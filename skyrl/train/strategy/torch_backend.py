@@ -1,6 +1,6 @@
 """Translation of a training configuration into options of the torch backend.
 
-Options under `trainer.fsdp2` override those derived from other fields. Importing this module loads neither torch nor
+Options under `trainer.fsdp2` override options derived from other fields. Importing this module loads neither torch nor
 jax; the backend is imported on demand.
 """
 
@@ -40,7 +40,7 @@ OF_ENGINES = (
     "enable_chunked_prefill",
     "max_num_batched_tokens",
 )
-"""Engine fields that also configure the sampler of this process."""
+"""Fields of inference engines that also configure the backend's own sampler."""
 
 
 class TorchStrategy(Strategy):
@@ -132,14 +132,14 @@ class TorchStrategy(Strategy):
 
 
 def _held(trainer: TrainerConfig) -> str:
-    """Return a description of the models on the policy's workers and of models with separate workers."""
+    """Describe which models are on the policy's workers, and which have separate workers."""
     if not trainer.apart:
         return "every model"
     return f"the policy; workers of their own have {' and '.join(trainer.apart)}"
 
 
 def _format_problems(config: SkyRLTrainConfig, model: str) -> Iterator[str]:
-    """Yield messages about number formats of weights or gradients that are unsupported or contradict other fields."""
+    """Yield messages about formats of weights or gradients that are not supported or contradict other fields."""
     section = f"trainer.{model}.fsdp_config.mixed_precision"
     if (summed := reduce_dtype(config, model)) is not None:
         field, whole = f"{section}.reduce_dtype={summed}", not config.trainer.policy.model.lora.rank
@@ -165,7 +165,7 @@ def _format_problems(config: SkyRLTrainConfig, model: str) -> Iterator[str]:
 
 
 def _other_models(config: SkyRLTrainConfig) -> Iterator[str]:
-    """Yield messages about fields of critic and reference that have no effect."""
+    """Yield messages about fields of critic and reference that have no effect on the policy's workers."""
     trainer, policy, placement = config.trainer, config.trainer.policy, config.trainer.placement
     for name in ("critic", "ref"):
         owner, path = getattr(trainer, name), f"trainer.{name}"

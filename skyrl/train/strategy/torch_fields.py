@@ -1,4 +1,4 @@
-"""Support of each configuration field with `trainer.strategy=fsdp2`: that of JAX, with the differences of torch."""
+"""Support of each configuration field with `trainer.strategy=fsdp2`: the JAX table, changed where torch differs."""
 
 from skyrl.train.strategy.common_fields import COMMON_SUPPORT
 from skyrl.train.strategy.jax_fields import JAX_SUPPORT
@@ -30,7 +30,7 @@ STARTED_HERE = (
     "distributed_executor_backend",
     "engine_init_kwargs",
 )
-"""Engine fields that affect only the vLLM servers that the trainer starts."""
+"""Fields of inference engines that affect only vLLM servers that the trainer starts."""
 COLOCATION = ("colocate_all", "colocate_policy_ref")
 ON_TORCH = {
     "generator.inference_engine.async_engine": ALWAYS_ASYNC,
@@ -104,7 +104,7 @@ JAX_MODULE = "skyrl.train.strategy.jax_backend"
 
 
 def _of_torch(support: Support) -> Support:
-    """Convert an entry of the JAX table to one for torch."""
+    """Convert an entry of the JAX table to an entry for torch."""
     if support.by != JAX_MODULE:
         return Support(support.status, support.by.replace("trainer.jax.", "trainer.fsdp2."), support.section)
     return OPTIONS if support.status is Status.CONSUMED else WHERE_AVAILABLE

@@ -1,7 +1,7 @@
-"""Options of the torch backend, derived from fields of a training configuration, for trainers and servers.
+"""Options of the torch backend, derived from fields of a training configuration. Trainers and servers use them.
 
-A trainer uses all options that follow from its configuration (`torch_options`). A server uses only the options that
-follow from the fields that it is given (`server_options`), according to `FOLLOWING`.
+A trainer uses all options that follow from its configuration (`torch_options`). A server uses only options that follow
+from the fields that it is given (`server_options`). `FOLLOWING` says which these are.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ PARAM_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, Any]:
-    """Return options derived from a configuration, resolved or not. The backend's own section overrides them.
+    """Return options derived from a configuration. Options in the backend's own section override them.
 
     Args:
-        config: The configuration.
-        model: Model (policy, critic or ref) whose workers get the options. For critic and ref, options of the backend's
-            section that distribute work over the policy's workers are ignored.
+        config: The configuration, resolved or not.
+        model: Model (policy, critic or ref) whose workers get the options. For critic and ref, options in the backend's
+            section that distribute work over workers (`SHARED_WORK`) are ignored, because they are for the policy's.
     """
     trainer, generator = config.trainer, config.generator
     own = own_of(trainer, model)
@@ -83,17 +83,17 @@ def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, 
 
 
 class ModelFields(NamedTuple):
-    """Fields that exist for each of policy, critic and ref."""
+    """Values of fields that exist for each of policy, critic and ref."""
 
     nodes: int
     gpus_per_node: int
     sequences: int
-    """Number of ranks that share a sequence."""
+    """Number of ranks over which a sequence is split."""
     fsdp: FSDPConfig
 
 
 def own_of(trainer: TrainerConfig, model: str) -> ModelFields:
-    """Return the fields of one model."""
+    """Return these values for one model."""
     places, policy, critic, ref = trainer.placement, trainer.policy, trainer.critic, trainer.ref
     if model == "policy":
         counts = places.policy_num_nodes, places.policy_num_gpus_per_node
@@ -119,7 +119,10 @@ def options_apart(config: SkyRLTrainConfig, model: str) -> dict[str, Any]:
 
 
 def offloads(trainer: TrainerConfig, model: str) -> bool:
-    """Return True if the workers of `model` offload after a step: the optimizer of each model on them must say so."""
+    """Return True if the workers of `model` offload after a step.
+
+    They do if `offload_after_step` is set for each trained model on these workers.
+    """
     if model == "ref":
         return True
     names = ["critic"] if model == "critic" else [name for name in ("policy", "critic") if name not in trainer.apart]
@@ -129,7 +132,8 @@ def offloads(trainer: TrainerConfig, model: str) -> bool:
 def _full_models(trainer: TrainerConfig, model: str) -> int:
     """Return the number of fully trained models that the workers of `model` hold during a run.
 
-    A reference has weights of its own only if it becomes an earlier policy. Otherwise it is a base model.
+    A reference has its own weights only if it is replaced by an earlier policy (`update_ref_every_epoch`). Otherwise it
+    is a base model.
     """
     held = [model] if model != "policy" else [name for name in trainer.models if name not in trainer.apart]
     ranks = {"policy": trainer.policy, "critic": trainer.critic, "ref": trainer.policy}
@@ -145,19 +149,19 @@ def _dtype(config: SkyRLTrainConfig, model: str) -> str:
 
 
 def param_dtype(config: SkyRLTrainConfig, model: str) -> str | None:
-    """Return the format of base weights in the FSDP section; None if it is not set."""
+    """Return the format of base weights that the model's FSDP section sets. None if it sets none."""
     precision = own_of(config.trainer, model).fsdp.mixed_precision
     return precision.param_dtype if precision is not None and precision.is_given("param_dtype") else None
 
 
 def reduce_dtype(config: SkyRLTrainConfig, model: str) -> str | None:
-    """Return the format in which gradients are reduced, from the FSDP section; None if it is not set."""
+    """Return the format in which gradients are reduced, as the model's FSDP section sets it. None if it sets none."""
     precision = own_of(config.trainer, model).fsdp.mixed_precision
     return precision.reduce_dtype if precision is not None and precision.is_given("reduce_dtype") else None
 
 
 def urls_of(engines: InferenceEngineConfig) -> list[str]:
-    """Return the URLs of external engines, or of the router in front of them if only that is known."""
+    """Return the URLs of external engines. If only the router in front of them is known, return its URL."""
     if engines.external_server_urls:
         return engines.external_server_urls
     if engines.external_proxy_url:
@@ -166,13 +170,13 @@ def urls_of(engines: InferenceEngineConfig) -> list[str]:
 
 
 def launched(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Return the configured launch options of engines that the trainer starts. Empty: no engines are started."""
+    """Return the launch options that the configuration gives for engines. Empty: the trainer starts no engines."""
     engines = config.trainer.fsdp2.get("engines") or {}
     return dict(engines.get("launch") or {}) if isinstance(engines, Mapping) else {}
 
 
 def _engines(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the engines that sample. Explicit engine options override derived ones."""
+    """Return the options of the engines that sample. Options in `given` override derived options."""
     engines, launch = config.generator.inference_engine, launched(config)
     options: dict[str, Any] = {"urls": urls_of(engines), "folder": config.trainer.policy.model.lora.lora_sync_path}
     if engines.is_given("max_num_seqs") or launch:
@@ -183,7 +187,7 @@ def _engines(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, An
 
 
 def engines_of_a_run(config: SkyRLTrainConfig) -> dict[str, Any]:
-    """Return engine options for a run with a single policy."""
+    """Return the engine options that only a trainer's run has, because it has a single policy."""
     trainer, launch = config.trainer, launched(config)
     options: dict[str, Any] = {"whole": not trainer.policy.model.lora.rank}
     if launch:
@@ -202,7 +206,7 @@ def engines_of_a_run(config: SkyRLTrainConfig) -> dict[str, Any]:
 
 
 def _launch(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the launch options of engines that the trainer starts."""
+    """Return the launch options of engines that the trainer starts. Options in `given` override derived options."""
     engines = config.generator.inference_engine
     options: dict[str, Any] = {"count": engines.num_engines}
     if not given.get("python"):
@@ -219,9 +223,9 @@ def _launch(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def _arguments(engines: InferenceEngineConfig) -> dict[str, Any]:
-    """Return engine fields that are vLLM arguments of the same name.
+    """Return the values of engine fields that have the same names as vLLM's arguments.
 
-    Chunked prefill is left to vLLM unless it is set.
+    Chunked prefill is included only if it is given. Otherwise, vLLM decides.
     """
     chunked = engines.is_given("enable_chunked_prefill")
     return {
@@ -237,7 +241,7 @@ def _arguments(engines: InferenceEngineConfig) -> dict[str, Any]:
 
 
 def engine_problems(config: SkyRLTrainConfig) -> Iterator[str]:
-    """Yield messages about engine fields that have no effect or contradict others."""
+    """Yield messages about engine fields that have no effect or contradict other fields."""
     engines, launch = config.generator.inference_engine, launched(config)
     if engines.external and launch:
         yield (
@@ -278,8 +282,8 @@ def sharing_problems(
 
     Args:
         config: The configuration.
-        model: As for `torch_options`.
-        own: Options of a server that were given by their own names, and override the configuration.
+        model: Same as in `torch_options`.
+        own: Options of a server that were given by their own names. They override the configuration.
     """
     trainer, options = config.trainer, {**torch_options(config, model), **(own or {})}
     fsdp, path = own_of(trainer, model).fsdp, f"trainer.{model}.fsdp_config"
@@ -352,7 +356,7 @@ FOLLOWING: dict[str, tuple[str, ...]] = {
     f"{ENGINE}num_engines": ("engines",),
     **{f"{ENGINE}{name}": ("engines",) for name in STARTED_HERE},
 }
-"""Options that follow from a field or from a field below it."""
+"""Options that follow from a field, or from the fields of a section."""
 OF_TRAINERS = {
     "": "it is about a run of a trainer, and a server has none; leave it out",
     "trainer.policy.model.path": "a server's base model is its --base-model; leave it out",
@@ -370,14 +374,15 @@ OF_TRAINERS = {
     "generator.rope_theta": "a server samples with the weights that it trains; set trainer.rope_theta alone",
     "generator.rope_scaling": "a server samples with the weights that it trains; set trainer.rope_scaling alone",
 }
-"""Reasons why a server rejects fields that a trainer supports, by prefix of the field."""
+"""Reason why a server rejects fields that a trainer supports, by a prefix of the field's path."""
 
 
 def server_options(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the options of a server for dotted overrides of a trainer's configuration. Sections may be mappings.
+    """Return the options of a server that follow from `given` fields of a trainer's configuration.
 
-    `own` are options that were given by their own names. Raises `ConfigError` for unknown fields, values of the wrong
-    type, and fields that a server does not support.
+    Keys of `given` are dotted paths. The value of a section is a mapping. `own` are options that were given by their
+    own names. Raises `ConfigError` for unknown fields, values of the wrong type, and fields that a server does not
+    support.
     """
     given = dict(_flattened(given))
     config = SkyRLTrainConfig.from_cli_overrides(given)
@@ -394,7 +399,7 @@ def server_options(given: Mapping[str, Any], own: Mapping[str, Any] | None = Non
 
 
 def _flattened(given: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted paths of fields and their values, for sections that are given as mappings."""
+    """Yield (dotted path, value) of each given field, including the fields of sections that are given as mappings."""
     for name, value in given.items():
         path = f"{section}{name}"
         if isinstance(value, Mapping) and _is_section(path):
@@ -419,7 +424,7 @@ def _following(path: str) -> tuple[str, ...]:
 
 
 def _problems(config: SkyRLTrainConfig, path: str) -> Iterator[str]:
-    """Yield the reason why a server does not support the given field; nothing if it does."""
+    """Yield the reason why a server does not support the given field. Yield nothing if it does."""
     support = find(TORCH_SUPPORT, path)[1]
     value, default = _at(config, path), _at(SkyRLTrainConfig(), path)
     if path == "trainer.strategy" and value == "megatron":
@@ -434,9 +439,9 @@ def _problems(config: SkyRLTrainConfig, path: str) -> Iterator[str]:
 
 
 def _at(config: SkyRLTrainConfig, path: str) -> Any:
-    """Return the value of a field.
+    """Return the value of the field at `path`.
 
-    For an entry of a mapping, return the mapping; for a field of a missing section, None.
+    If `path` names an entry of a mapping, return the mapping. If the section is None, return None.
     """
     value: Any = config
     for name in path.split("."):

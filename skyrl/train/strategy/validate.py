@@ -1,7 +1,7 @@
 """Check that a configuration can be run here: known names, a supported strategy, available trackers.
 
-A configuration checks its own values and rules when it is resolved. Registries, installed packages and supported
-strategies are known only at a higher level. A trainer calls `validate(config)` after `resolve()`.
+A configuration checks its own values and rules when it is resolved, but does not know registries, installed packages
+and supported strategies. A trainer therefore calls `validate(config)` after `resolve()`.
 """
 
 import logging
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 def validate(config: SkyRLTrainConfig) -> None:
     """Check that a resolved configuration can be run here.
 
-    Warns about unusable trackers, which the run skips. Raises ConfigError with all problems: unknown names, an
+    Warns about unusable trackers; the run skips them. Raises ConfigError with all problems: unknown names, an
     unsupported strategy, fields that the strategy does not support, and folders in unsupported kinds of buckets.
     """
     trainer = config.trainer
@@ -61,7 +61,7 @@ def validate(config: SkyRLTrainConfig) -> None:
 
 
 def validate_sft(config: SFTConfig) -> None:
-    """Check a configuration of supervised fine-tuning. Warns and raises as `validate`."""
+    """Check a configuration of supervised fine-tuning. Warns and raises ConfigError like `validate`."""
     problems = [*_scheduler_problems("", config.optimizer_config), *_folder_problems("", config)]
     try:
         strategy = find_strategy(config)

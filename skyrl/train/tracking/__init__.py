@@ -1,1 +1,1 @@
-"""Reports of a run: metrics to trackers, progress to the terminal, rollouts to files, plots of metrics."""
+"""Outputs of a run: metrics for trackers, progress on the terminal, dumps of rollouts, plots of metrics."""

@@ -1,4 +1,4 @@
-"""Detection of usable trackers: the package is installed, and an API key is set if the tracker needs one."""
+"""Detection of usable trackers. The package must be installed, and an API key must be set if the tracker needs one."""
 
 import importlib.util
 import netrc
@@ -11,12 +11,12 @@ from skyrl.train.tracking.clients import TRACKERS, TrackerNeeds
 
 
 class ChosenTrackers(NamedTuple):
-    """Requested trackers, split into usable and unusable ones."""
+    """Requested trackers, split into usable and unusable trackers."""
 
     usable: list[str]
-    """Usable trackers in the requested order, without duplicates."""
+    """Names of usable trackers in the requested order, without duplicates."""
     unusable: dict[str, str]
-    """Reason for each unusable tracker, with a fix."""
+    """Reason why a tracker is unusable, with a fix, by the tracker's name."""
 
 
 def warn_of_trackers(field: str, logger: str | Iterable[str]) -> None:
@@ -26,7 +26,7 @@ def warn_of_trackers(field: str, logger: str | Iterable[str]) -> None:
 
 
 def choose_trackers(logger: str | Iterable[str], environment: Mapping[str, str] = os.environ) -> ChosenTrackers:
-    """Split the trackers of `trainer.logger` into usable ones and ones that lack a package or a key."""
+    """Split the trackers of `trainer.logger` into usable trackers and trackers that lack a package or a key."""
     names = [logger] if isinstance(logger, str) else list(dict.fromkeys(logger))
     lacks = {name: _lack(TRACKERS[name].needs, environment) for name in names}
     return ChosenTrackers(
@@ -36,7 +36,7 @@ def choose_trackers(logger: str | Iterable[str], environment: Mapping[str, str] 
 
 
 def usable_trackers(logger: str | Iterable[str]) -> list[str]:
-    """Return the usable trackers; the console if trackers are configured and none is usable."""
+    """Return the usable trackers. If trackers are configured but none is usable, return the console."""
     chosen = choose_trackers(logger)
     return chosen.usable or ["console"] * bool(chosen.unusable)
 
@@ -58,7 +58,7 @@ def _lack(needs: TrackerNeeds | None, environment: Mapping[str, str]) -> str | N
 def _installed(package: str) -> bool:
     """Return True if the package can be imported.
 
-    A folder of the same name (such as one with its runs) does not count.
+    A folder with the same name, such as the folder into which a tracker writes its runs, does not count.
     """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None

@@ -1,6 +1,6 @@
-"""Trackers by their names in `trainer.logger`. Their libraries are imported on first use.
+"""Trackers, with their names in `trainer.logger`. Their libraries are imported on first use.
 
-To add one, add a class with `needs`, `log` and `finish`, and its name to `TRACKERS`.
+To add one, write a class with `needs`, `log` and `finish`, and add it to `TRACKERS`.
 """
 
 import os
@@ -20,12 +20,12 @@ MLFLOW_LONGEST_PARAM = 500
 
 
 class RunInfo(NamedTuple):
-    """Information about a run for trackers."""
+    """Information about a run that trackers get."""
 
     project: str
     name: str
     id: str
-    """Id of the run, which a resumed run keeps."""
+    """Id of the run. A run keeps it when it is resumed."""
     config: Mapping[str, Any]
     """Configuration of the run, as plain nested dicts."""
 
@@ -36,17 +36,17 @@ class TrackerNeeds(NamedTuple):
     package: str
     """Package to install and import."""
     key: str | None = None
-    """Environment variable with the API key; None if the tracker needs none."""
+    """Environment variable with the API key. None if the tracker needs no key."""
     mode: str | None = None
-    """Environment variable with the mode. In modes that send nothing, no key is needed."""
+    """Environment variable with the tracker's mode. None if it has no modes."""
     local_modes: tuple[str, ...] = ()
-    """Modes that send nothing."""
+    """Modes in which the tracker sends nothing, so it needs no key."""
     host: str | None = None
-    """Host whose entry in ~/.netrc (or in the file $NETRC) also counts as a key."""
+    """Host name. An entry of this host in ~/.netrc (or in the file $NETRC) also counts as a key."""
 
 
 DETAILS = re.compile(r"(^|/)(std|min)_|_(std|min|p90)$|_time_|per_turn|stop_reason|no_turns|retries|unknown/")
-"""Metrics that the console omits."""
+"""Pattern of the metrics that the console omits as details."""
 
 
 LINE = 160
@@ -54,9 +54,10 @@ LINE = 160
 
 
 class Console:
-    """Prints the metrics of each step, without details, grouped by the part of the name before the first slash.
+    """Prints the metrics of each step, without `DETAILS`.
 
-    A step takes one line if it fits into `LINE` characters, else one line per group.
+    Metrics are grouped by the part of the name before the first slash. A step takes one line if that has at most `LINE`
+    characters. Otherwise, each group takes one line.
     """
 
     needs = None
@@ -100,7 +101,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases. A resumed run continues the same run there."""
+    """Weights & Biases. A resumed run continues its run in Weights & Biases."""
 
     needs = TrackerNeeds("wandb", "WANDB_API_KEY", "WANDB_MODE", ("offline", "dryrun", "disabled"), host="api.wandb.ai")
 
@@ -158,13 +159,13 @@ class SwanLab:
 
 
 TRACKERS = {"wandb": WandB, "mlflow": MLflow, "swanlab": SwanLab, "tensorboard": TensorBoard, "console": Console}
-"""Tracker classes by name in `trainer.logger`."""
+"""Class of each tracker, by its name in `trainer.logger`."""
 
 
 def tracker_clients(names: Iterable[str], run: RunInfo) -> dict[str, Callable[[], TrackerClient]]:
-    """Return functions that create these trackers, by name, for `Tracker`.
+    """Return functions that create the trackers `names`, by name, for `Tracker`.
 
-    `choose_trackers` selects the usable ones.
+    All of them must be usable (`usable_trackers`).
     """
     return {name: lambda make=TRACKERS[name]: make(run) for name in names}
 
@@ -174,12 +175,12 @@ def _short(value: float) -> str:
 
 
 def _plain_name(text: str) -> str:
-    """Replace the characters that file systems or trackers do not support."""
+    """Return the text, with characters that file systems or trackers do not support replaced by underscores."""
     return re.sub(r"[^0-9A-Za-z_.+-]", "_", text).lstrip(".") or "_"
 
 
 def _mlflow_name(name: str) -> str:
-    """Replace the characters that MLflow does not support."""
+    """Return the name, with characters that MLflow does not support replaced."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
 
 

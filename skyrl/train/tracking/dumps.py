@@ -1,6 +1,6 @@
 """Dumps of a run for inspection: evaluations and rollouts as JSON lines, batches as safetensors.
 
-    {export_path}/dumped_evals/global_step_N_evals/   (eval_only/ outside of training)
+    {export_path}/dumped_evals/global_step_N_evals/   (with trainer.eval_only: eval_only/)
         {data_source}.jsonl                           one line per response
         aggregated_results.jsonl                      one line with the metrics
     {export_path}/dumped_rollouts/global_step_N.jsonl one line per trajectory
@@ -29,39 +29,39 @@ logger = logging.getLogger(__name__)
 
 AGGREGATED = "aggregated_results"
 KINDS = ("dumped_evals", "dumped_rollouts", "dumped_data")
-"""Folders with dumps by step."""
+"""Folders of dumps. Each has one file or folder per step."""
 _STEP = re.compile(r"global_step_(\d+)(_|\.|$)")
 UNKNOWN_SOURCE = "unknown"
 """Substitute for a missing `data_source`."""
 
 
 class EvalRow(NamedTuple):
-    """A response of an evaluation."""
+    """One response of an evaluation."""
 
     input_prompt: Any
-    """Text or chat."""
+    """Text or a chat."""
     output_response: Any
-    """Text, or a chat."""
+    """Text or a chat."""
     score: float
     stop_reason: str
     env_class: str
     env_extras: Mapping[str, Any]
-    """Other columns of the row."""
+    """Other columns of the prompt's row."""
     data_source: str | None
 
 
 def dump_eval_results(
     export_path: str | Path, step: int | None, rows: Iterable[EvalRow], metrics: Mapping[str, Any]
 ) -> Where:
-    """Write the responses of an evaluation, one file per data source, and its metrics.
+    """Write the responses of an evaluation (one file per data source) and the metrics of the evaluation.
 
     Args:
         export_path: `trainer.export_path`.
-        step: Number of completed global steps; None outside of training.
+        step: Number of completed global steps. None: an evaluation without training.
         rows: Responses.
         metrics: Metrics of the evaluation, by name.
 
-    Returns the folder. Raises StorageError if a write to the disk or the bucket fails.
+    Returns the path or URL of the folder. Raises StorageError if a write to the disk or the bucket fails.
     """
     files: dict[str, list[bytes]] = {AGGREGATED: [_line(dict(metrics))]}
     for row in rows:
@@ -77,9 +77,9 @@ def dump_eval_results(
 
 
 def dump_rollouts(export_path: str | Path, step: int, records: Iterable[Mapping[str, Any]]) -> Where:
-    """Write the trajectories of a step, as records from `rollouts.records.as_record`.
+    """Write the trajectories of a step. They are given as results of `rollouts.records.as_state`.
 
-    Returns the file. Raises StorageError if a write to the disk or the bucket fails.
+    Returns the path or URL of the file. Raises StorageError if a write to the disk or the bucket fails.
     """
     place = place_of(export_path)
     path = place.folder / "dumped_rollouts" / f"global_step_{step}.jsonl"
@@ -90,9 +90,9 @@ def dump_rollouts(export_path: str | Path, step: int, records: Iterable[Mapping[
 def dump_data_batch(
     export_path: str | Path, step: int, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]
 ) -> Where:
-    """Write the arrays of a training step, and other data as JSON in the file's metadata under the key "json".
+    """Write the arrays of a training step. `metadata` is written as JSON in the file's metadata, under the key "json".
 
-    Returns the file. Raises StorageError if a write to the disk or the bucket fails.
+    Returns the path or URL of the file. Raises StorageError if a write to the disk or the bucket fails.
     """
     place = place_of(export_path)
     path = place.folder / "dumped_data" / f"global_step_{step}_training_input.safetensors"
@@ -102,7 +102,7 @@ def dump_data_batch(
 
 
 def remove_old_dumps(export_path: str | Path, step: int, max_to_keep: int) -> None:
-    """Remove old dumps of each kind, and keep those of the newest `max_to_keep` steps. Steps above `step` are ignored.
+    """Remove old dumps of each kind. The dumps of the newest `max_to_keep` steps stay. Steps above `step` are ignored.
 
     Failures are only logged.
     """
@@ -119,13 +119,13 @@ def remove_old_dumps(export_path: str | Path, step: int, max_to_keep: int) -> No
 
 
 def _source_name(data_source: str) -> str:
-    """Return the file name for a data source: a single path component that differs from the metrics file's name."""
+    """Return the file name for a data source. It has no slash and differs from the name of the metrics file."""
     name = re.sub(r"[^\w.+-]", "_", data_source)[:200].lstrip(".") or "_"
     return f"_{name}" if name == AGGREGATED else name
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    """Return a line of strict JSON."""
+    """Return the record as a line of strict JSON. NaN and infinity become null."""
     try:
         text = json.dumps(record, default=plain, allow_nan=False, ensure_ascii=False)
     except (ValueError, TypeError):  # NaN, infinity, or keys that are not text: rare, and slower
@@ -134,7 +134,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value for JSON: null for NaN and infinity, text for unsupported types."""
+    """Convert a value for JSON. NaN and infinity become None; values of unsupported types become text."""
     match value:
         case bool() | int() | str() | None:
             return value

@@ -1,4 +1,4 @@
-"""Types of metrics and of their receivers."""
+"""Types: metrics, and functions that receive metrics."""
 
 from collections.abc import Callable
 
@@ -6,4 +6,4 @@ Metrics = dict[str, float]
 """Metrics by name, such as policy/loss."""
 
 Report = Callable[[Metrics, int], None]
-"""Receives the metrics of a step, and the step."""
+"""Function that receives the metrics of a step and the number of the step."""

@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 def plot_metrics(
     rows: Sequence[Mapping[str, Any]], names: Iterable[str], path: str | Path, *, title: str = "", label: str = ""
 ) -> bool:
-    """Plot metrics over steps as a PNG, one line per metric. Returns and raises as `plot_lines`.
+    """Plot metrics over steps as a PNG, one line per metric. Returns and raises the same as `plot_lines`.
 
     Args:
-        rows: "step" and metrics, as returned by `tracker.read_metrics`. Metrics may be missing in some rows.
+        rows: Rows from `tracker.read_metrics`, with "step" and metrics. Some rows may lack some metrics.
         names: Names of the metrics.
         path: Output file.
         title: Title of the plot.
@@ -33,12 +33,13 @@ def plot_lines(
     """Plot values over steps as a PNG.
 
     Args:
-        lines: Points (step, value) of each line, by its label.
+        lines: Points (step, value) of each line, by the line's label.
         path: Output file.
         title: Title of the plot.
         label: Label of the vertical axis.
 
-    Returns False and logs a warning if matplotlib is not installed. Raises StorageError if the write fails.
+    Returns False and logs a warning if matplotlib is not installed; returns True otherwise. Raises StorageError if the
+    write fails.
     """
     try:
         from matplotlib.figure import Figure

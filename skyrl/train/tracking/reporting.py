@@ -26,15 +26,15 @@ def reporting(
     resumed_step: int | None,
     shown: Mapping[str, str],
 ) -> Iterator[Report]:
-    """Context that yields the receiver of a run's metrics. On exit, trackers send the remaining metrics.
+    """Context that yields a function that receives the run's metrics. On exit, trackers send the remaining metrics.
 
     Args:
         folder: Folder or bucket for `metrics.jsonl`.
-        logger: Names of trackers; unusable ones are skipped.
+        logger: Names of trackers. Unusable trackers are skipped.
         info: Information about the run for trackers.
         total_steps: Number of steps of the run.
-        resumed_step: Step from which the run resumes; None for a new run.
-        shown: Metrics to show beside the bar, with their labels.
+        resumed_step: Step from which the run resumes. None: a new run.
+        shown: Metrics to show beside the progress bar, with their labels.
     """
     place = place_of(folder)
     tracker = Tracker(place.folder, tracker_clients(usable_trackers(logger), info), resumed_step=resumed_step)

@@ -1,7 +1,7 @@
-"""Metrics of a run: always written as JSON lines, and sent to the configured trackers.
+"""Metrics of a run. They are always written as JSON lines, and also sent to the configured trackers.
 
 Errors in this module never stop training. Each tracker runs in its own thread behind a bounded queue. A tracker that
-raises, or whose queue is full, is reported once and disabled.
+raises an exception, or whose queue is full, is reported once and disabled.
 """
 
 import errno
@@ -38,13 +38,13 @@ class TrackerClient(Protocol):
 
 
 class Tracker:
-    """Metrics of one run.
+    """Recorder of the metrics of one run.
 
     Args:
-        folder: Folder of `metrics.jsonl`. A file of an earlier run is renamed.
-        clients: Functions that create the other trackers, by name; see `clients.tracker_clients`.
-        resumed_step: Step from which the run resumes; None for a new run. Lines of later steps are removed from the
-            file, because the run takes these steps again.
+        folder: Folder of `metrics.jsonl`. If it has a file of an earlier run, that is renamed.
+        clients: Functions that create the trackers besides the file, by name (`clients.tracker_clients`).
+        resumed_step: Step from which the run resumes. None: a new run. Lines of later steps are removed from the file,
+            because the run takes these steps again.
         queue_length: Maximum number of steps that a tracker may lag behind.
     """
 
@@ -62,8 +62,8 @@ class Tracker:
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Record the metrics of a step.
 
-        Values are Python numbers or scalars of an array library; None for missing values. A step may be logged in
-        several parts. Steps must not decrease.
+        Values are Python numbers or scalars of an array library. None: missing. A step may be logged in several parts.
+        Steps must not decrease.
         """
         plain = {name: _number(value) for name, value in metrics.items()}
         self._file.log(plain, step)
@@ -72,7 +72,7 @@ class Tracker:
             worker.log(finite, step)
 
     def finish(self, timeout_s: float = 30.0) -> None:
-        """Wait until all trackers have sent their metrics, up to `timeout_s` seconds in total."""
+        """Wait until all trackers have sent their metrics, but at most `timeout_s` seconds in total."""
         deadline = time.monotonic() + timeout_s
         for worker in self._workers:
             worker.end()
@@ -81,7 +81,7 @@ class Tracker:
 
 
 class _Worker:
-    """Thread of a tracker."""
+    """Thread in which one tracker runs, and its queue."""
 
     def __init__(self, name: str, make: Callable[[], TrackerClient], queue_length: int):
         self._name = name
@@ -157,7 +157,7 @@ class _MetricsFile:
             self._report(error)
 
     def _keep_until(self, step: int) -> bool:
-        """Drop the rows of later steps. Returns False if the file cannot be parsed as rows."""
+        """Remove the rows of steps after `step` from the file. Returns False if the file cannot be parsed as rows."""
         if not self._path.exists():
             return True
         try:
@@ -175,12 +175,12 @@ class _MetricsFile:
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's `metrics.jsonl`: "step" and metrics, None for values that were not finite."""
+    """Return the rows of a run's `metrics.jsonl`: "step" and metrics. Values that were not finite are None."""
     return _rows(Path(folder) / METRICS_FILE)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, except an incomplete last row."""
+    """Return the rows of a file. An incomplete last row is left out."""
     rows = []
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
@@ -204,14 +204,14 @@ def _append(path: Path, line: bytes) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a file or folder of an earlier run to the first free name: metrics.1.jsonl, model.1."""
+    """Rename a file or folder of an earlier run to the first free name, such as metrics.1.jsonl or model.1."""
     if path.exists():
         taken = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(1, 1_000_000))
         path.rename(next(name for name in taken if not name.exists()))
 
 
 def _number(value: Any) -> float | int | None:
-    """Return a Python number; None unless it is finite."""
+    """Return the value as a Python number. None unless it is finite."""
     if isinstance(value, Integral):
         return int(value)
     number = math.nan if value is None else float(value)

@@ -1,1 +1,1 @@
-"""Configuration classes without fields of any trainer: parsing, types, `--help`."""
+"""Machinery of configuration classes: parsing, types, `--help`. The fields themselves are defined elsewhere."""

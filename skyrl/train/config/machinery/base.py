@@ -1,8 +1,8 @@
 """Base of all configuration classes: checks of values, overrides, and resolution.
 
-A configuration is a tree of dataclasses. The type (strict) and the range of a value are checked when it is set. Rules
-about several fields are checked by `resolve`, because a program sets fields one after another. Overrides are merged
-into the tree of default instances, so overriding a field does not reset the other fields of its section.
+A configuration is a tree of dataclasses; a section is a dataclass in another one. The type (strict) and the range of a
+value are checked when it is set. Rules about several fields are checked by `resolve`, because a program sets fields one
+after another. Overrides are merged into the defaults, so overriding a field does not reset others of its section.
 
 To add a field, add it with a docstring to the class that owns it, add its row to `skyrl.train.strategy.jax_fields`, and
 regenerate docs/config.md. To add a rule, yield a message from `problems` of the smallest class that contains all fields
@@ -47,10 +47,10 @@ class BaseConfig(Section):
         """Return the defaults, overridden by `cfg`.
 
         Args:
-            cfg: Mapping of fields, with nested mappings for sections, or an OmegaConf container (interpolations are
-                resolved).
+            cfg: Mapping from field names to values, or an OmegaConf container (interpolations are resolved). The value
+                of a section is such a mapping too.
 
-        Raises ConfigError, which names every unknown field and every value of a wrong type or out of range.
+        Raises ConfigError. It names every unknown field and every value of a wrong type or out of range.
         """
         return cls().with_overrides(cfg)
 
@@ -58,7 +58,7 @@ class BaseConfig(Section):
     def from_cli_overrides(cls, args: Iterable[str] | Mapping[str, Any]) -> Self:
         """Return the defaults, overridden by `["key.path=value", ...]` (values in YAML) or `{"key.path": value, ...}`.
 
-        Raises ConfigError as `from_dict_config` does, and for arguments of another form.
+        Raises ConfigError in the cases of `from_dict_config`, and for an argument without `=`.
         """
         return cls().with_overrides(nested(args))
 
@@ -68,7 +68,7 @@ class BaseConfig(Section):
         return cls.from_dict_config(read_file(path)).with_overrides(nested(args))
 
     def is_given(self, name: str) -> bool:
-        """Return True if a field was set explicitly, or if a subclass changes its default. False for derived values."""
+        """Return True if the field was set explicitly or a subclass changes the default. False for a derived value."""
         default = type(self).__dataclass_fields__[name].default
         owner = [cls for cls in type(self).__mro__ if name in getattr(cls, "__dataclass_fields__", ())][-1]
         return name in self.__dict__.get("_given", ()) or default != owner.__dataclass_fields__[name].default
@@ -78,7 +78,7 @@ class BaseConfig(Section):
         object.__setattr__(self, name, value)
 
     def with_overrides(self, cfg: Mapping[str, Any]) -> Self:
-        """Return a copy, overridden by `cfg`. Raises ConfigError as `from_dict_config` does."""
+        """Return a copy, overridden by `cfg`. Raises ConfigError in the cases of `from_dict_config`."""
         if self._resolved:
             raise ConfigError(f"{type(self).__name__}: {_RESOLVED}")
         config = copy.deepcopy(self)
@@ -88,11 +88,10 @@ class BaseConfig(Section):
     def resolve(self) -> Self:
         """Return a copy with derived values filled in, after checking all rules.
 
-        Fields of the copy cannot be set, because its derived values would then be outdated. To change a value, change
-        this configuration and resolve it again. A resolved configuration is returned unchanged.
+        The fields of the copy are read-only, because a change would make derived values outdated. To change a value,
+        change this configuration and resolve it again. A resolved configuration is returned unchanged.
 
-        Raises ConfigError, which names every broken rule. Warns about settings that are allowed but probably
-        unintended.
+        Raises ConfigError. It names every broken rule. Warns about settings that are allowed but probably unintended.
         """
         if self._resolved:
             return self
@@ -108,7 +107,7 @@ class BaseConfig(Section):
     def derived(self) -> Self:
         """Return a copy with derived values filled in, without checking rules.
 
-        Raises ConfigError for values that were changed in place and are invalid.
+        Raises ConfigError if a value was changed in place (such as an appended list) and is invalid.
         """
         config = copy.deepcopy(self)
         _raise_if_any(problem for path, node in _walk(config, "") for problem in _recheck(node, path))
@@ -125,10 +124,10 @@ class BaseConfig(Section):
         return given
 
     def derive(self) -> None:
-        """Fill in fields that were not given and follow from other fields. Called for sections before their parent."""
+        """Fill in fields that were not given and follow from others. Called for sections before their parent."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for each broken rule about several fields: the values, the rule and a fix."""
+        """Yield a message for each broken rule about several fields. It has the values, the rule and a fix."""
         return iter(())
 
     def cautions(self) -> Iterator[str]:
@@ -148,12 +147,12 @@ class BaseConfig(Section):
 
 
 def get_config_as_dict(cfg: dict[str, Any] | BaseConfig) -> dict[str, Any]:
-    """Return a configuration as nested dicts, copied. A dict is returned unchanged."""
+    """Return a configuration as nested dicts. They are copies; a `cfg` that is a dict is returned unchanged."""
     return cfg if isinstance(cfg, dict) else asdict(cfg)
 
 
 def get_config_as_yaml_str(cfg: BaseConfig) -> str:
-    """Return a configuration as YAML. `from_file` reads it back as an equal one whose fields all count as given."""
+    """Return a configuration as YAML. `from_file` restores an equal configuration, in which all fields are given."""
     return dump_yaml(asdict(cfg))
 
 
@@ -172,7 +171,7 @@ def _walk(config: BaseConfig, path: str) -> Iterator[tuple[str, BaseConfig]]:
 
 
 def _recheck(config: BaseConfig, path: str) -> Iterator[str]:
-    """Check all values again, and yield problems of values changed in place, such as a list with an appended item."""
+    """Check all values again and yield problems. A value may have changed in place, such as a list by `append`."""
     for spec in specs_of(type(config)).values():
         yield from _set(config, spec, getattr(config, spec.name), _join(path, spec.name))
 
@@ -182,7 +181,7 @@ def _lay_over(config: BaseConfig, given: object, path: str, cls: type[BaseConfig
 
     Args:
         config: Section of a configuration.
-        given: New values by field.
+        given: New values, by field name.
         path: Path of the section.
         cls: Class of the whole configuration.
     """
@@ -217,7 +216,7 @@ def _lay_over(config: BaseConfig, given: object, path: str, cls: type[BaseConfig
 
 
 def _mark(config: BaseConfig, name: str, value: object) -> None:
-    """Record that a field was given. The value None records that it was not."""
+    """Record that a field was given. If the value is None, record that it was not given."""
     given = config.__dict__.get("_given", set())
     object.__setattr__(config, "_given", given - {name} if value is None else {*given, name})
 
@@ -239,7 +238,7 @@ def _raise_if_any(problems: Iterable[str]) -> None:
 def _plain(value: Any) -> Any:
     """Convert an OmegaConf container to plain values; return other values unchanged.
 
-    omegaconf is not imported here: without the caller's import, no value can be a container.
+    omegaconf is not imported here. If the caller has not imported it, no value can be a container.
     """
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and isinstance(value, omegaconf.Container):
@@ -250,7 +249,10 @@ def _plain(value: Any) -> Any:
 def _unknown_paths(
     whole: type[BaseConfig], cls: type[BaseConfig], name: str, where: str, value: object
 ) -> Iterator[str]:
-    """Yield messages about an unknown section: one for each path that `field_meant` recognizes, one for the rest."""
+    """Yield messages about the unknown field `where`, which may be a mapping with several paths.
+
+    There is one message for each path that `field_meant` recognizes, and one for the rest.
+    """
     paths = list(_leaves(where, value))
     meant = [path for path in paths if field_meant(path, field_paths(whole))]
     yield from (_unknown(whole, cls, name, path) for path in meant)
@@ -268,7 +270,7 @@ def _leaves(path: str, value: object) -> Iterator[str]:
 
 
 def _unknown(whole: type[BaseConfig], cls: type[BaseConfig], name: str, where: str) -> str:
-    """Return the message about an unknown path: `cls`, the class of a section of `whole`, has no field `name`."""
+    """Return the message that the path `where` is unknown because `cls`, a section of `whole`, has no field `name`."""
     known = list(specs_of(cls))
     prefix = where.removesuffix(name)
     meant = field_meant(where, field_paths(whole))

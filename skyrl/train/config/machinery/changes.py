@@ -1,14 +1,14 @@
-"""Differences between two configurations, by the paths of their settings."""
+"""Settings in which two configurations differ."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 RESUMING = ("resume_mode", "resume_path", "resume_from")
-"""Settings that select the start of a run. They are not compared, because a resumed run has different values."""
+"""Settings that say from where a run starts. They are not compared, because a resumed run has other values."""
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the settings with different values, such as "trainer.seed=1, now 2", if both configurations have them."""
+    """Return a text such as "trainer.seed=1, now 2" for each setting that both have, with different values."""
     one, other = dict(leaves(before)), dict(leaves(now))
     return [f"{name}={one[name]}, now {other[name]}" for name in other if name in one and one[name] != other[name]]
 

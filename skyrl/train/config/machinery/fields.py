@@ -24,11 +24,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 """A number from 0 to 1."""
 
 MinusOneOrMore = Annotated[int, Field(ge=-1)]
-"""A count, or -1 for none or all, as the field documents."""
+"""A count, or -1. The field's docstring says whether -1 means none or all."""
 
 
 def _as_list(value: object) -> object:
-    """Put a single text into a list. Other values are unchanged, and so is text with the YAML of another type."""
+    """Put a single text into a list. Other values are unchanged, and so is text that YAML reads as another type."""
     try:
         return [value] if isinstance(value, str) and isinstance(load_yaml(value), str) else value
     except (yaml.YAMLError, ConfigError):
@@ -40,7 +40,7 @@ OneOrMore = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class Section:
-    """Base of classes whose instances are parts of a configuration tree rather than values."""
+    """Base of classes whose instances are nodes of a configuration tree, not values in it."""
 
 
 def known_name(value: object, names: Sequence[str | None]) -> None:
@@ -62,15 +62,15 @@ def one_of(*names: str | None) -> AfterValidator:
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """Values that one field accepts."""
+    """Specification of one field: the values that it accepts."""
 
     name: str
     hint: Any
     """Type annotation of the field, including `Annotated`."""
     config_class: Any
-    """Class of the section if the field is a section; None for a plain value."""
+    """Class of the section if the field is a section. None for a plain value."""
     base: Callable[[], Any]
-    """Creates the section into which an override is merged if the field is None."""
+    """Creates a section. If the field is None, an override is merged into this section."""
     adapter: TypeAdapter[Any] | None
     """Validator of a plain value; None for a section."""
     optional: bool
@@ -118,7 +118,7 @@ def specs_of(cls: type) -> dict[str, FieldSpec]:
 
 @functools.cache
 def meanings_of(cls: type) -> dict[str, str]:
-    """Return the docstrings of fields, including inherited fields, each as one line. Omits undocumented fields."""
+    """Return the docstring of each field, inherited ones included, as one line. Fields without one are left out."""
     meanings: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         try:
@@ -146,7 +146,7 @@ def _spec(name: str, hint: Any, base: Callable[[], Any] | None) -> FieldSpec:
 
 
 def _is_not_yaml(hint: Any) -> bool:
-    """Return True for types that YAML can write only as text or as a list. Their values are converted."""
+    """Return True for types that YAML has no notation for except text or a list. Their values are converted."""
     kind = get_origin(hint) or hint
     return isinstance(kind, type) and issubclass(kind, Enum | PurePath | tuple | set | frozenset)
 

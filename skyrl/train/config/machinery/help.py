@@ -27,7 +27,10 @@ class FieldHelp(NamedTuple):
 
 
 def describe_fields(config: BaseConfig, path: str = "") -> Iterator[FieldHelp]:
-    """Yield help on every field below `config`, also in sections that are None. The values of `config` are defaults."""
+    """Yield help on every field in `config` and its sections, even sections that are None.
+
+    The help shows the values of `config` as defaults.
+    """
     cls = type(config)
     types, meanings = get_type_hints(cls), meanings_of(cls)
     for name, spec in specs_of(cls).items():
@@ -40,7 +43,7 @@ def describe_fields(config: BaseConfig, path: str = "") -> Iterator[FieldHelp]:
 
 
 def render_help(cls: type[BaseConfig]) -> str:
-    """Return help text for overrides of `cls`: a line "path: type = default" and the meaning of each field."""
+    """Return help text for overrides of `cls`. Each field has a line "path: type = default" and its meaning."""
     return _rendered(describe_fields(cls()))
 
 
@@ -48,10 +51,10 @@ def render_values(config: BaseConfig, refusal: Callable[[str], str | None]) -> s
     """Return help text with the values that a run would use. Fields that accept no other value are marked.
 
     Args:
-        config: Given values; all other values are derived.
+        config: The given values. All other values are derived from them.
         refusal: Returns the reason why the field at a path accepts no other value; None if it accepts others.
 
-    Raises ConfigError for values that were changed in place and are invalid.
+    Raises ConfigError if a value was changed in place and is invalid.
     """
     values = {field.path: field.default for field in describe_fields(config.derived())}
     fields: list[FieldHelp] = []
@@ -80,6 +83,6 @@ def _type_text(hint: Any) -> str:
 
 
 def _default_text(value: object) -> str:
-    """Return a value as JSON, which is also YAML, and a string as it is. The user's home folder becomes ~."""
+    """Return a string as it is, and another value as JSON (which is also YAML). The user's home folder becomes ~."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.replace(os.path.expanduser("~/"), "~/")

@@ -1,7 +1,7 @@
-"""Names of settings in other trainers (TRL, verl, transformers), for the messages about unknown fields.
+"""Names of settings in other trainers (TRL, verl, transformers). Messages about unknown fields use them.
 
-docs/coming-from.md explains them. A key of `OTHER_NAMES` is the end of a setting's path in another trainer, in lower
-case.
+docs/coming-from.md explains them. A key of `OTHER_NAMES` is the end of the path that a setting has in another trainer,
+in lower case.
 """
 
 from collections.abc import Iterable
@@ -88,7 +88,10 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "resume_from_path": ("resume_path", "resume_from"),
     "rollout_data_dir": ("trainer.dump_data_batch",),
 }
-"""Ends of our fields' paths, by ends of paths in other trainers. The first one in the configuration is suggested."""
+"""Ends of the paths of our fields, by the end of a path in another trainer.
+
+A message suggests the first that the configuration has.
+"""
 
 
 def field_meant(path: str, paths: Iterable[str]) -> str | None:

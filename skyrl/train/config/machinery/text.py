@@ -1,4 +1,4 @@
-"""Configuration as text: YAML and TOML files, and `key.path=value` as people write it on a command line.
+"""Configuration as text: YAML, JSON and TOML files, and `key.path=value` on a command line.
 
 Scalars follow the YAML 1.2 core schema: `1e-6` is a number; `on`, `0123` and `2024-01-01` are strings, not a boolean,
 an octal number and a date. Duplicate keys of a mapping are rejected.
@@ -54,7 +54,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Return the node of a string, in double quotes if it contains a line break that PyYAML would otherwise lose."""
+    """Return the YAML node of a string. It is double-quoted if it contains a line break that PyYAML would lose."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if set(text) & _LINE_BREAKS else None)
 
 
@@ -70,7 +70,7 @@ for _tag, _pattern, _first in _SCALARS:
 def load_yaml(text: str) -> Any:
     """Parse a YAML text.
 
-    Raises ConfigError for a duplicate key or a value that contains itself, and yaml.YAMLError for invalid YAML.
+    Raises ConfigError for a duplicate key and for a value that contains itself. Raises yaml.YAMLError for invalid YAML.
     """
     value = yaml.load(text, _Loader)
     try:
@@ -108,7 +108,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 class Written:
-    """A value from a command line: its text, and the text parsed as YAML. A string field may use the text."""
+    """A value from a command line: its text, and the result of parsing it as YAML. A string field may use the text."""
 
     def __init__(self, text: str):
         self.text = text
@@ -119,7 +119,7 @@ class Written:
 
     @property
     def may_be_text(self) -> bool:
-        """True if a string field may use the text: `run_name=123` means "123". False for null, which means no name."""
+        """True if a string field may use the text, as in `run_name=123`, which means "123". False for null, a None."""
         return self.text == "" or isinstance(self.value, bool | int | float)
 
     def __repr__(self) -> str:
@@ -127,7 +127,7 @@ class Written:
 
 
 def unwritten(value: Any) -> Any:
-    """Return `value` with every `Written` in nested mappings replaced by its parsed value."""
+    """Return `value`, in which every `Written`, in nested mappings too, is replaced by its parsed value."""
     if isinstance(value, Mapping):
         return {key: unwritten(item) for key, item in value.items()}
     return value.value if isinstance(value, Written) else value
@@ -136,7 +136,7 @@ def unwritten(value: Any) -> Any:
 def nested(overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Return nested mappings for `["a.b=1", ...]` or `{"a.b": 1, ...}`. Later entries override earlier ones.
 
-    Values of a mapping are not parsed. Raises ConfigError for an argument that is not `key.path=value`.
+    If `overrides` is a mapping, its values are not parsed. Raises ConfigError for text that is not `key.path=value`.
     """
     if isinstance(overrides, Mapping):
         pairs = list(overrides.items())
@@ -154,7 +154,7 @@ def nested(overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(below: Mapping[Any, Any], above: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return `below` overridden by `above`: nested mappings are merged, other values are replaced."""
+    """Return `below`, overridden by `above`. Nested mappings are merged; other values are replaced."""
     result = dict(below)
     for key, value in above.items():
         lower = result.get(key)

@@ -1,1 +1,1 @@
-"""Rules about fields of a trainer's configuration: invalid combinations, old names, and options without effect."""
+"""Rules for the configurations of the trainers: invalid combinations, old names, and options without effect."""

@@ -1,7 +1,7 @@
 """Division of a training batch into mini-batches, over ranks, and into micro-batches.
 
-Validation calls `problems` of a `BatchGeometry`, and execution gets ranges of rows from it. Without problems, all ranks
-run the same number of micro-batches of equal size, so collective operations match. No row is dropped, repeated or
+Validation calls `BatchGeometry.problems`. Execution gets ranges of rows from the other methods. Without problems, all
+ranks run the same number of micro-batches of equal size, so collective operations match. No row is dropped, repeated or
 padded.
 """
 
@@ -17,41 +17,41 @@ class BatchGeometry:
     model: str
     """policy, critic or ref. The mini-batch of ref is the whole batch, because ref is not trained."""
     prompts: int
-    """Prompts of a batch (trainer.train_batch_size)."""
+    """Number of prompts in a batch (trainer.train_batch_size)."""
     samples_per_prompt: int
-    """Samples of each prompt (generator.n_samples_per_prompt)."""
+    """Number of samples of each prompt (generator.n_samples_per_prompt)."""
     mini_batch_prompts: int
-    """Prompts of an optimizer step (trainer.<model>_mini_batch_size)."""
+    """Number of prompts in an optimizer step (trainer.<model>_mini_batch_size)."""
     ranks: int
-    """Data-parallel ranks."""
+    """Number of data-parallel ranks."""
     micro_batch_rows: int
-    """Rows of one forward and backward pass of a rank (trainer.micro_train_batch_size_per_gpu)."""
+    """Number of rows in a rank's forward and backward pass (trainer.micro_train_batch_size_per_gpu)."""
     forward_batch_rows: int
-    """Rows of one forward pass for log-probabilities or values (trainer.micro_forward_batch_size_per_gpu)."""
+    """Number of rows in a forward pass for log-probabilities or values (trainer.micro_forward_batch_size_per_gpu)."""
 
     @property
     def rows(self) -> int:
-        """Rows of a batch."""
+        """Number of rows in a batch."""
         return self.prompts * self.samples_per_prompt
 
     def mini_batches(self) -> list[range]:
-        """Return the rows of each optimizer step. The samples of a prompt are in the same step."""
+        """Return the range of rows of each optimizer step. The samples of a prompt are in the same step."""
         return _cut(range(self.rows), self.mini_batch_prompts * self.samples_per_prompt)
 
     def shares(self, rows: range) -> list[range]:
-        """Split `rows`, a batch or a mini-batch, over the ranks."""
+        """Split `rows` (a batch or a mini-batch) over the ranks. Returns the range of each rank."""
         return _cut(rows, len(rows) // self.ranks)
 
     def micro_batches(self, share: range) -> list[range]:
-        """Split a rank's share of a mini-batch into the rows of each forward and backward pass."""
+        """Split a rank's share of a mini-batch. Returns the range of rows of each forward and backward pass."""
         return _cut(share, self.micro_batch_rows)
 
     def forward_batches(self, share: range) -> list[range]:
-        """Split a rank's share of a batch into the rows of each forward pass. The last pass may have fewer rows."""
+        """Split a rank's share of a batch. Returns the range of rows of each forward pass; the last may be shorter."""
         return _cut(share, self.forward_batch_rows)
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for each division with a remainder."""
+        """Yield a message for each division that leaves a remainder."""
         field = "train_batch_size" if self.model == "ref" else f"{self.model}_mini_batch_size"
         mini = f"trainer.{field}={self.mini_batch_prompts}"
         if self.prompts % self.mini_batch_prompts:
@@ -80,9 +80,9 @@ def _cut(rows: range, size: int) -> list[range]:
 
 
 def _divisor(total: int, wanted: int) -> int:
-    """Return the largest divisor of `total` up to `wanted`.
+    """Return the largest divisor of `total` that is at most `wanted`.
 
-    If it is 10,000 or more below `wanted`, return the greatest common divisor of the two.
+    If that divisor is 10,000 or more below `wanted`, return the greatest common divisor of `total` and `wanted`.
     """
     near = range(wanted, max(wanted - 10_000, 0), -1)
     return next((size for size in near if total % size == 0), math.gcd(total, wanted))

@@ -1,4 +1,4 @@
-"""Old names of fields. Keys that a user gives are renamed before any value is set. Defaults are not affected."""
+"""Old names of fields. Keys that a user gives are renamed before values are set; defaults are not affected."""
 
 import warnings
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ FLAT_GENERATOR_KEYS = {name: name for name in _KEPT.split()} | {
     "inference_engine_data_parallel_size": "data_parallel_size",
     "remote_inference_engine_urls": "remote_urls",
 }
-"""Old keys directly under `generator`, with their current keys under `generator.inference_engine`."""
+"""Current key under `generator.inference_engine`, by its old key directly under `generator`."""
 
 
 def from_flat_generator(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `given` with old flat keys moved to `inference_engine`, and without the old key `model_name`.
+    """Move old flat keys to `inference_engine` and remove the old key `model_name`. Returns the new mapping.
 
     Emits one DeprecationWarning for all old keys. Raises ConfigError if an old key and its new key are both given.
     """

@@ -1,4 +1,4 @@
-"""Rules about fields of several sections of `SkyRLTrainConfig`: messages with the values, the rule and a way out."""
+"""Rules of `SkyRLTrainConfig` that span several sections. Messages have the values, the rule and a way out."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +12,7 @@ GROUP_ESTIMATORS = ("grpo", "rloo", "maxrl")
 """Advantage estimators that compare the samples of a prompt."""
 
 FILTERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Sampling parameters that change the distribution, with the values at which they have no effect."""
+"""Sampling parameters that change the distribution. Each value is the one that has no effect."""
 MORE_FILTERS = ("min_tokens", "presence_penalty", "frequency_penalty")
 """Sampling parameters in `additional_kwargs` that change the distribution."""
 
@@ -62,7 +62,7 @@ def root_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
 
 
 def turn_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
-    """Yield a message if the limit on input tokens is too low for a second turn after the longest prompt and answer."""
+    """Yield a message if `max_input_length` leaves no room for a second turn after the longest prompt and answer."""
     generator, prompt = config.generator, config.trainer.max_prompt_length
     answer, given = generator.sampling_params.max_generate_length, generator.max_input_length or 0
     if generator.max_turns > 1 and given < prompt + answer:

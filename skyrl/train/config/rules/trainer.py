@@ -1,4 +1,4 @@
-"""Rules about several fields of `TrainerConfig`: each a message with the values, the rule and a way out."""
+"""Rules about several fields of `TrainerConfig`. Messages have the values, the rule and a way out."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Options of the algorithm that have no effect with the current value of another option.
+"""Options of the algorithm that have no effect because of the value of another option.
 
 They cause a warning, not an error, because a sweep over losses may set the options of all losses.
 """
@@ -14,7 +14,7 @@ DOCUMENTED = {
     "policy_loss_type": ("regular", "dual_clip", "gspo", "sapo", "cispo", "clip_cov", "kl_cov"),
     "advantage_estimator": ("grpo", "rloo", "reinforce++", "token_rewards", "gae", "maxrl"),
 }
-"""Names whose options are known. Other registered or imported functions may read any option."""
+"""Losses and estimators whose options are known. Other registered or imported functions may read any option."""
 
 READ_WITH: list[tuple[str, str, tuple[object, ...]]] = [
     ("sapo.tau_pos", "policy_loss_type", ("sapo",)),
@@ -43,7 +43,7 @@ READ_WITH: list[tuple[str, str, tuple[object, ...]]] = [
     ("off_policy_correction.product_mask_low", "off_policy_correction.sequence_mask_metric", ("product",)),
     ("off_policy_correction.product_mask_high", "off_policy_correction.sequence_mask_metric", ("product",)),
 ]
-"""(field, field that decides whether it is read, values of the second field with which it is read)."""
+"""(field, second field, values of the second field). The field is read only if the second field has such a value."""
 
 
 def unread(algorithm: "AlgorithmConfig") -> Iterator[str]:

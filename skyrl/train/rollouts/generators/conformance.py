@@ -1,10 +1,10 @@
-"""Test of a custom generator, without a model: checks that its trajectories meet the requirements of training.
+"""Test of a custom generator, without a model. It checks that the trajectories meet the requirements of training.
 
     for finding in check_generator(Agent, rollout_config, environment, chat, prompts):
         print(finding.check, finding.problem)
 
-A simulated policy (`RandomPolicy`) answers with random tokens and records its calls. `skyrl train check-generator` runs
-the test with the prompts and the tokenizer of a configuration.
+A simulated policy (`RandomPolicy`) answers with random tokens and records how it was called. `skyrl train
+check-generator` runs the test with the prompts and the tokenizer of a configuration.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from skyrl.train.rollouts.rows import merge_turns
 from skyrl.train.rollouts.sampler import Sampled
 
 TEXT = "The quick brown fox jumps over 13 lazy dogs, and 240 = 8 * 30; no?\nYes!"
-"""Text whose tokens the simulated policy draws its answers from."""
+"""Text. The simulated policy draws its answers from the tokens of this text."""
 LONGEST = 24
-"""Maximum number of tokens of an answer of the simulated policy."""
+"""Maximum number of tokens in an answer of the simulated policy."""
 GRACE_S = 1.0
-"""Seconds to wait for the tasks that a check has left running, after cancelling them."""
+"""Time in seconds to wait for tasks that a check has left running, after they were cancelled."""
 SAMPLES = 2
 """Number of samples of each prompt."""
 
@@ -40,18 +40,18 @@ class Finding(NamedTuple):
     """Result of one check."""
 
     check: str
-    """Requirement."""
+    """Requirement, as a sentence about the generator."""
     problem: str | None
-    """Violation of the requirement; None if it holds."""
+    """Description of a violation. None if the requirement is met."""
 
 
 class RandomPolicy:
     """Sampler of random answers. An answer depends only on the session and the input.
 
     Args:
-        chat: Chat with the tokenizer whose tokens are drawn.
-        failing: True: raise an error at every call.
-        hanging: True: never answer.
+        chat: Chat whose tokenizer defines the tokens.
+        failing: True: every call raises an error.
+        hanging: True: no call ever answers.
     """
 
     def __init__(self, chat: Chat, failing: bool = False, hanging: bool = False):
@@ -90,13 +90,13 @@ def check_generator(
     prompts: Sequence[Prompt],
     timeout_s: float = 30.0,
 ) -> Iterator[Finding]:
-    """Check a generator on some prompts. Yields the result of each check when the check ends.
+    """Check a generator on some prompts. Yields each result as soon as its check has ended.
 
     Args:
         cls: Class of the generator.
         config: The `generator` section of a resolved configuration.
         environment: The `environment` section of the same configuration.
-        chat: Tokenizer and template.
+        chat: Tokenizer and chat template.
         prompts: Prompts that the generator supports.
         timeout_s: Time limit of each check, in seconds.
     """
@@ -136,7 +136,7 @@ class _Checks:
         ]
 
     async def problem(self, check: Coroutine[Any, Any, None]) -> str | None:
-        """Run a check. Returns the reason if it fails, else None.
+        """Run a check. Returns the reason if the check fails, and None if it passes.
 
         Tasks that the check leaves running are cancelled. Tasks that ignore the cancellation are abandoned.
         """
@@ -159,7 +159,7 @@ class _Checks:
         return None
 
     async def _made(self, policy: RandomPolicy, at_a_time: bool = True) -> dict[str, Generated]:
-        """Generate `SAMPLES` trajectories of each prompt, concurrently if `at_a_time`. Returns them by session.
+        """Generate `SAMPLES` trajectories of each prompt. Returns them by session id. `at_a_time`: run concurrently.
 
         Raises _Broken for an invalid trajectory.
         """

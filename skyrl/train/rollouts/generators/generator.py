@@ -1,4 +1,4 @@
-"""Interface of a generator, which makes the trajectory of a prompt by any calls of the sampler, and rewards it.
+"""Interface of a generator. It produces the trajectory of a prompt, by any calls of the sampler, and rewards it.
 
     class Agent(Generator):
         async def generate(self, prompt, params, session_id):
@@ -8,7 +8,7 @@
             return Generated([Turn(tokens, sampled, reward=float(right))], sampled.stop_reason)
 
 A run uses the class that `generator.generator_class=module:Class` names. Retries, timeouts and limits on failures are
-the same as for environments. `rows` makes training sequences from the turns. `conformance` tests a class.
+the same as for environments. `rows` builds training sequences from the turns. `conformance` tests a class.
 """
 
 import math
@@ -34,20 +34,20 @@ class Generated:
     turns: Sequence[Turn]
     """Calls of the sampler whose outputs are trained on, in order.
 
-    Inputs and outputs must be unchanged: text that was encoded again, or log-probabilities of other tokens, would be
-    trained on as if sampled. A turn whose input begins with all tokens of the current training sequence continues it;
-    any other turn starts a new sequence.
+    Inputs and outputs must be exactly those of the calls, because all output tokens are trained on as sampled tokens.
+    Do not encode text again, and keep each token's log-probability. If the input of a turn begins with all tokens of
+    the current training sequence, the turn continues that sequence. Any other turn starts a new sequence.
     """
 
     stop_reason: TrajectoryStopReason
-    """Stop reason as in `Trajectory`; stop, length or max_turns."""
+    """Stop reason as in `Trajectory`, but not "failed"."""
 
     messages: Sequence[Message] = ()
-    """The prompt, for records."""
+    """Prompt messages, for records. Empty: those of the row."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the trajectory, in addition to the means of its turns' metrics. `reward/NAME` keeps its name; any
-    other NAME becomes `environment/NAME`."""
+    """Metrics of the trajectory, in addition to the means of its turns' metrics. A name `reward/NAME` stays as it is.
+    Any other NAME becomes `environment/NAME`."""
 
 
 class Generator(ABC):
@@ -70,14 +70,14 @@ class Generator(ABC):
     async def generate(self, prompt: Prompt, params: SamplingParams, session_id: str) -> Generated:
         """Return a trajectory of a prompt.
 
-        An exception fails the attempt, except for `skyrl.errors.ConfigError`, which fails the run. A call that exceeds
-        the time limit is cancelled.
+        An exception fails the attempt. The errors in `episode.FATAL`, such as `skyrl.errors.ConfigError`, fail the run.
+        A call that exceeds the time limit is cancelled.
 
         Args:
             prompt: A row of the data.
             params: Sampling parameters. The generator may change max_generate_length and stop, but must not change the
                 temperature or the filters top_p, top_k and min_p.
-            session_id: Must be passed to each call of the sampler, because seeds depend on it.
+            session_id: Pass it unchanged to each call of the sampler, because seeds depend on it.
         """
 
 
@@ -85,7 +85,7 @@ GENERATORS: Registry[type[Generator]] = Registry("generator")
 
 
 def load_generator(name: str) -> type[Generator]:
-    """Return the class that a configuration names. Raises ConfigError if it does not exist or is not a `Generator`."""
+    """Return the generator class with this name. Raises ConfigError if it does not exist or is not a `Generator`."""
     field = f"generator.generator_class={name}"
     try:
         cls = GENERATORS.get(name)
