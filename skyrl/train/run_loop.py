@@ -97,7 +97,7 @@ class Cadence(NamedTuple):
     export: int
     """Number of steps between exports. 0 or less: no exports."""
     checkpoint: int
-    """Number of steps between checkpoints. 0 or less: no regular ones; best evaluations and signals still cause some."""
+    """Number of steps between checkpoints. 0 or less: none, except for best evaluations, epochs and signals."""
     checkpoint_epochs: bool = False
     """True: also write a checkpoint after each epoch."""
     beside: bool = False

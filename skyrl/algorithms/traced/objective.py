@@ -24,7 +24,7 @@ from skyrl.errors import RequestError
 from skyrl.types import ForwardBackwardOutput
 
 MAX_COST = 512
-"""Maximum total cost of a graph's operations. The unit is one array as large as a tile (`[batch, tokens]`)."""
+"""Maximum total cost of a graph's operations. The unit is one array as large as a tile."""
 MAX_METRICS = 32
 CALLS = ("call_function", "call_method")
 

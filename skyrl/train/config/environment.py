@@ -143,9 +143,9 @@ class EnvironmentConfig(BaseConfig):
     """Options of the environments."""
 
     reward: str | list[str] | None = None
-    """Reward function `module:function` for all rows, instead of an environment. It returns a number. Its parameters
-    are `prompt` (messages), `response` (text) and names of columns of the row. With a list of functions, the reward is
-    their weighted sum; a function may have a weight and a name (`name=0.2*module:function`)."""
+    """Reward function `module:function` for all rows, instead of an environment. Its parameters may be `prompt`
+    (messages), `response` (text), `token_ids` (of the response) and columns of the row. It returns a number, or one per
+    token. With a list of functions, each optionally as `name=0.2*module:function`, the reward is the weighted sum."""
 
     @property
     def reward_id(self) -> str | None:

@@ -58,7 +58,7 @@ class BaseConfig(Section):
     def from_cli_overrides(cls, args: Iterable[str] | Mapping[str, Any]) -> Self:
         """Return the defaults, overridden by `["key.path=value", ...]` (values in YAML) or `{"key.path": value, ...}`.
 
-        Raises ConfigError in the cases of `from_dict_config`, and for an argument without `=`.
+        Raises ConfigError in the cases of `from_dict_config`, and for arguments that do not have this form.
         """
         return cls().with_overrides(nested(args))
 
