@@ -224,7 +224,7 @@ class Conversations:
     def _without_glue(self, token_ids: list[int], start: int, end: int) -> int:
         """Return the end of a message without trailing white space.
 
-        If only white space follows the message's last special token, return the place after this token, else `end`.
+        If only white space follows the message's last special token, this is the place after the token. If not: `end`.
         """
         last = next((at for at in range(end - 1, start - 1, -1) if token_ids[at] in self._special), end - 1)
         return end if self._tokenizer.decode(token_ids[last + 1 : end]).strip() else last + 1
