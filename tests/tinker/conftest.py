@@ -19,7 +19,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """Where servers of the module save: on the disk, if it does not say more with `STORES`."""
+    """Options of servers that save to the disk, or to each of `STORES` of the module."""
     if getattr(request, "param", "disk") == "disk":
         yield disk
         return
