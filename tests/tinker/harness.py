@@ -193,6 +193,8 @@ class LiveServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.engine.gate is not None:  # of a test that failed
+            self.engine.let_go()
         self.http.close()
         self._uvicorn.should_exit = True
         self._thread.join()

@@ -247,6 +247,8 @@ def test_the_sdks_future_raises_and_its_client_goes_on(guarded, monkeypatch, cap
     kept, lost = [trainer.forward([datum], "cross_entropy") for _ in range(2)]
     look = lambda: [*requests(guarded, key=OPERATOR, model=trainer.model_id)]  # noqa: E731
     _, request = until(look, lambda found: len(found) == 2)
+    pending = guarded.app.state.server.queue.training
+    until(lambda: [owed.logged for owed in pending.waiting()], lambda logged: logged == [True, True])
     run = threading.Thread(target=cli.main, args=[["requests", "cancel", request, "--base-url", guarded.url]])
     run.start()
     noted(guarded, request)
