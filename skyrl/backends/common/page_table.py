@@ -104,7 +104,7 @@ class Pages(Slots):
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
     def root(self, owner: Hashable) -> Node:
-        """Root of an owner's prefix tree. It is stored at the first `insert` below it."""
+        """Root of an owner's prefix tree. A new root is not stored until the first `insert` below it."""
         known = self._roots.get(owner)
         return Node(np.empty(0, np.int32), SCRATCH, None, owner) if known is None else known
 

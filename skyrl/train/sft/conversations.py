@@ -222,7 +222,7 @@ class Conversations:
         return repr(self._tokenizer.decode(token_ids[start : start + 8])) if start < len(token_ids) else "nothing"
 
     def _without_glue(self, token_ids: list[int], start: int, end: int) -> int:
-        """Return the end of a message without trailing white space.
+        """Return the end of a message, not counting its trailing white space.
 
         If only white space follows the message's last special token, this is the place after the token. If not: `end`.
         """

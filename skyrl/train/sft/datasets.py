@@ -59,7 +59,7 @@ class Reader(Protocol[R]):
 
 @dataclass(frozen=True)
 class Dataset(Generic[E]):
-    """Examples or pairs, in the order of the rows."""
+    """Training examples or preference pairs of a data set, in the order of its rows."""
 
     name: str
     examples: list[E]

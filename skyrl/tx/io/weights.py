@@ -51,7 +51,7 @@ def abstract_model(
 ) -> Decoder:
     """Return the model of a folder's config.json, with shapes and dtypes instead of weights.
 
-    `dtype` is the dtype of base weights, such as "bfloat16"; None: float32 on a CPU, and the checkpoint's elsewhere.
+    `dtype` is the dtype of base weights, such as "bfloat16". None: float32 on a CPU, otherwise the checkpoint's dtype.
     `ModelConfig` describes all other options.
 
     Raises StorageError for missing or damaged files, ValueError for models that are not implemented.

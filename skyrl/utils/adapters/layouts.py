@@ -78,7 +78,7 @@ def _sizes(module: str, parts: Sequence[str], pair: Pair, rows: Rows, where: obj
 
 
 def together(pairs: Pairs, where: object) -> Pairs:
-    """Fuse pairs of separate modules. Raises RequestError if that would not be exact."""
+    """Fuse pairs of modules that are parts of one, such as q, k and v. Raises RequestError if that is not exact."""
     made = dict(pairs)
     for fused, names in FUSED.items():
         paths = dict.fromkeys(module.rpartition(".")[0] for module in made if module.rpartition(".")[2] in names)

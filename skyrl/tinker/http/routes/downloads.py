@@ -59,7 +59,7 @@ async def external_weights_urls(
 async def archive(
     path: PathDependency, request: Request, service: ServiceDependency, caller: CallerDependency
 ) -> Response:
-    """A link to a tar archive of a checkpoint (clients before 0.36), as a redirect or, on request, JSON."""
+    """Return a link to a tar archive of a checkpoint, for clients before 0.36: a redirect or, on request, JSON."""
     row = await service.directory.checkpoint("path", path, caller)
     await _note_read(service, row, caller)
     expires = end_of_link(caller)
