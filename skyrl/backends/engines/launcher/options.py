@@ -20,7 +20,7 @@ OURS = {
     "max_lora_rank": "max_lora_rank, or trainer.policy.model.lora.rank",
     "host": "nothing else; engines that are started here listen on this machine alone",
     "port": "nothing else; each engine gets a free port",
-    "api_key": "nothing else; the key is new at each start",
+    "api_key": "nothing else; the backend makes the key",
     "served_model_name": "nothing else; engines are asked for the model's path",
 }
 """Arguments of vLLM that cannot be given because other options determine them, and the names of those options."""
