@@ -133,8 +133,8 @@ RECIPES = (
         "guess_number",
         "multiplayer_rl.guess_number.train",
         {
-            **{"renderer_name": "qwen3", "batch_size": "2", "group_size": "8", "max_tokens": "16"},
-            **{"learning_rate": "4e-3", "max_steps": "10", "eval_every": "0", "save_every": "0"},
+            **{"renderer_name": "qwen3", "batch_size": "4", "group_size": "8", "max_tokens": "16"},
+            **{"learning_rate": "4e-3", "max_steps": "12", "eval_every": "0", "save_every": "0"},
         },
         "env/all/reward/total",
         1.0,
