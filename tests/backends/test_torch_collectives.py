@@ -118,12 +118,15 @@ def test_ranks_do_the_same_collectives_in_any_plan(backend, plans):
             tiles = [command for plan in plans_of for command in plan if command[0] == "tile"]
             if tiles:
                 meets = facts.is_sharded or facts.tile_ranks > 1
-                assert bool(collectives[0]) == meets and (not meets or len(tiles) == len(plans_of)), plans_of
+                if backend.config.reshard_after_forward is not False:  # else layers may have been gathered before
+                    assert bool(collectives[0]) == meets, plans_of
+                assert not meets or len(tiles) == len(plans_of), plans_of
                 seen += 1
                 mixed += len({command[1:4] for command in tiles}) > 1
                 idle += any(command[-1] is True for command in tiles)
         told.clear()
-    several = [mixed, idle] if facts.is_sharded else [mixed] if facts.tile_ranks == 1 else []
+    alone = backend.group.world == facts.tile_ranks  # one micro-batch at a time, of all ranks
+    several = [] if alone else [mixed, idle] if facts.is_sharded else [mixed]
     assert min([*several, failed]) > plans // 20  # it is what the test is about
 
 

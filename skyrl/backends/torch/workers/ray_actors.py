@@ -23,6 +23,7 @@ from skyrl.backends.torch.workers.ray_cluster import CONNECTION, RayOptions, res
 from skyrl.backends.torch.workers.remote import RemoteWorker, RemoteWorkers
 from skyrl.backends.torch.workers.worker import Command, WorkerOptions
 from skyrl.errors import BackendLost, RequestError
+from skyrl.utils.parent_death import die_with_parent
 
 THREADS = "OMP_NUM_THREADS"
 ACTOR: dict[str, Any] = {"max_restarts": 0, "concurrency_groups": {"life": 1}}
@@ -201,10 +202,11 @@ def _cause(error: BaseException | None) -> str:
 
 
 class RankActor:
-    """A worker in an actor. Commands run sequentially, in their order."""
+    """A worker in an actor. Commands run sequentially, in their order. The actor is killed together with its raylet."""
 
     def __init__(self) -> None:
         faulthandler.register(signal.SIGUSR1, STDERR)
+        die_with_parent()  # Ray 2.60 leaves an actor running whose raylet was killed
 
     def look(self, folder: Path) -> ActorPlacement:
         """Return the location of this actor."""
