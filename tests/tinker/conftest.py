@@ -12,8 +12,7 @@ from tests.tinker.stores import Store, disk, in_bucket
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     stores = getattr(metafunc.module, "STORES", None)
-    marks = metafunc.definition.iter_markers("parametrize")
-    if stores and "store" in metafunc.fixturenames and not any(mark.args[0] == "store" for mark in marks):
+    if stores and "store" in metafunc.fixturenames:
         metafunc.parametrize("store", stores, indirect=True, scope="module")
 
 

@@ -14,10 +14,7 @@ import pytest
 from skyrl.tinker.config import EngineConfig
 from skyrl.utils.files.object_store import ObjectStore
 
-DISK = pytest.param("disk", id=pytest.HIDDEN_PARAM)  # pyright: ignore[reportArgumentType]
-BOTH = [DISK, "s3"]
-on_disk = pytest.mark.parametrize("store", [DISK], indirect=True)
-"""Mark of a test that is about files of a disk, or has a case of its own for buckets."""
+BOTH = [pytest.param("disk", id=pytest.HIDDEN_PARAM), "s3"]  # pyright: ignore[reportArgumentType]
 Store = Callable[[Path], dict[str, Any]]
 """Options by which a server with this folder saves to the store, snapshots and unnamed versions too."""
 
@@ -43,10 +40,10 @@ def stored_files(config: EngineConfig) -> dict[str, int]:
     return {re.sub(r"/[0-9a-f]{16}-([^/]*)$", r"/\1", stored.key): stored.size for stored in listed}
 
 
-def stored_folders(config: EngineConfig, kind: str = "*") -> list[str]:
-    """NAME of each folder of one kind with files in it, or KIND/NAME of all kinds. Not those in the trash."""
-    names = {tuple(name.split("/")[1:3]) for name in stored_files(config) if name.count("/") == 3}
-    return sorted("/".join(name) if kind == "*" else name[1] for name in names if kind in ("*", name[0]))
+def stored_folders(config: EngineConfig, kind: str) -> list[str]:
+    """Sorted NAMEs of all models' folders of one kind that have files. Folders in the trash are left out."""
+    parts = (name.split("/") for name in stored_files(config))
+    return sorted(name for _, name in {(part[0], part[2]) for part in parts if len(part) == 4 and part[1] == kind})
 
 
 def in_trash(config: EngineConfig) -> list[str]:
