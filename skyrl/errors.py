@@ -3,7 +3,7 @@
 A `RequestError` is reported to the client verbatim, so its message names the field, its value, the rule and a way out.
 A `ConfigError` is the counterpart for a configuration. All other exceptions are internal errors: the client gets
 "internal error (request ...)", and the log has the traceback. `BackendLost` reports a failure of the backend itself,
-not of one request; it ends the process.
+not of one request.
 """
 
 
@@ -28,7 +28,8 @@ class BackendLost(Exception):
     """The backend cannot continue because a worker died or timed out, or a device failed. It does not mean that a
     request was invalid.
 
-    The process exits, and a new one recovers from snapshots and the log.
+    The engine process of a server exits, and a new one recovers from snapshots and the log. A training run restarts
+    from its newest checkpoint.
 
     Args:
         message: The lost part of the backend and the reason.
@@ -39,6 +40,10 @@ class BackendLost(Exception):
     def __init__(self, message: str, request_ids: tuple[str, ...] | None = None):
         super().__init__(message)
         self.request_ids = request_ids
+
+
+class BackendStopped(RuntimeError):
+    """A backend that runs in a thread has stopped, so it does no more work. The cause is in `__cause__`."""
 
 
 class WrongWeights(Exception):

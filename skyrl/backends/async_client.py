@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from skyrl.backends.backend import AbstractBackend
 from skyrl.backends.operations import Operation, Sample
-from skyrl.errors import RequestError, StorageError
+from skyrl.errors import BackendStopped, RequestError, StorageError
 from skyrl.types import ErrorResponse, Result
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class BackendClient:
         """Run an operation and return its result.
 
         Operations of one model take effect in the order of these calls. A sample whose task is cancelled is dropped.
-        Raises `RequestError` for an invalid operation, `StorageError`, or `RuntimeError`.
+        Raises `RequestError` for an invalid operation, `StorageError`, `RuntimeError`, or `BackendStopped`.
         """
         return await self._outcome(operation, self._submitted(operation))
 
@@ -133,8 +133,8 @@ def _error(failed: ErrorResponse) -> Exception:
     return StorageError(failed.error) if failed.of_storage else RuntimeError(failed.error)
 
 
-def _stopped(why: BaseException) -> RuntimeError:
+def _stopped(why: BaseException) -> BackendStopped:
     """Create a separate error for each caller, because tracebacks are added to it."""
-    error = RuntimeError(f"the backend has stopped: {why or type(why).__name__}")
+    error = BackendStopped(f"the backend has stopped: {why or type(why).__name__}")
     error.__cause__ = why
     return error

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from skyrl.errors import ConfigError, RequestError, StorageError
+from skyrl.errors import BackendLost, ConfigError, RequestError, StorageError
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.machinery.base import field_paths
 from skyrl.train.config.machinery.help import render_values
 from skyrl.train.config.machinery.other_names import field_meant
 from skyrl.train.interruption import Interrupted
+from skyrl.train.restarts import train_with_restarts
 from skyrl.train.rollouts.attempts import RolloutError
 from skyrl.train.strategy.registry import check_strategy, find_strategy
 from skyrl.train.strategy.support import refusal
@@ -32,7 +33,7 @@ C = TypeVar("C", SkyRLTrainConfig, SFTConfig, DPOConfig)
 PROCESS = "train"
 """Name of the process in the log."""
 
-REPORTED = (ConfigError, RequestError, RolloutError, StorageError)
+REPORTED = (BackendLost, ConfigError, RequestError, RolloutError, StorageError)
 """Errors that end a run with a message only. Other errors are shown with their traceback."""
 
 
@@ -129,7 +130,7 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
             check_strategy(config)  # before rules that apply to one strategy only
         config = config.resolve()
         with logging_redirect_tqdm():
-            train(config)
+            train_with_restarts(lambda: train(config), config.restarts)
     except REPORTED as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1

@@ -89,6 +89,12 @@ class SkyRLTrainConfig(BaseConfig):
             "trainer.policy_mini_batch_size=8 generator.sampling_params.max_generate_length=64"
         )
 
+    @property
+    def restarts(self) -> int:
+        """Maximum number of restarts of this run. 0 if the run does not resume from its newest checkpoint."""
+        trainer = self.trainer
+        return trainer.max_restarts if trainer.resume_mode == "latest" and not trainer.eval_only else 0
+
     def derive(self) -> None:
         trainer, generator, data = self.trainer, self.generator, self.data
         if data.is_given("train_data") and not data.is_given("val_data"):

@@ -127,6 +127,11 @@ class SFTConfig(BaseConfig):
     """Checkpoint from which the run starts: a path, or latest for the newest one in ckpt_path (if there is none, a new
     run starts). none or empty: a new run."""
 
+    max_restarts: NonNegativeInt = 3
+    """Maximum number of restarts after a loss of the backend, for example because a worker died. A restart continues
+    from the newest checkpoint. 0: the run ends. Without ckpt_path and
+    resume_from=latest, the run also ends."""
+
     hf_save_interval: NonNegativeInt = 0
     """Number of steps between exports in Hugging Face format. An adapter is also exported in PEFT format. There is also
     an export after the last step. 0: no exports."""
@@ -168,6 +173,11 @@ class SFTConfig(BaseConfig):
     def example(self) -> str:
         """Example of a command line that trains on a file of the user."""
         return "skyrl train sft model.path=Qwen/Qwen3-0.6B model.lora.rank=32 train_datasets=chat.jsonl"
+
+    @property
+    def restarts(self) -> int:
+        """Maximum number of restarts of this run. 0 if the run does not resume from its newest checkpoint."""
+        return self.max_restarts if self.ckpt_path and self.resume_from == "latest" and not self.eval_only else 0
 
     @property
     def loss(self) -> str:

@@ -108,6 +108,11 @@ class TrainerConfig(BaseConfig):
     resume_path: str | None = None
     """Checkpoint for resume_mode=from_path. It is a folder named global_step_<number>."""
 
+    max_restarts: NonNegativeInt = 3
+    """Maximum number of restarts after a loss of the backend, for example because a worker died. A restart continues
+    from the newest checkpoint. 0: the run ends. With another resume_mode than
+    latest, the run also ends."""
+
     log_path: str = "/tmp/skyrl-logs"
     """Folder for a copy of the log, in the file <project_name>/<run_name>.log. Unset: no copy, only standard error."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from skyrl.envs.env import Env, EnvError, Message, StepResult
-from skyrl.errors import ConfigError, WrongWeights
+from skyrl.errors import BackendStopped, ConfigError, WrongWeights
 from skyrl.train.config import GeneratorConfig, SamplingParams
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.history import history_class
@@ -19,8 +19,8 @@ from skyrl.train.rollouts.trajectory import TrajectoryStopReason, Turn, checked_
 
 Stage = Literal["environment", "template", "sampler", "generator"]
 
-FATAL = (ConfigError, ImportError, NotImplementedError, WrongWeights)
-"""Errors of the program or its configuration. They would also fail other attempts and other trajectories."""
+FATAL = (ConfigError, ImportError, NotImplementedError, BackendStopped, WrongWeights)
+"""Errors of the program, its configuration or the backend. They would also fail other attempts and trajectories."""
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ COMMON_SUPPORT: dict[str, Support] = {
     "trainer.max_prompt_length": PROMPTS,
     "trainer.resume_mode": RUN,
     "trainer.resume_path": RUN,
+    "trainer.max_restarts": consumed("skyrl.train.config.root"),
     "trainer.max_steps": consumed("skyrl.train.config.trainer"),
     "trainer.eval_only": consumed("skyrl.train.commands"),
     "trainer.init_from": RUN,
