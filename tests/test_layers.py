@@ -51,7 +51,8 @@ LAYERS = [
     {"backends.registry"},
     # The server and the trainers never import each other.
     {"tinker.errors", "tinker.results", "train.rollouts"},
-    {"tinker.identity", "train.callbacks", "train.data", "train.interruption", "train.ranking", "train.run_identity"},
+    {"tinker.identity", "train.callbacks", "train.data", "train.interruption"},
+    {"train.ranking", "train.restarts", "train.run_identity"},
     {"tinker.config", "tinker.wire.sharing"},
     {
         "tinker.redaction",

@@ -6,7 +6,7 @@ order of rows, or the split of a mini-batch into micro-batches and over devices.
 
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -18,6 +18,8 @@ from skyrl.algorithms.arrays import Tokens
 from skyrl.algorithms.kl import KL_ESTIMATORS, KLEstimator, k3
 from skyrl.algorithms.losses import Loss, LossInputs, stop_gradient
 from skyrl.algorithms.policy_losses import find_policy_loss
+from skyrl.errors import RequestError
+from skyrl.utils.own_code import import_own
 
 SOURCES = {
     "selected": "the tokens chosen by a forward pass over the mini-batch; where there is none, use another loss",
@@ -117,7 +119,19 @@ class PolicyObjective:
     """Factor of the entropy bonus; 0 disables it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return policy_objective, (json.loads(self.specification), self.on_policy)
+        """Return how to rebuild the objective in another process, which first imports the modules of its functions.
+
+        Raises RequestError for a function that is registered in the main script, which cannot be imported.
+        """
+        options = json.loads(self.specification)
+        modules = {each.__module__ for each in (self.loss.function, self.kl_estimator)}
+        if "__main__" in modules:
+            raise RequestError(
+                f"policy_loss_type={options['policy_loss_type']}, kl_estimator_type={options['kl_estimator_type']}: a "
+                "function of the main script does not reach workers in other processes; define it in a module, and "
+                "import that or give module:function"
+            )
+        return _rebuilt, (sorted(modules), options, self.on_policy)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -187,6 +201,12 @@ def policy_objective(options: Mapping[str, Any], on_policy: bool = False) -> Pol
         options["kl_loss_coef"] if options["use_kl_loss"] else 0.0,
         options["entropy_loss_coef"] if options["use_entropy_loss"] else 0.0,
     )
+
+
+def _rebuilt(modules: Sequence[str], options: Mapping[str, Any], on_policy: bool) -> PolicyObjective:
+    for module in modules:
+        import_own(module)  # registers its functions
+    return policy_objective(options, on_policy)
 
 
 def value_loss(x: LossInputs, *, value_clip: float | None) -> Tokens:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
+from skyrl.errors import BackendLost, BackendStopped
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -35,7 +37,10 @@ class Interruption:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context that handles the signals of this process."""
+        """Context that handles the signals of this process.
+
+        Raises `Interrupted` for a lost backend after a signal, because who ends a run may end its workers too.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -51,6 +56,11 @@ class Interruption:
         before = {number: signal.signal(number, ask) for number in SIGNALS}
         try:
             yield
+        except (BackendLost, BackendStopped) as error:
+            if self.signal is None:
+                raise
+            said = f"nothing is saved since the newest checkpoint, because the backend is lost: {error}"
+            raise Interrupted(self.signal, f"{self.signal.name}: {said}") from error
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

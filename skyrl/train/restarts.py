@@ -4,11 +4,12 @@ A restart does what a repetition of the command does: it continues from the newe
 is none. The process stays the same.
 """
 
+import gc
 import logging
 import time
 from collections.abc import Callable
 
-from skyrl.errors import BackendLost, BackendStopped
+from skyrl.errors import BackendLost, BackendStopped, ConfigError, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +20,8 @@ PAUSES_S = (0.0, 10.0, 60.0)
 def train_with_restarts(train: Callable[[], None], limit: int) -> None:
     """Call `train`, and again after each loss of the backend, up to `limit` more times.
 
-    If the backend is lost before it has ever been ready, there is no restart, because the configuration may be the
-    cause.
+    If the backend does not start at first, there is no restart, because the configuration may be the cause. Later, a
+    failed start counts as a loss.
 
     Raises `BackendLost` if the backend is lost and there is no further restart. Also raises the errors of `train`.
     """
@@ -30,14 +31,15 @@ def train_with_restarts(train: Callable[[], None], limit: int) -> None:
         except BackendStopped as stopped:
             if not isinstance(stopped.__cause__, BackendLost):
                 raise
-            lost = stopped.__cause__
-        except BackendLost as error:
-            if number == 0:
+            lost = BackendLost(str(stopped.__cause__))  # without the traceback, which refers to the old backend
+        except (BackendLost, ConfigError) as error:
+            if number == 0 or (isinstance(error, ConfigError) and not isinstance(error.__cause__, RequestError)):
                 raise
-            lost = error
+            lost = type(error)(str(error))
         if number == limit:
             raise lost
         pause = PAUSES_S[min(number, len(PAUSES_S) - 1)]
         log.error("the backend is lost: %s", lost)
         log.warning("restart %d of %d in %g s, from the newest checkpoint", number + 1, limit, pause)
+        gc.collect()  # frees the memory of the old backend
         time.sleep(pause)

@@ -1,6 +1,8 @@
 """The whole objective: its terms, and that no way of cutting a mini-batch changes its value or gradient."""
 
+import importlib
 import itertools
+import os
 import pickle
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from skyrl.algorithms.losses import LossInputs
 from skyrl.algorithms.objective import PolicyObjective, entropy, policy_objective, value_loss
 from skyrl.algorithms.policy_losses import policy_loss, regular
 from skyrl.algorithms.weights import REDUCTIONS, token_weights
+from skyrl.errors import RequestError
 
 LIBRARIES = [np.asarray, jax.numpy.asarray, torch.as_tensor, array_api_strict.asarray]
 ROWS, TOKENS, VOCAB = 6, 5, 4
@@ -103,6 +106,38 @@ def test_an_objective_that_is_rebuilt_elsewhere_is_equal_and_computes_the_same(n
     assert rebuilt == objective and hash(rebuilt) == hash(objective)
     logits, x = mini_batch(name, REDUCTIONS[0])
     np.testing.assert_array_equal(gradient(rebuilt, logits, x)[1], gradient(objective, logits, x)[1])
+
+
+DECORATED = """
+from skyrl.algorithms.policy_losses import policy_loss
+
+@policy_loss("by_decorator")
+def loss(x):
+    return -x.logprobs * x.advantages
+"""
+
+
+def test_a_loss_that_is_registered_by_decorator_is_rebuilt_in_another_process(tmp_path, monkeypatch):
+    (tmp_path / "module_of_a_loss.py").write_text(DECORATED)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("module_of_a_loss")
+    objective = policy_objective({**OPTIONS, "policy_loss_type": "by_decorator"})
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).loss.name)"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps(objective),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        check=True,
+    )
+    assert found.stdout.strip() == b"by_decorator"
+
+
+def test_a_loss_of_the_main_script_is_refused_where_it_would_be_sent_to_another_process(monkeypatch):
+    objective = policy_objective(OPTIONS)
+    monkeypatch.setattr(objective.loss.function, "__module__", "__main__")
+    with pytest.raises(RequestError, match=f"policy_loss_type={OPTIONS['policy_loss_type']}.*module:function"):
+        pickle.dumps(objective)
 
 
 def test_objectives_of_other_settings_are_not_equal():

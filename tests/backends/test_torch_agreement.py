@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch_models import VOCAB, make_model
 
 from driver import create, datum, finish, finish_all, new_id, random_datum, sample, stepping
-from skyrl.backends.operations import ForwardBackward
+from skyrl.backends.operations import ForwardBackward, Publish
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.workers.agreement import Agreement, DifferentPlans, NotBegun
 from skyrl.backends.torch.workers.group import WorkerGroup
@@ -109,6 +109,14 @@ def test_a_rank_without_the_weights_fails_the_requests_of_their_model_only(backe
     assert isinstance(finish(backend, stepping(broken)), ErrorResponse)
     why = {"freed": "rank 1 has no buffer", "too large": "rank 1 could not make a buffer of this model: RuntimeError"}
     assert why[amiss] in caplog.text
+    assert_works(backend, sound)
+
+
+def test_weights_that_only_one_rank_lacks_are_saved_by_the_others(backend, models, tmp_path):
+    broken, sound = models
+    on_second(backend, "free", backend._models.peek(broken).weights.handle)
+    saving = Publish(request_id=new_id(), model_id=broken, version=new_id(), path=str(tmp_path / "v"), persist=True)
+    assert not isinstance(finish(backend, saving), ErrorResponse)
     assert_works(backend, sound)
 
 

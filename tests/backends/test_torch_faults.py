@@ -240,6 +240,60 @@ def test_a_process_that_exits_is_blamed_though_the_failure_of_another_rank_is_re
     assert str(outcome.exception(BOUND_S)) == "worker of rank 1 is gone"
 
 
+def load_failing(*failures: Exception | None) -> str:
+    """Message of the error with which ranks load the model, each with its failure. None: it never answers."""
+    group = Nowhere(len(failures), BOUND_S, lambda error: None)
+    caught: list[pytest.ExceptionInfo[RequestError]] = []
+
+    def load() -> None:
+        with pytest.raises(RequestError) as error:
+            group._load()
+        caught.append(error)
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    while not group._waiting:
+        time.sleep(0.001)
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            group._answered(rank, 0, [failure])
+    loading.join(BOUND_S / 2)
+    assert not loading.is_alive()
+    return str(caught[0].value)
+
+
+def test_a_rank_that_fails_to_load_ends_loading_while_others_wait_for_it():
+    error = RequestError("base_model=/x: model-00002.safetensors cannot be read")
+    assert load_failing(None, error) == f"rank 1: {error}"
+
+
+def test_ranks_that_all_fail_to_load_for_the_same_reason_say_it_once():
+    error = RequestError("base_model=/x: there is no config.json")
+    assert load_failing(error, error) == str(error)
+
+
+class Unsent(ForwardOnly):
+    """A loss that cannot be pickled."""
+
+    def __reduce__(self):
+        raise RequestError("a function of the main script does not reach workers")
+
+
+class Unknown(ForwardOnly):
+    """A loss that workers cannot rebuild, because its module is not there."""
+
+    def __reduce__(self):
+        return import_module, ("no_such_module",)
+
+
+@pytest.mark.parametrize(("loss", "said"), [(Unsent, "does not reach workers"), (Unknown, "internal error")])
+def test_a_loss_that_does_not_reach_workers_fails_its_request_only(backend, loss, said):
+    create(backend)
+    failed = finish(backend, a_pass(loss(("logprobs",)), forward_only=True))
+    assert isinstance(failed, ErrorResponse) and said in failed.error
+    assert not isinstance(finish(backend, a_pass()), ErrorResponse)
+
+
 @pytest.mark.parametrize(("world", "first", "device"), [(3, 0, None), (2, 1, None), (3, 0, "cuda")])
 def test_more_workers_than_gpus_of_the_machine_are_refused(world, first, device):
     options = WorkerOptions(Path("model"), LoadOptions(), 0, device, first_gpu=first)

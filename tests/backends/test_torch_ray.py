@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -88,6 +89,17 @@ def test_a_cluster_that_is_not_there_is_refused_by_its_address():
     # The first test: none has connected this process yet.
     with pytest.raises(RequestError, match=r"ray_address=127\.0\.0\.1:1: cannot connect"):
         Connection().join("127.0.0.1:1", 1)
+
+
+def test_a_cluster_that_wants_a_token_is_refused_by_its_address(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        where = f"127.0.0.1:{door.getsockname()[1]}"
+        code = f"from {Connection.__module__} import Connection; Connection().join('{where}', 1)"
+        wanted = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+        environment = {**wanted, "RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}
+        ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert f"RequestError: workers=ray with ray_address={where}: cannot connect" in ended.stderr
+    assert "token" in ended.stderr
 
 
 def test_ranks_are_numbered_node_by_node(apart):

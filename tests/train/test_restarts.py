@@ -1,16 +1,18 @@
 """Runs whose workers die: they restart from the newest checkpoint by themselves, as often as they may."""
 
+import weakref
 import zlib
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import psutil
 import pytest
 from short_runs import ON, check_equal, command, metrics, train
 
 from skyrl.envs.env import Env, NoSettings, StepResult
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
-from skyrl.errors import BackendLost, BackendStopped
+from skyrl.errors import BackendLost, BackendStopped, ConfigError, RequestError
 from skyrl.train import commands, restarts
 from skyrl.train.callbacks import Callback
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
@@ -155,8 +157,8 @@ def test_workers_that_do_not_start_again_use_up_restarts(monkeypatch):
         (RL.from_cli_overrides(["trainer.max_restarts=0"]), stopped(LOST)),
         (RL.from_cli_overrides(["trainer.resume_mode=none"]), stopped(LOST)),
         (RL.from_cli_overrides(["trainer.eval_only=true"]), stopped(LOST)),
-        (SFT.from_cli_overrides([]), stopped(LOST)),  # keeps no checkpoints
-        (SFT.from_cli_overrides(["ckpt_path=there", "resume_from=none"]), stopped(LOST)),
+        (SFT.from_cli_overrides(["ckpt_path=there"]), stopped(LOST)),  # keeps no checkpoints
+        (SFT.from_cli_overrides(["ckpt_path=there", "ckpt_interval=5", "resume_from=none"]), stopped(LOST)),
     ],
 )
 def test_nothing_is_restarted_that_would_fail_again_or_begin_anew(monkeypatch, config, failure):
@@ -164,4 +166,39 @@ def test_nothing_is_restarted_that_would_fail_again_or_begin_anew(monkeypatch, c
 
 
 def test_fine_tuning_with_checkpoints_is_restarted(monkeypatch):
-    assert attempts(monkeypatch, SFT.from_cli_overrides(["ckpt_path=there"]), stopped(LOST)) == (2, [0])
+    config = SFT.from_cli_overrides(["ckpt_path=there", "ckpt_interval=5"])
+    assert attempts(monkeypatch, config, stopped(LOST)) == (2, [0])
+
+
+def no_room() -> ConfigError:
+    """Error of a cluster that lacks a node."""
+    error = ConfigError("workers=ray: 4 x (1 GPU) were asked for, and not to be had within 180 s")
+    error.__cause__ = RequestError(str(error))
+    return error
+
+
+def test_a_restart_that_finds_no_room_is_tried_again(monkeypatch):
+    config = RL.from_cli_overrides([])
+    assert attempts(monkeypatch, config, stopped(LOST), no_room()) == (3, [0, 10])
+
+
+def test_a_start_that_finds_no_room_is_not(monkeypatch):
+    with pytest.raises(ConfigError, match="not to be had"):
+        attempts(monkeypatch, RL.from_cli_overrides([]), no_room())
+
+
+def test_the_lost_backend_is_freed_before_the_next_one_is_loaded(monkeypatch):
+    monkeypatch.setattr(restarts, "PAUSES_S", (0.0,))
+    backends = []
+
+    def once() -> None:
+        if not backends:
+            backend = np.zeros(1)
+            backends.append(weakref.ref(backend))
+            try:
+                raise BackendLost("worker of rank 1 is gone")
+            except BackendLost as error:
+                raise stopped(error) from error
+        assert backends[0]() is None
+
+    train_with_restarts(once, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl.errors import ConfigError, StorageError
+from skyrl.errors import BackendStopped, ConfigError, StorageError
 from skyrl.train.callbacks import Callback
 from skyrl.train.interruption import Interrupted, Interruption
 from skyrl.train.run_loop import Cadence, run_steps
@@ -55,6 +55,18 @@ class Counted:
         await self.disk[step].wait()
         self.happened.append(f"written {step}")
         return Path(f"global_step_{step}")
+
+
+def test_a_signal_ends_a_run_whose_workers_it_has_ended_too():
+    async def ended() -> None:
+        interruption = Interruption()
+        with interruption.listening():
+            signal.raise_signal(signal.SIGTERM)
+            raise BackendStopped("worker of rank 1 was killed by SIGTERM")
+
+    with pytest.raises(Interrupted, match="SIGTERM: nothing is saved since the newest checkpoint") as caught:
+        asyncio.run(ended())
+    assert caught.value.signal is signal.SIGTERM
 
 
 class Telling(Callback):

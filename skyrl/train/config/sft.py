@@ -129,8 +129,8 @@ class SFTConfig(BaseConfig):
 
     max_restarts: NonNegativeInt = 3
     """Maximum number of restarts after a loss of the backend, for example because a worker died. A restart continues
-    from the newest checkpoint. 0: the run ends. Without ckpt_path and
-    resume_from=latest, the run also ends."""
+    from the newest checkpoint. 0: the run ends. Without ckpt_interval
+    and resume_from=latest, the run also ends."""
 
     hf_save_interval: NonNegativeInt = 0
     """Number of steps between exports in Hugging Face format. An adapter is also exported in PEFT format. There is also
@@ -177,7 +177,7 @@ class SFTConfig(BaseConfig):
     @property
     def restarts(self) -> int:
         """Maximum number of restarts of this run. 0 if the run does not resume from its newest checkpoint."""
-        return self.max_restarts if self.ckpt_path and self.resume_from == "latest" and not self.eval_only else 0
+        return self.max_restarts if self.ckpt_interval and self.resume_from == "latest" and not self.eval_only else 0
 
     @property
     def loss(self) -> str:

@@ -38,8 +38,8 @@ class ScratchFolder:
             raise
 
     def remove(self) -> None:
-        """Remove the folder with its contents."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the folder with its contents. If another process still writes into it, a later process removes it."""
+        _remove(self.path)
         self._lock.release()
 
 
@@ -65,6 +65,18 @@ def _remove_unheld(folder: Path) -> None:
         lock = FileLock(folder / LOCK, flags=os.O_NOFOLLOW)
         try:
             if lock.take():
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
         finally:
             lock.release()
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, its lock last and only with everything else. A later process finds the folder by its lock."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name != LOCK:
+                os.unlink(entry.path)
+        if os.listdir(folder) == [LOCK]:
+            shutil.rmtree(folder, ignore_errors=True)

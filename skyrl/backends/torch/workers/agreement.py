@@ -6,11 +6,15 @@ failure leaves other ranks in the middle of a collective, so the group is lost.
 
 import zlib
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""Timeout of collectives. The driver's own timeouts are shorter."""
 
 
 class NotBegun(Exception):
@@ -56,12 +60,12 @@ class Agreement:
 
 def host_group() -> Any:
     """Process group of all ranks on the host, whatever their devices. Collective."""
-    return dist.new_group(backend="gloo")
+    return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
 
 def host_subgroup(size: int) -> Any:
     """Process group on the host of `size` consecutive ranks that include this one. Collective over all ranks."""
-    return dist.new_subgroups(group_size=size, backend="gloo")[0]
+    return dist.new_subgroups(group_size=size, backend="gloo", timeout=COLLECTIVE_TIMEOUT)[0]
 
 
 def signature(plan: Any) -> int:

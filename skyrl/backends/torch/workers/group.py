@@ -27,6 +27,9 @@ from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
 from skyrl.errors import BackendLost
 from skyrl.utils.files.atomic_folders import TEMPORARY, Entries
 
+SLOWEST_BYTES_S = 10 * 2**20
+"""Bytes per second at which buffers are at least sent and written. Timeouts of these commands allow for it."""
+
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
@@ -55,7 +58,10 @@ class Buffer:
 
     def read(self) -> Any:
         """Values on the host, float32 `[size]`. From any thread."""
-        return self._group.wait(self._group.run("get", self.handle, self.size, self.spread), "get")
+        command = "get", self.handle, self.size, self.spread
+        if self.spread == "replicated":  # without the other ranks, which may have had no memory for it
+            return self._group.wait(self._group.alone(0, *command), "get", 0, nbytes=self.nbytes)
+        return self._group.wait(self._group.run(*command), "get", nbytes=self.nbytes)
 
 
 class BufferPlacements(NamedTuple):
@@ -116,18 +122,20 @@ class WorkerGroup(ABC):
 
         self.run(*command).add_done_callback(check)
 
-    def wait(self, outcome: "Future[Given]", name: str, rank: int | None = None) -> Given:
+    def wait(self, outcome: "Future[Given]", name: str, rank: int | None = None, nbytes: int = 0) -> Given:
         """Wait for the result of the command `name` on one rank, or on all (None). From any thread.
 
-        Earlier commands may run first. Raises `BackendLost` if a rank has sent no answer for `timeout_s`.
+        Earlier commands may run first. Raises `BackendLost` if a rank has sent no answer for `timeout_s`, extended for
+        a command that sends or writes `nbytes` bytes.
         """
         since = time.monotonic()
         ranks = range(self.world) if rank is None or self.facts.is_sharded else [rank]
-        while not wait([outcome], self.timeout_s).done:
-            assert self.timeout_s is not None
+        limit_s = None if self.timeout_s is None else self.timeout_s + nbytes / SLOWEST_BYTES_S
+        while not wait([outcome], limit_s).done:
+            assert limit_s is not None
             heard = min(self._heard.get(each, since) for each in ranks)
-            if time.monotonic() - max(since, heard) >= self.timeout_s:
-                error = BackendLost(f"{name} on the workers has not ended within {self.timeout_s:g} s{self.hang()}")
+            if time.monotonic() - max(since, heard) >= limit_s:
+                error = BackendLost(f"{name} on the workers has not ended within {round(limit_s, 2):g} s{self.hang()}")
                 self.lost(error)
                 raise error
         return outcome.result()
@@ -190,7 +198,7 @@ class WorkerGroup(ABC):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(prefix=".", suffix=TEMPORARY, dir=folder.parent) as file:
                 command = "sees", Path(file.name)
-                return all(self.wait(self._each([command] * self.world), "sees"))
+                return all(answer is True for answer in self.wait(self._each([command] * self.world), "sees"))
         except OSError:
             return False
 
@@ -202,7 +210,7 @@ class WorkerGroup(ABC):
         count = buffer.parts
         files = [part_name(name, place, count) for place in range(count)]
         commands = [("write_part", buffer.handle, buffer.size, folder / file, name) for file in files]
-        entries = self.wait(self._each(commands), "write_part")
+        entries = self.wait(self._each(commands), "write_part", nbytes=buffer.nbytes // count)
         for entry in entries:
             if isinstance(entry, BaseException):
                 raise entry
@@ -211,8 +219,10 @@ class WorkerGroup(ABC):
     def on(self, rank: int, *command: Any) -> "Future[Any]":
         """Run a command on one rank, or on all if they share weights. Returns the result of that rank, or of the
         first rank."""
-        if self.facts.is_sharded:
-            return self.run(*command)
+        return self.run(*command) if self.facts.is_sharded else self.alone(rank, *command)
+
+    def alone(self, rank: int, *command: Any) -> "Future[Any]":
+        """Run a command without collectives on one rank. Returns its result."""
         self._free()
 
         def answer_of(answers: list[Any]) -> Any:
@@ -240,7 +250,7 @@ class WorkerGroup(ABC):
         del tensors  # their memory, if the caller has no other use for them
         ranks = [cut[rank % count] for rank in range(1 if spread == "partial" else self.world)]
         sent = self._each([("put", buffer.handle, values) for values in ranks])
-        self.wait(sent, "put", 0 if spread == "partial" else None)
+        self.wait(sent, "put", 0 if spread == "partial" else None, nbytes=sum(values.nbytes for values in ranks))
         return buffer
 
     def zeros(self, size: int, spread: Spread) -> Buffer:

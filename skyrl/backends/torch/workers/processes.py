@@ -46,9 +46,9 @@ class LocalProcesses(RemoteWorkers):
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(world)]
         """Message queue of each rank. Sending blocks while a worker is busy, so a thread does it."""
         for rank, (process, pipe) in enumerate(self._ranks):
-            self._outboxes[rank].put((options, rank, world, f"file://{self._folder.path}/rendezvous"))
+            opening = options, rank, world, f"file://{self._folder.path}/rendezvous"
             threading.Thread(target=self._read, args=(rank, process, pipe), daemon=True).start()
-            threading.Thread(target=self._write, args=(self._outboxes[rank], pipe), daemon=True).start()
+            threading.Thread(target=self._write, args=(rank, opening, pipe), daemon=True).start()
         try:
             self._load()
         except BaseException:
@@ -93,10 +93,19 @@ class LocalProcesses(RemoteWorkers):
     def _post(self, rank: int, number: int, plan: list[Command]) -> None:
         self._outboxes[rank].put((number, plan))
 
-    def _write(self, outbox: "queue.SimpleQueue[Any]", pipe: Connection) -> None:
+    def _write(self, rank: int, opening: Any, pipe: Connection) -> None:
+        outbox = self._outboxes[rank]
         with contextlib.suppress(OSError):  # the process has exited, which `_read` reports
-            while (message := outbox.get()) is not None:
-                pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))  # one copy of arrays; `send` makes two
+            pipe.send(opening)
+            while (posted := outbox.get()) is not None:
+                number, plan = posted
+                try:
+                    message = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)  # one copy of arrays; `send` makes two
+                except Exception as error:
+                    self._answered(rank, number, [error])
+                    continue
+                pipe.send(number)
+                pipe.send_bytes(message)
 
     def _read(self, rank: int, process: "subprocess.Popen[bytes]", pipe: Connection) -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -117,8 +126,8 @@ def work(handle: int) -> None:
     worker = RemoteWorker(options, rank, world, init_method=rendezvous)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            number, plan = pipe.recv()
-            pipe.send((number, worker.execute(plan)))
+            number = pipe.recv()
+            pipe.send((number, worker.execute(pipe.recv_bytes())))
 
 
 def check_gpus(options: WorkerOptions, world: int, gpus: int | None = None) -> None:

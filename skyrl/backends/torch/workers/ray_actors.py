@@ -243,7 +243,7 @@ class RankActor:
 
     def execute(self, plan: bytes) -> bytes:
         """Execute commands, and return their answers."""
-        return pickle.dumps(self.worker.execute(pickle.loads(plan)), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(self.worker.execute(plan), pickle.HIGHEST_PROTOCOL)
 
 
 def _store(meeting: tuple[str, int], world: int, timeout_s: float, **options: Any) -> Any:

@@ -107,6 +107,7 @@ class Connection:
 
     def _connect(self, address: str | None, cpus: float) -> None:
         import ray
+        from ray.exceptions import RayError
 
         where = address or os.environ.get("RAY_ADDRESS") or LOCAL
         options: dict[str, Any] = {"address": where}
@@ -125,7 +126,7 @@ class Connection:
             if where not in (LOCAL, "auto"):
                 _knock(where)
             ray.init(configure_logging=False, **options)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, RayError) as error:
             self._forget_folder()
             raise RequestError(
                 f"workers=ray with ray_address={where}: cannot connect ({error}); start a cluster (`ray start --head`) "

@@ -4,6 +4,7 @@ A command is a numbered plan for each rank, posted to all in the same order. Ans
 """
 
 import itertools
+import pickle
 import threading
 import traceback
 from abc import abstractmethod
@@ -12,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl.backends.torch.workers.agreement import NotBegun
+from skyrl.backends.torch.workers.agreement import COLLECTIVE_TIMEOUT, NotBegun
 from skyrl.backends.torch.workers.group import WorkerGroup
 from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
 from skyrl.errors import BackendLost, RequestError, StorageError
@@ -56,6 +57,7 @@ class RemoteWorkers(WorkerGroup):
         self._start_timeout_s = start_timeout_s
         self._lost = lost
         self._closing = False
+        self._is_loading = True
         self._end: BackendLost | None = None
         self._ended = threading.Event()
         self._lock = threading.RLock()
@@ -85,10 +87,10 @@ class RemoteWorkers(WorkerGroup):
         return f" (no answer to {', '.join(names)} from rank {', '.join(map(str, silent))} of {self.world})"
 
     def _load(self) -> None:
-        """Wait until all ranks have loaded the base model."""
+        """Wait until all ranks have loaded the base model, or one has failed to."""
         self.timeout_s = self._start_timeout_s
         self.facts = self.wait(self.run("facts"), f"loading the base model (start_timeout_s={self.timeout_s:g})")
-        self.timeout_s = None
+        self.timeout_s, self._is_loading = None, False
 
     def lost(self, error: BackendLost) -> None:
         with self._lock:
@@ -133,6 +135,8 @@ class RemoteWorkers(WorkerGroup):
             if gone and not dispatched.has_failed:  # other ranks may wait for it forever
                 dispatched.has_failed = True
                 threading.Thread(target=self._lost_by, args=(gone[0],), daemon=True).start()
+            elif self._is_loading and any(isinstance(answer, Exception) for answer in answers):
+                threading.Thread(target=self._not_loaded, args=(number, rank), daemon=True).start()
             if dispatched.has_failed or len(dispatched.answers) < self.world:
                 return
             del self._waiting[number]
@@ -142,6 +146,20 @@ class RemoteWorkers(WorkerGroup):
         """Report a failed collective, unless its cause, the exit of another process, is reported within `CAUSE_S`."""
         self._ended.wait(CAUSE_S)
         self.lost(failure)
+
+    def _not_loaded(self, number: int, rank: int) -> None:
+        """End loading with the failure of one rank, unless all ranks answer within `CAUSE_S`.
+
+        Other ranks may wait for the failed one in a collective.
+        """
+        self._ended.wait(CAUSE_S)
+        with self._lock:
+            dispatched = self._waiting.pop(number, None)
+        if dispatched is not None:
+            error = next(answer for answer in dispatched.answers[rank] if isinstance(answer, Exception))
+            if isinstance(error, RequestError | StorageError):
+                error = type(error)(f"rank {rank}: {error}")
+            dispatched.outcome.set_exception(error)
 
 
 class RemoteWorker:
@@ -163,13 +181,17 @@ class RemoteWorker:
         try:
             if world > 1:
                 backend = "nccl" if torch.cuda.is_available() and options.device in (None, "cuda") else "gloo"
-                dist.init_process_group(backend, rank=rank, world_size=world, **rendezvous)
+                dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, rank=rank, world_size=world, **rendezvous)
             self._worker = Worker(options, rank, world)
         except Exception as error:
             self._worker = self._told(error)
 
-    def execute(self, plan: list[Command]) -> list[Any]:
-        """Execute commands, and return answers that can be pickled."""
+    def execute(self, message: bytes) -> list[Any]:
+        """Execute pickled commands, and return answers that can be pickled."""
+        try:
+            plan: list[Command] = pickle.loads(message)
+        except Exception as error:  # such as a loss in a module that does not exist here
+            return [self._told(error)]
         if isinstance(self._worker, Exception):
             return [self._worker] * len(plan)
         return [self._told(answer) for answer in self._worker.execute(plan)]
