@@ -134,6 +134,20 @@ def test_critic_and_reference_may_say_what_the_policy_says_and_nothing_else(mode
     assert problem.startswith(f"{gpus}=2 is not policy_num_gpus_per_node=4: ") and "leave it out" in problem
 
 
+@pytest.mark.parametrize("model", ["critic", "ref"])
+@pytest.mark.parametrize(("count", "policy"), [("num_gpus_per_node", 4), ("num_nodes", 2)])
+def test_critic_and_reference_on_the_policys_workers_cannot_have_one_node_or_gpu_of_several(model, count, policy):
+    several = f"trainer.placement.policy_{count}={policy}"
+    assert beside_the_policy(several) == []
+    (problem,) = beside_the_policy(several, f"trainer.placement.{model}_{count}=1")
+    assert problem.startswith(f"trainer.placement.{model}_{count}=1 is not policy_{count}={policy}: ")
+
+
+@pytest.mark.parametrize("model", ["critic", "ref"])
+def test_critic_and_reference_may_have_the_one_worker_of_a_policy_on_the_cpu(model):
+    assert beside_the_policy(f"{GPUS}=0", f"trainer.placement.{model}_num_gpus_per_node=1") == []
+
+
 def test_a_server_takes_the_same_fields():
     given = {GPUS: 4, f"{FSDP}fsdp_size": 2, f"{FSDP}reshard_after_forward": False}
     given |= {"trainer.policy.model_config_kwargs": {"rope_theta": 5e5}, "trainer.policy.sequence_parallel_size": 2}

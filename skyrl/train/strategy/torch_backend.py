@@ -178,7 +178,7 @@ def _other_models(config: SkyRLTrainConfig) -> Iterator[str]:
             )
         for count in ("num_nodes", "num_gpus_per_node"):
             asked, there = (getattr(placement, f"{model}_{count}") for model in (name, "policy"))
-            if asked not in (1, there):
+            if placement.is_given(f"{name}_{count}") and asked != max(1, there):  # 0 GPUs: one worker on the CPU
                 yield (
                     f"trainer.placement.{name}_{count}={asked} is not policy_{count}={there}: the policy's workers "
                     f"compute all models; {COLOCATED}"
