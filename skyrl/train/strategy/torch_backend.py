@@ -83,15 +83,16 @@ class TorchStrategy(Strategy):
                     f"generator.inference_engine.{name}={getattr(engines, name)} and engines that were started "
                     "elsewhere: theirs is as they were started; leave it out"
                 )
-        yield from engine_problems(config)
-        workers = torch_options(config).get("workers", "in_process")
+        workers = torch_options(config)["workers"]
+        models = ("policy", *config.trainer.apart)
+        yield from engine_problems(config, [name for name in models if torch_options(config, name)["workers"] == "ray"])
         if config.trainer.policy.record_memory and workers != "in_process":
             yield (
                 f"trainer.policy.record_memory=True and workers that are {workers}: a snapshot is of the trainer's own "
                 "process, and theirs would have to be asked of each; leave it out, or train with one worker "
                 "(trainer.placement.policy_num_gpus_per_node of 0 or 1)"
             )
-        for model in ("policy", *config.trainer.apart):
+        for model in models:
             yield from sharing_problems(config, model)
             yield from _format_problems(config, model)
         yield from _other_models(config)

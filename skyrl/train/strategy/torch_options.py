@@ -5,7 +5,8 @@ from the fields that it is given (`server_options`). `FOLLOWING` says which thes
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from skyrl.errors import ConfigError
@@ -77,9 +78,14 @@ def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, 
     given = {name: value for name, value in trainer.fsdp2.items() if model == "policy" or name not in SHARED_WORK}
     if generator.inference_engine.external or launched(config):
         options["engines"] = _engines(config, given.pop("engines", {}))
-    if "ray_strategy" in given:  # it places workers instead
+    if _places_workers(given):
         options.pop("ray_workers_per_node", None)
     return options | given
+
+
+def _places_workers(given: Mapping[str, Any]) -> bool:
+    """Return True if given options place workers on nodes in their own way, or not on Ray."""
+    return "ray_strategy" in given or given.get("workers", "ray") != "ray"
 
 
 class ModelFields(NamedTuple):
@@ -240,19 +246,25 @@ def _arguments(engines: InferenceEngineConfig) -> dict[str, Any]:
     }
 
 
-def engine_problems(config: SkyRLTrainConfig) -> Iterator[str]:
-    """Yield messages about engine fields that have no effect or contradict other fields."""
+def engine_problems(config: SkyRLTrainConfig, on_ray: Iterable[str]) -> Iterator[str]:
+    """Yield messages about engine fields that have no effect or contradict other fields.
+
+    Args:
+        config: The configuration.
+        on_ray: Models (policy, critic or ref) whose workers are on Ray.
+    """
     engines, launch = config.generator.inference_engine, launched(config)
     if engines.external and launch:
         yield (
             f"trainer.fsdp2.engines.launch={launch} and engines that were started elsewhere (remote_urls, "
             "external_server_urls or external_proxy_url); leave one of them out"
         )
-    if launch and config.trainer.placement.policy_num_nodes > 1:
+    for cause, way_out in dict.fromkeys(_cause_of_ray(config.trainer, model) for model in on_ray) if launch else ():
         yield (
-            "trainer.fsdp2.engines.launch and trainer.placement.policy_num_nodes="
-            f"{config.trainer.placement.policy_num_nodes}: engines are started on this machine alone, and Ray does not "
-            "know of them; start them on the nodes, and give their addresses as external_server_urls"
+            f"trainer.fsdp2.engines.launch and workers on Ray ({cause}): engines are started on this machine alone, "
+            "and Ray may place workers on their GPUs or on other machines; start the engines yourself and give their "
+            f"addresses as generator.inference_engine.external_server_urls, or {way_out} to keep workers on this "
+            "machine"
         )
     if launch.get("python"):
         fields = _arguments(engines)
@@ -273,6 +285,16 @@ def engine_problems(config: SkyRLTrainConfig) -> Iterator[str]:
                 f"generator.inference_engine.{name}={value} without vLLM servers that are started here: {why}; leave "
                 "it out, or name a Python that has vLLM as trainer.fsdp2.engines={launch: {python: PYTHON}}"
             )
+
+
+def _cause_of_ray(trainer: TrainerConfig, model: str) -> tuple[str, str]:
+    """Return the setting that puts the workers of `model` on Ray, and the change that avoids Ray."""
+    if (nodes := own_of(trainer, model).nodes) > 1:
+        return f"trainer.placement.{model}_num_nodes={nodes}", f"set {model}_num_nodes=1"
+    processes = "set trainer.fsdp2.workers=processes"
+    if "workers" in trainer.fsdp2:
+        return "trainer.fsdp2.workers=ray", processes
+    return f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}", f"unset RAY_ADDRESS or {processes}"
 
 
 def sharing_problems(
@@ -386,15 +408,20 @@ def server_options(given: Mapping[str, Any], own: Mapping[str, Any] | None = Non
     """
     given = dict(_flattened(given))
     config = SkyRLTrainConfig.from_cli_overrides(given)
-    problems = [problem for path in given for problem in _problems(config, path)] + [*engine_problems(config)]
+    own = own or {}
+    names = {name for path in given for name in _following(path)} | set(config.trainer.fsdp2)
+    followed = torch_options(config)
+    on_ray = "workers" in names - set(own) and followed["workers"] == "ray"
+    problems = [problem for path in given for problem in _problems(config, path)]
+    problems += engine_problems(config, ["policy"] if on_ray else [])
     problems += sharing_problems(config, own=own)
     if problems:
         raise ConfigError("\n".join(problems))
-    followed = torch_options(config)
     if launched(config) and "trainer.policy.model.lora.lora_sync_path" not in given:
         engines = config.trainer.fsdp2["engines"]
         followed["engines"] = {**followed["engines"], "folder": engines.get("folder")}  # the default is for a run
-    names = {name for path in given for name in _following(path)} | set(config.trainer.fsdp2)
+    if _places_workers(own):
+        followed.pop("ray_workers_per_node", None)
     return {name: value for name, value in followed.items() if name in names}
 
 

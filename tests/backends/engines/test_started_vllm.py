@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 
 import pytest
 from pydantic import ValidationError
@@ -196,6 +197,49 @@ def test_engines_of_two_runs_have_nothing_to_do_with_each_other():
 )
 def test_fields_without_effect_are_refused(given, message):
     assert any(message.lower() in problem.lower() for problem in problems(*given)), problems(*given)
+
+
+GPUS = "trainer.placement.policy_num_gpus_per_node"
+REFUSED_ON_RAY = r"^trainer\.fsdp2\.engines\.launch and workers on Ray \({}\): .*external_server_urls.*{}"
+CLUSTER = REFUSED_ON_RAY.format("RAY_ADDRESS=head:6379", r"unset RAY_ADDRESS.*trainer\.fsdp2\.workers=processes")
+
+
+@pytest.mark.parametrize(
+    ("given", "cause"),
+    [
+        (["trainer.fsdp2.workers=ray"], r"trainer\.fsdp2\.workers=ray"),
+        (["trainer.placement.policy_num_nodes=2", f"{REF}nodes=2"], r"trainer\.placement\.policy_num_nodes=2"),
+        (
+            ["trainer.placement.colocate_policy_ref=false", f"{REF}nodes=2", "trainer.algorithm.use_kl_loss=true"],
+            r"trainer\.placement\.ref_num_nodes=2",
+        ),
+    ],
+)
+def test_engines_are_not_started_beside_workers_on_ray(monkeypatch, given, cause):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (problem,) = problems(LAUNCH, *given)
+    assert re.match(REFUSED_ON_RAY.format(cause, "to "), problem), problem
+
+
+def test_engines_are_not_started_beside_workers_on_a_cluster_that_the_environment_names(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    (problem,) = problems(LAUNCH, f"{GPUS}=1")
+    assert re.match(CLUSTER, problem), problem
+
+
+def test_workers_are_processes_beside_a_cluster_if_that_is_given(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    found = options(f"{GPUS}=2", f"{REF}gpus_per_node=2", "trainer.fsdp2.workers=processes")
+    assert (found.workers, found.num_workers) == ("processes", 2)
+
+
+def test_a_server_starts_engines_only_beside_workers_of_its_machine(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    given = {f"{ENGINES}num_engines": 2, "engines": {"launch": {"python": "/opt/python"}}}
+    assert SkyRLTrainBackendOverrides.model_validate(given).workers == "in_process"
+    assert SkyRLTrainBackendOverrides.model_validate({**given, GPUS: 2, "workers": "processes"}).num_workers == 2
+    with pytest.raises(ValueError, match=CLUSTER.removeprefix("^")):
+        SkyRLTrainBackendOverrides.model_validate({**given, GPUS: 2})
 
 
 def test_a_server_takes_the_same_fields():
