@@ -68,6 +68,32 @@ def test_each_has_as_many_workers_as_its_gpus_after_those_before_it():
     assert problems(*given) == []
 
 
+RANK = {"policy": "trainer.policy.model.lora.rank", "critic": "trainer.critic.model.lora.rank"}
+
+
+@pytest.mark.parametrize(("whole", "adapter"), [("critic", "policy"), ("policy", "critic")])
+def test_workers_share_weights_in_float32_if_a_model_of_theirs_is_trained_as_a_whole(whole, adapter):
+    given = [*APART, f"{PLACES}critic_num_gpus_per_node=2", f"{RANK[whole]}=0", f"{RANK[adapter]}=8"]
+    found = {name: options(name, *given) for name in (whole, adapter)}
+    assert (found[whole].fsdp_size, found[whole].float32_parts) == (-1, True)
+    assert (found[adapter].fsdp_size, found[adapter].float32_parts) == (0, False)
+
+
+@pytest.mark.parametrize(("whole", "adapter"), [("critic", "policy"), ("policy", "critic")])
+def test_the_format_of_summed_gradients_is_one_of_workers_that_train_a_whole_model(whole, adapter):
+    given = [*APART, f"{PLACES}critic_num_gpus_per_node=2", f"{RANK[whole]}=0", f"{RANK[adapter]}=8"]
+    field = "trainer.{}.fsdp_config.mixed_precision.reduce_dtype=bf16"
+    assert problems(*given, field.format(whole)) == []
+    (problem,) = problems(*given, field.format(adapter))
+    assert problem.startswith(f"{field.format(adapter)} and an adapter ({RANK[adapter]}=8): ")
+
+
+def test_a_critic_keeps_the_number_of_shards_that_its_section_gives():
+    given = [*APART, f"{PLACES}critic_num_gpus_per_node=2", f"{RANK['policy']}=8", f"{RANK['critic']}=0"]
+    critic = options("critic", *given, "trainer.critic.fsdp_config.fsdp_size=1")
+    assert (critic.fsdp_size, critic.float32_parts) == (1, False)
+
+
 def test_a_model_that_is_apart_shares_sequences_among_its_own_workers():
     given = [*APART, f"{PLACES}critic_num_gpus_per_node=2", "trainer.critic.sequence_parallel_size=2"]
     assert options("critic", *given).sequence_parallel_size == 2

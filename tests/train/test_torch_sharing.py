@@ -4,9 +4,10 @@ import pytest
 
 from skyrl.backends.skyrl_train_backend import SkyRLTrainBackendOverrides
 from skyrl.backends.torch import TorchBackendConfig
-from skyrl.train.config import ConfigError
+from skyrl.train.config import ConfigError, DPOConfig, SFTConfig
+from skyrl.train.strategy.torch_backend import TorchStrategy
 from skyrl.train.strategy.torch_options import server_options
-from tests.train.test_torch_options import FSDP, GPUS, options, problems
+from tests.train.test_torch_options import FSDP, GPUS, LORA, options, problems
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
 
@@ -75,3 +76,45 @@ CRITIC = "trainer.critic.model.path=Qwen/Qwen2.5-1.5B-Instruct"
 )
 def test_workers_have_room_for_the_fully_trained_models_of_a_run(given, count):
     assert options(*given).full_models == count
+
+
+def sharded(config: TorchBackendConfig) -> tuple[int, bool]:
+    return config.fsdp_size, config.float32_parts
+
+
+IN_FLOAT32, BY_MEMORY = (-1, True), (0, False)
+
+
+@pytest.mark.parametrize("method", [SFTConfig, DPOConfig])
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([], IN_FLOAT32),
+        (["model.lora.rank=8"], BY_MEMORY),
+        (["fsdp2.fsdp_size=1"], (1, False)),
+        (["fsdp2.fsdp_size=0"], (0, True)),
+        (["fsdp2.float32_parts=false"], (-1, False)),
+    ],
+)
+def test_supervised_training_of_all_weights_shares_them_in_float32_unless_it_is_told_otherwise(method, given, wanted):
+    workers = "fsdp2={workers: processes, num_workers: 2}"
+    config = method.from_cli_overrides(["strategy=fsdp2", "train_datasets=[a]", workers, *given]).resolve()
+    assert sharded(TorchBackendConfig(**TorchStrategy().sft_options(config))) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["fsdp2.fsdp_size=1"], (1, False)),
+        (["fsdp2.fsdp_size=0"], (0, True)),
+        (["fsdp2.float32_parts=false"], (-1, False)),
+    ],
+)
+def test_a_run_keeps_options_about_shards_that_are_given_in_the_section_of_the_backend(given, wanted):
+    assert sharded(options(*(f"trainer.{one}" for one in given))) == wanted
+
+
+def test_a_critic_that_is_trained_as_a_whole_on_the_policys_workers_is_sharded():
+    assert sharded(options(f"{LORA}rank=8", CRITIC)) == IN_FLOAT32
+    assert sharded(options(f"{LORA}rank=8", CRITIC, "trainer.critic.model.lora.rank=8")) == BY_MEMORY
+    assert problems(f"{FSDP}mixed_precision.reduce_dtype=bf16", f"{LORA}rank=8", CRITIC) == []

@@ -24,8 +24,10 @@ from skyrl.train.strategy.torch_options import (
     options_apart,
     param_dtype,
     reduce_dtype,
+    sharding_of_all_weights,
     sharing_problems,
     torch_options,
+    trains_all_weights,
     urls_of,
 )
 
@@ -69,7 +71,7 @@ class TorchStrategy(Strategy):
         if config.model.lora.rank:
             options["max_lora_rank"] = config.model.lora.rank
         else:
-            options["full_models"] = 1
+            options |= {"full_models": 1, **sharding_of_all_weights(config.fsdp2.get(SHARDING, -1))}
         if not config.optimizer_config.offload_after_step:
             options["offload_after_step"] = False
         return options | config.fsdp2
@@ -120,8 +122,8 @@ class TorchStrategy(Strategy):
         if not trainer.is_given(MICRO_TRAIN):
             said.append(f"trainer.{MICRO_TRAIN}: as many sequences as fill a tile")
         if not trainer.policy.fsdp_config.is_given(SHARDING) and trainer.gpus("policy") > 1:
-            rank = trainer.policy.model.lora.rank
-            whose = "all workers share the base weights" + (", unless memory has room for a copy each" if rank else "")
+            unless = "" if trains_all_weights(trainer, "policy") else ", unless memory has room for a copy each"
+            whose = f"all workers share the base weights{unless}"
             said.append(f"trainer.policy.fsdp_config.{SHARDING}: {whose}")
         if urls := urls_of(config.generator.inference_engine):
             said.append(f"num_engines: samples are drawn by those at {', '.join(urls)}, which are not started here")
@@ -143,11 +145,13 @@ def _format_problems(config: SkyRLTrainConfig, model: str) -> Iterator[str]:
     """Yield messages about formats of weights or gradients that are not supported or contradict other fields."""
     section = f"trainer.{model}.fsdp_config.mixed_precision"
     if (summed := reduce_dtype(config, model)) is not None:
-        field, whole = f"{section}.reduce_dtype={summed}", not config.trainer.policy.model.lora.rank
+        field = f"{section}.reduce_dtype={summed}"
         if summed not in PARAM_DTYPES:
             yield f"{field}: gradients are added up in {' or '.join(PARAM_DTYPES)}; set it to one of them"
-        elif summed != "fp32" and not whole:
-            yield f"{field} and an adapter (trainer.policy.model.lora.rank): its gradients are fp32; leave it out"
+        elif summed != "fp32" and not trains_all_weights(config.trainer, model):
+            owner = "critic" if model == "critic" else "policy"
+            rank = f"trainer.{owner}.model.lora.rank={getattr(config.trainer, owner).model.lora.rank}"
+            yield f"{field} and an adapter ({rank}): its gradients are fp32; leave it out"
     if (asked := param_dtype(config, model)) is None:
         return
     field = f"{section}.param_dtype={asked}"

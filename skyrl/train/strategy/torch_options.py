@@ -48,15 +48,16 @@ def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, 
     }
     if overrides := config_overrides(config):
         options["config_overrides"] = overrides
+    given = {name: value for name, value in trainer.fsdp2.items() if model == "policy" or name not in SHARED_WORK}
     fsdp = own.fsdp
-    if fsdp.is_given(SHARDING) or not trainer.policy.model.lora.rank:
-        options["fsdp_size"] = fsdp.fsdp_size
+    if trains_all_weights(trainer, model):
+        options |= sharding_of_all_weights(given.get(SHARDING, fsdp.fsdp_size))
+    elif fsdp.is_given(SHARDING):
+        options[SHARDING] = fsdp.fsdp_size
     if fsdp.is_given(RESHARDING):
         options["reshard_after_forward"] = fsdp.reshard_after_forward
     if fsdp.cpu_offload:
         options["cpu_offload"] = True
-    if not trainer.policy.model.lora.rank and fsdp.fsdp_size != 1:
-        options["float32_parts"] = True
     if count := _full_models(trainer, model):
         options["full_models"] = count
     if not offloads(trainer, model):
@@ -75,7 +76,6 @@ def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, 
         options[UTILIZATION] = generator.inference_engine.gpu_memory_utilization
     if generator.inference_engine.is_given("max_num_seqs"):
         options["sample_max_num_sequences"] = generator.inference_engine.max_num_seqs
-    given = {name: value for name, value in trainer.fsdp2.items() if model == "policy" or name not in SHARED_WORK}
     if generator.inference_engine.external or launched(config):
         options["engines"] = _engines(config, given.pop("engines", {}))
     if _places_workers(given):
@@ -124,15 +124,36 @@ def options_apart(config: SkyRLTrainConfig, model: str) -> dict[str, Any]:
     return options | {"first_gpu": sum(trainer.gpus(name) for name in before)}
 
 
+def sharding_of_all_weights(fsdp_size: int) -> dict[str, Any]:
+    """Return the sharding options of workers that train all weights of a model.
+
+    Sharded weights are in float32, so that reduced gradients are not rounded.
+    """
+    return {SHARDING: fsdp_size} | ({} if fsdp_size == 1 else {"float32_parts": True})
+
+
+def trains_all_weights(trainer: TrainerConfig, model: str) -> bool:
+    """Return True if the workers of `model` train all weights of at least one model.
+
+    A reference is not trained. Its workers share weights as those of the policy, which it copies.
+    """
+    names = trained_by(trainer, "policy" if model == "ref" else model)
+    return any(not getattr(trainer, name).model.lora.rank for name in names if name in trainer.models)
+
+
+def trained_by(trainer: TrainerConfig, model: str) -> list[str]:
+    """Return the names of the models (policy, critic) that the workers of `model` train, if the run has them."""
+    if model == "ref":
+        return []
+    return ["critic"] if model == "critic" else [name for name in ("policy", "critic") if name not in trainer.apart]
+
+
 def offloads(trainer: TrainerConfig, model: str) -> bool:
     """Return True if the workers of `model` offload after a step.
 
     They do if `offload_after_step` is set for each trained model on these workers.
     """
-    if model == "ref":
-        return True
-    names = ["critic"] if model == "critic" else [name for name in ("policy", "critic") if name not in trainer.apart]
-    return all(getattr(trainer, name).optimizer_config.offload_after_step for name in names)
+    return all(getattr(trainer, name).optimizer_config.offload_after_step for name in trained_by(trainer, model))
 
 
 def _full_models(trainer: TrainerConfig, model: str) -> int:
