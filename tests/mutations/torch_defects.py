@@ -102,7 +102,7 @@ TORCH_DEFECTS = [
         [
             Edit(
                 TORCH + "workers/group.py",
-                "while not wait([outcome], self.timeout_s).done:",
+                "while not wait([outcome], limit_s).done:",
                 "while not wait([outcome]).done:",
             )
         ],
