@@ -66,6 +66,15 @@ def test_tied_weights_are_filled_as_one(tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("name", ["model.rotary_emb.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq"])
+def test_saved_rotary_frequencies_are_left_out_as_in_transformers(tmp_path, name):
+    file = make_model(tmp_path, "llama") / "model.safetensors"
+    save_file(load_file(file) | {name: torch.ones(4, dtype=torch.bfloat16)}, file, {"format": "pt"})
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_buffer("model.rotary_emb.inv_freq")
+    for model in (load(tmp_path, CPU, LoadOptions()), load_onto(CPU, tmp_path, CPU, LoadOptions())):
+        assert torch.equal(model.get_buffer("model.rotary_emb.inv_freq"), expected)
+
+
 def test_files_of_another_shape_are_refused(tmp_path):
     config = json.loads((make_model(tmp_path, "llama") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -61,6 +62,15 @@ def test_a_tied_model_may_store_its_projection_twice(folder, tmp_path, load):
     expected = load("tied")
     found = load_model(tmp_path / "model", unroll_layers=expected.config.unroll_layers)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
+
+
+def test_saved_rotary_frequencies_are_left_out_as_in_transformers(copy):
+    expected = transformers.AutoModelForCausalLM.from_pretrained(copy).state_dict()["model.norm.weight"]
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)]
+    edit_tensors(copy, lambda tensors: tensors.update(dict.fromkeys(names, np.ones(8, np.float32))))
+    _, report = transformers.AutoModelForCausalLM.from_pretrained(copy, output_loading_info=True)
+    assert not report["unexpected_keys"]
+    np.testing.assert_array_equal(load_model(copy).norm.scale[...], expected)
 
 
 def test_an_unknown_architecture_names_the_known_ones(copy):

@@ -32,6 +32,8 @@ __all__ = ["adapter_from_peft", "adapter_to_peft", "load_model"]
 
 READABLE = {"F64", "F32", "F16", "BF16"}
 """Safetensors dtypes of plain numbers (others are quantised, with separate scales)."""
+COMPUTED = "rotary_emb.inv_freq"
+"""Ending of names of tensors that older files have and that config.json determines. transformers ignores them too."""
 ALIGNMENT = 64
 """Alignment in bytes that lets JAX use a NumPy array on a CPU without a copy."""
 
@@ -111,7 +113,8 @@ def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = ())
         loaded = state_of(state, table, tensors.take, place=jax.device_put)
         # Checkpoints of tied models may contain the projection, a copy of the embedding.
         copies = {param.name for param in table.values() if not param.stored}
-        unused = {name for name in tensors.names if not name.startswith(model.design.unread)}
+        read = (name for name in tensors.names if not name.endswith(COMPUTED))
+        unused = {name for name in read if not name.startswith(model.design.unread)}
         unused -= tensors.taken | copies | set(beside)
     if unused:
         raise StorageError(

@@ -191,7 +191,8 @@ class WeightFiles:
                 self._owners.setdefault(id(parameter), []).append((module, name))
         self._parameters = list(model.parameters())
         """References that keep the ids valid."""
-        self._buffers = dict(model.named_buffers())
+        persistent = model.state_dict().keys()  # transformers computes all other buffers, and ignores stored ones
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
     @property
     def fit(self) -> bool:
