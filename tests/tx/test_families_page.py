@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
+from skyrl.errors import RequestError
 from skyrl.tx.design.family import Size, made_config
 from skyrl.tx.design.parameters import parameters
 from skyrl.tx.families import FAMILIES, check_known, design_of
@@ -69,6 +71,21 @@ def test_the_torch_backend_is_recommended_where_transformers_makes_that_model(mo
     with pytest.raises(ValueError) as refusal:
         check_known({"architectures": [architecture], "model_type": model_type}, "base_model=x")
     assert ("--backend skyrl_train" in str(refusal.value)) == (type(made).__name__ == architecture)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe", "llava", "t5gemma"])
+def test_the_torch_backend_is_recommended_for_multimodal_models_whose_text_part_it_loads(model_type, tmp_path):
+    config = transformers.AutoConfig.for_model(model_type)
+    config.save_pretrained(tmp_path)
+    try:
+        skeleton(tmp_path, torch.device("cpu"), LoadOptions())
+        loads = True
+    except RequestError:
+        loads = False
+    written = config.to_dict() | {"architectures": ["SomeForConditionalGeneration"]}
+    with pytest.raises(ValueError) as refusal:
+        check_known(written, "base_model=x")
+    assert ("--backend skyrl_train" in str(refusal.value)) == loads
 
 
 @pytest.mark.parametrize("changes", [{"scoring_func": "softmax"}, {"topk_method": "greedy"}, {"moe_layer_freq": 2}])

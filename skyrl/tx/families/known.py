@@ -50,9 +50,13 @@ def check_known(config: Mapping[str, Any], where: str) -> None:
 
 
 def _torch_loads(config: Mapping[str, Any]) -> bool:
-    """Return True if transformers' AutoModelForCausalLM supports the architecture. Imports transformers and torch."""
+    """Return True if transformers' AutoModelForCausalLM supports the architecture, or the text part of a multimodal
+    one. Imports transformers and torch."""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
     except ImportError:
         return False
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and text.get("model_type") in NAMES:
+        return True
     return NAMES.get(config.get("model_type", "")) in (config.get("architectures") or [])
