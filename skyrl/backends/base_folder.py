@@ -10,6 +10,11 @@ from typing import Any
 from skyrl.errors import RequestError
 from skyrl.utils.spelling import did_you_mean
 
+DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt")
+"""Patterns of a hub model's files that are downloaded."""
+LEFT_OUT = ("consolidated*", "*/*.json", "*/*.safetensors", "*/*.txt")
+"""Patterns of files that are not downloaded: second copies of the weights (Mistral's own format, and folders such as
+onnx/), and their configurations."""
 ROPE = ("rope_theta", "rope_scaling")
 """Names of the fields for rotary embeddings in the config.json of older models."""
 
@@ -22,10 +27,11 @@ def model_folder(base_model: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    files = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
-    return _found(
-        base_model, lambda offline: snapshot_download(base_model, allow_patterns=files, local_files_only=offline)
-    )
+    def download(offline: bool) -> str:
+        patterns = {"allow_patterns": list(DOWNLOADED), "ignore_patterns": list(LEFT_OUT)}
+        return snapshot_download(base_model, **patterns, local_files_only=offline)
+
+    return _found(base_model, download)
 
 
 def is_on_this_machine(base_model: str) -> bool:

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
+
+from skyrl.backends.base_folder import DOWNLOADED, LEFT_OUT
 
 CODE = """
 import sys
@@ -51,3 +54,27 @@ def test_a_model_that_cannot_be_fetched_is_one_line(tmp_path):
 def test_a_model_in_the_cache_needs_no_network(cached):
     ran = fetched(cached, "somebody/small")
     assert (ran.stdout, ran.stderr) == ("{'architectures': ['Small']}\n", "")
+
+
+def test_weights_are_downloaded_once():
+    needed = [
+        "additional_chat_templates/tools.jinja",
+        "chat_template.jinja",
+        "config.json",
+        "merges.txt",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    others = [
+        "consolidated.safetensors",
+        "consolidated-00001-of-00002.safetensors",
+        "consolidated.safetensors.index.json",
+        "onnx/config.json",
+        "onnx/model.safetensors",
+        "original/consolidated.00.pth",
+        "original/tokenizer/vocab.txt",
+        "pytorch_model.bin",
+    ]
+    found = filter_repo_objects([*needed, *others], allow_patterns=list(DOWNLOADED), ignore_patterns=list(LEFT_OUT))
+    assert list(found) == needed
