@@ -329,6 +329,17 @@ def test_a_cache_of_deepseek_holds_the_latent_and_the_rotated_key():
     assert sum(array.size for array in token) == 9 * (24 + 8)
 
 
+def test_types_of_layers_have_no_effect_on_qwen3_with_experts(tmp_path):
+    """transformers does not read them: all layers have the window."""
+    case = Case("Qwen3MoeForCausalLM", tmp_path / "model", num_hidden_layers=2)
+    types = {"layer_types": ["sliding_attention", "full_attention"]}
+    config = json.loads((case.folder / "config.json").read_text()) | types
+    (case.folder / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        expected = case.theirs()(case.tokens).logits.numpy()
+    np.testing.assert_allclose(case.logits(case.ours()), expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("unrolled", [False, True])
 def test_dense_layers_may_stand_before_and_between_those_with_experts(tmp_path, unrolled):
     case = Case("Qwen3MoeForCausalLM", tmp_path / "model", mlp_only_layers=[0, 1, 4])

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from skyrl.tx.design.config import activation_of, experts_of, kinds_of
+from skyrl.tx.design.config import activation_of, experts_of
 from skyrl.tx.design.dense import attention_of, dense_design
-from skyrl.tx.design.design import Design, Experts, Gated
+from skyrl.tx.design.design import Design, Experts, Gated, LayerKind
 from skyrl.tx.design.family import FAMILIES, Family, Size
 
 
@@ -12,7 +12,7 @@ def design(config: Any) -> Design:
     """Return the design of a configuration.
 
     Every `decoder_sparse_step`-th layer has experts, unless it is in `mlp_only_layers`. All other layers are dense.
-    Either all layers have a window or none has.
+    Either all layers have a window or none has: transformers ignores `layer_types` in this family.
     """
     bias, activation, count = config.attention_bias, activation_of(config), experts_of(config) or 0
     experts = Experts(
@@ -23,7 +23,7 @@ def design(config: Any) -> Design:
     return dense_design(
         config,
         attention_of(config, bias=bias, output_bias=bias, head_norms=True),
-        kinds=kinds_of(config, windowed=config.use_sliding_window),
+        kinds=[LayerKind(config.sliding_window if config.use_sliding_window else None)] * config.num_hidden_layers,
         feed_forwards=[experts if here else Gated(config.intermediate_size, activation) for here in sparse],
     )
 
