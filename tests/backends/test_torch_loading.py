@@ -5,6 +5,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ from skyrl.errors import RequestError
 from skyrl.types import LoraConfig
 
 CPU = torch.device("cpu")
+
+
+def onto(folder: Path, device: torch.device, options: LoadOptions):
+    return load_onto(CPU, folder, device, options)
 
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
@@ -66,6 +71,20 @@ def test_tied_weights_are_filled_as_one(tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("how", [load, onto, load_by_layers])
+@pytest.mark.parametrize("difference", [0.0, 1.0])
+def test_tied_weights_that_are_stored_with_other_values_are_refused(tmp_path, how, difference):
+    file = make_model(tmp_path, "llama") / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + difference
+    save_file(tensors, file, {"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (theirs.lm_head.weight is theirs.model.embed_tokens.weight) == (difference == 0)
+    refusal = pytest.raises(RequestError, match=r"lm_head\.weight and model\.embed_tokens\.weight have different")
+    with refusal if difference else nullcontext():
+        how(tmp_path, CPU, LoadOptions())
+
+
 @pytest.mark.parametrize("name", ["model.rotary_emb.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq"])
 def test_saved_rotary_frequencies_are_left_out_as_in_transformers(tmp_path, name):
     file = make_model(tmp_path, "llama") / "model.safetensors"
@@ -81,10 +100,6 @@ def test_files_of_another_shape_are_refused(tmp_path):
     model, fill = load_by_layers(tmp_path, CPU, LoadOptions())
     with pytest.raises(RequestError, match=r"gate_proj.weight has shape \(64, 32\) in its files and \(48, 32\)"):
         fill(model)
-
-
-def onto(folder: Path, device: torch.device, options: LoadOptions):
-    return load_onto(CPU, folder, device, options)
 
 
 @pytest.mark.parametrize("how", [load, onto, load_by_layers])

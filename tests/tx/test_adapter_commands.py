@@ -96,6 +96,25 @@ def test_a_tied_projection_gets_weights_of_its_own(folder, tmp_path):
     np.testing.assert_allclose(logits(ours), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("difference", "modules", "refused"), [(1, "lm_head", True), (0, "lm_head", False), (1, "o_proj", False)]
+)
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word_embeddings=True`")
+def test_a_projection_that_is_tied_and_stored_with_other_values_is_not_merged(
+    difference, modules, refused, folder, tmp_path, capsys
+):
+    saved(folder("tied"), tmp_path / "adapter", target_modules=[modules])
+    base = shutil.copytree(folder("tied"), tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + difference
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    command = ["merge", tmp_path / "adapter", "--base", base, "--output", tmp_path / "out"]
+    if refused:
+        assert "lm_head.weight and model.embed_tokens.weight have different values" in error(capsys, *command)
+    else:
+        merged(tmp_path / "adapter", base, tmp_path / "out")
+
+
 @pytest.mark.filterwarnings(
     "ignore:Setting `save_embedding_layers`", "ignore:Model (has|with) `tie_word_embeddings=True`"
 )

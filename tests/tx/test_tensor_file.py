@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load, load_file, save
+from safetensors import safe_open
+from safetensors.numpy import load, load_file, save, save_file
 
 from skyrl.backends.common.models.checkpoint_folder import TRAINING_STATE, TRAINING_TENSORS
 from skyrl.backends.common.models.kind import Kind
@@ -28,7 +29,7 @@ from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import LoraConfig
 from skyrl.utils.files.atomic_folders import write_folder
 from skyrl.utils.files.hf_files import WEIGHTS
-from skyrl.utils.files.tensor_file import TYPES, TensorReader, tensor_file
+from skyrl.utils.files.tensor_file import BLOCK, TYPES, TensorReader, equal_tensors, tensor_file
 from tests.traced import least
 
 SIZE = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 512, "vocab": 320, "layers": 12}
@@ -62,6 +63,24 @@ def test_tensors_are_read_one_by_one_as_safetensors_reads_them(shape, tmp_path):
             found = reader.read(name)
             assert (found.dtype, found.shape) == (tensors[name].dtype, shape)
             np.testing.assert_array_equal(found, tensors[name])
+
+
+@pytest.mark.parametrize("rows", [slice(0, 2), slice(2, 9), slice(3, 3)], ids=str)
+def test_rows_are_read_as_safetensors_reads_them(rows, tmp_path):
+    save_file({"a": some("float32", 3), "b": some("bfloat16", 5, 3, 2)}, tmp_path / "file")
+    with TensorReader(tmp_path / "file") as reader, safe_open(tmp_path / "file", "numpy") as theirs:
+        np.testing.assert_array_equal(reader.read("b", rows), theirs.get_slice("b")[rows.start : min(5, rows.stop)])
+
+
+@pytest.mark.parametrize(("row", "changed", "equal"), [(0, 0.001, True), (0, 1.0, False), (-1, 1.0, False)])
+def test_stored_tensors_are_compared_in_one_dtype(row, changed, equal, tmp_path):
+    first = np.ones((3, BLOCK // 2), ml_dtypes.bfloat16)
+    second = first.astype(np.float32)
+    second[row, -1] += changed
+    save_file({"first": first, "second": second}, tmp_path / "file")
+    with TensorReader(tmp_path / "file") as reader:
+        assert equal_tensors((reader, "first"), (reader, "second")) == equal
+        assert not equal_tensors((reader, "first"), (reader, "second"), np.dtype(np.float32))
 
 
 @pytest.mark.parametrize("left", [7, 60, -1], ids=["length", "header", "data"])

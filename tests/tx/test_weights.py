@@ -64,6 +64,22 @@ def test_a_tied_model_may_store_its_projection_twice(folder, tmp_path, load):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
 
 
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_a_tied_model_that_stores_another_projection_is_refused_where_transformers_unties_it(folder, tmp_path, stored):
+    shutil.copytree(folder("tied"), tmp_path / "model")
+
+    def add_projection(tensors):
+        projection = tensors["model.embed_tokens.weight"].copy()
+        projection[-1, -1] += 1
+        tensors["lm_head.weight"] = projection.astype(stored)
+
+    edit_tensors(tmp_path / "model", add_projection)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert theirs.lm_head.weight is not theirs.model.embed_tokens.weight
+    with pytest.raises(StorageError, match=r"lm_head\.weight and .*embed_tokens\.weight have .*=false in config\.json"):
+        load_model(tmp_path / "model")
+
+
 def test_saved_rotary_frequencies_are_left_out_as_in_transformers(copy):
     expected = transformers.AutoModelForCausalLM.from_pretrained(copy).state_dict()["model.norm.weight"]
     names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)]

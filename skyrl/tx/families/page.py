@@ -21,9 +21,10 @@ TAIL = """
 ## Supported features
 
 **Rotary embeddings**: {rotations},
-separately for each layer type if the family has several. **Embeddings** may be tied. **Weights** may be float32,
-bfloat16 or float16; quantised weights are rejected. **Multimodal models**: the text part is loaded, trained, sampled
-and exported as a text model; images are rejected.
+separately for each layer type if the family has several. **Embeddings** may be tied. If the files of a tied model also
+have `lm_head.weight`, it must equal the embedding; otherwise set `tie_word_embeddings` to false in `config.json`.
+**Weights** may be float32, bfloat16 or float16; quantised weights are rejected. **Multimodal models**: the text part
+is loaded, trained, sampled and exported as a text model; images are rejected.
 
 **LongRoPE** has one set of factors per server or run, as in vLLM: `long_factor` for sequences of all lengths if
 `max_context_length` is above `original_max_position_embeddings`, and `short_factor` otherwise. transformers chooses by

@@ -25,8 +25,8 @@ from skyrl.tx.design.parameters import Param, parameters
 from skyrl.tx.families import check_known, text_config
 from skyrl.tx.io.peft import adapter_from_peft, adapter_to_peft
 from skyrl.tx.models.decoder import Decoder
-from skyrl.utils.files.hf_files import text_names
-from skyrl.utils.files.tensor_file import TensorReader
+from skyrl.utils.files.hf_files import text_names, untied_copy
+from skyrl.utils.files.tensor_file import TensorReader, equal_tensors
 
 __all__ = ["adapter_from_peft", "adapter_to_peft", "load_model"]
 
@@ -110,9 +110,12 @@ def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = ())
     graph, state = nnx.split(model)
     with ExitStack() as stack:
         tensors = _Tensors(path, stack)
-        loaded = state_of(state, table, tensors.take, place=jax.device_put)
         # Checkpoints of tied models may contain the projection, a copy of the embedding.
         copies = {param.name for param in table.values() if not param.stored}
+        embedding = ("embed_tokens",)
+        for name in copies & tensors.names:
+            tensors.check_copy(table[embedding].name, name, dict(nnx.to_flat_state(state))[embedding].dtype)
+        loaded = state_of(state, table, tensors.take, place=jax.device_put)
         read = (name for name in tensors.names if not name.endswith(COMPUTED))
         unused = {name for name in read if not name.startswith(model.design.unread)}
         unused -= tensors.taken | copies | set(beside)
@@ -244,6 +247,16 @@ class _Tensors:
         """Read a tensor as it is stored."""
         with self._reading(self.places[self.stored[name]]):
             return self._file_of(name).read(self.stored[name])
+
+    def check_copy(self, name: str, copy: str, dtype: Any) -> None:
+        """Raise StorageError unless both tensors have the same values in `dtype`. Skips files without `name`."""
+        if name not in self.stored:
+            return
+        with self._reading(self.places[self.stored[copy]]):
+            both = [(self._file_of(each), self.stored[each]) for each in (name, copy)]
+            equal = equal_tensors(*both, np.dtype(dtype))
+        if not equal:
+            raise StorageError(untied_copy(str(self.path), self.stored[name], self.stored[copy]))
 
     def _file_of(self, name: str) -> TensorReader:
         return self._open(self.places[self.stored[name]])

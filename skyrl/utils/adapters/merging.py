@@ -20,8 +20,8 @@ from skyrl.utils.adapters.naming import Pair, not_finite
 from skyrl.utils.adapters.plain import PlainAdapter, plain_adapter
 from skyrl.utils.adapters.stored import StoredAdapter
 from skyrl.utils.files.atomic_folders import Content, write_folder
-from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, text_name
-from skyrl.utils.files.tensor_file import TYPES, Tensor, tensor_file
+from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, text_name, untied_copy
+from skyrl.utils.files.tensor_file import TYPES, Tensor, TensorReader, equal_tensors, tensor_file
 
 INDEX = f"{WEIGHTS}.index.json"
 EMBEDDING, PROJECTION = "embed_tokens.weight", "lm_head.weight"
@@ -107,6 +107,7 @@ def _changed(
         files.setdefault(file, {})[name] = weights.tensor(name)
     is_tied = PROJECTION in products and (PROJECTION not in weights.places or bool(config.get("tie_word_embeddings")))
     if is_tied:
+        weights.check_copy()
         file = weights.places.get(PROJECTION, weights.places[weights.embedding])
         files[file][PROJECTION] = weights.tensor(weights.embedding)
     for tensors in files.values():
@@ -157,6 +158,17 @@ class _Weights:
     @property
     def embedding(self) -> str:
         return next((name for name in self.places if name.endswith(EMBEDDING)), EMBEDDING)
+
+    def check_copy(self) -> None:
+        """Raise RequestError if the projection of a tied model is stored, and differs from the embedding."""
+        names = self.embedding, PROJECTION
+        if not set(names) <= self.places.keys():
+            return
+        with ExitStack() as stack:
+            files = [stack.enter_context(TensorReader(self.path / self.places[name])) for name in names]
+            equal = equal_tensors((files[0], names[0]), (files[1], names[1]))
+        if not equal:
+            raise RequestError(untied_copy(str(self.path), *names))
 
     def kind(self, name: str) -> tuple[tuple[int, ...], str]:
         """Return (shape, dtype code of safetensors)."""

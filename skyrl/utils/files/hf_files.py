@@ -58,6 +58,14 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
     return text | {name: name for name in names if name.startswith("lm_head.")}
 
 
+def untied_copy(where: str, source: str, copy: str) -> str:
+    """Return the error message for tied weights that are stored twice, with different values."""
+    return (
+        f"{where}: tie_word_embeddings is true in config.json, but {copy} and {source} have different values in the "
+        "files; set tie_word_embeddings=false in config.json"
+    )
+
+
 def text_config(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Return a config.json for the text part of a multimodal model. `architecture` is the text part's own."""
     tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}  # precedes the text part's

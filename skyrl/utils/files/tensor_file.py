@@ -33,6 +33,8 @@ TYPES = {
 """Names of types in a file, in the order in which their tensors are stored."""
 NAMES = {code: name for name, code in TYPES.items()}
 ALIGNMENT = 8
+BLOCK = 1 << 18
+"""Numbers that are compared at a time."""
 LENGTH = struct.Struct("<Q")
 """Format of the header's length, at the start of a file (https://huggingface.co/docs/safetensors/index#format)."""
 
@@ -97,15 +99,37 @@ class TensorReader:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def read(self, name: str) -> np.ndarray:
-        """Return the tensor as stored."""
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """Return the tensor as stored, or only these rows (indices of its first axis)."""
         entry = self.entries[name]
         begin, end = entry["data_offsets"]
+        shape = entry["shape"]
+        if rows is not None:
+            (first, last, _), row = rows.indices(shape[0]), (end - begin) // max(1, shape[0])
+            begin, end, shape = begin + first * row, begin + last * row, [last - first, *shape[1:]]
         data = np.empty(end - begin, np.uint8)
         self._file.seek(self._begin + begin)
         if self._file.readinto(data.data) != data.nbytes:
             raise ValueError(f"it ends within {name}")
-        return data.view(np.dtype(NAMES[entry["dtype"]])).reshape(entry["shape"])
+        return data.view(np.dtype(NAMES[entry["dtype"]])).reshape(shape)
+
+
+def equal_tensors(
+    first: tuple[TensorReader, str], second: tuple[TensorReader, str], dtype: np.dtype | None = None
+) -> bool:
+    """Return True if two stored matrices are equal in `dtype` (None: the dtype of the first). Few rows are in memory
+    at once."""
+    (reader, name), (other, other_name) = first, second
+    shape = reader.entries[name]["shape"]
+    if other.entries[other_name]["shape"] != shape:
+        return False
+    dtype, rows = dtype or np.dtype(NAMES[reader.entries[name]["dtype"]]), max(1, BLOCK // max(1, *shape[1:]))
+    for begin in range(0, shape[0], rows):
+        part = slice(begin, begin + rows)
+        one, two = reader.read(name, part), other.read(other_name, part)
+        if one.tobytes() != two.tobytes() and not np.array_equal(one.astype(dtype), two.astype(dtype)):
+            return False
+    return True
 
 
 def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Callable[[BinaryIO], None]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from skyrl.backends.base_folder import config_of
 from skyrl.errors import RequestError
-from skyrl.utils.files.hf_files import text_config, text_names
+from skyrl.utils.files.hf_files import text_config, text_names, untied_copy
+from skyrl.utils.files.tensor_file import TensorReader, equal_tensors
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
     """Load a model with all weights, in the dtype for a device. Random weights are created on the device."""
     from transformers import AutoModelForCausalLM
 
-    skeleton(folder, device, options)  # refuses a model before its weights are read
+    tied = skeleton(folder, device, options).all_tied_weights_keys  # refuses a model before its weights are read
     config, dtype = _settings(folder, device, options)
     model: Any
     try:
@@ -64,6 +66,8 @@ def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
             )
             model, report = loaded
             _check_complete(folder, report)
+            for copy in sorted(tied.keys() - model.all_tied_weights_keys.keys()):
+                raise RequestError(untied_copy(f"base_model={folder}", tied[copy], copy))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _cannot_load(folder, error) from error
     return model.eval()
@@ -89,6 +93,7 @@ def load_onto(where: torch.device, folder: Path, device: torch.device, options: 
         model = skeleton(folder, device, options)
         files = WeightFiles(folder, model, where)
         if files.fit:
+            files.check_copies(folder)
             files.fill_buffers()
             files.fill(model)
             return model.to(where)
@@ -104,6 +109,7 @@ def load_by_layers(folder: Path, device: torch.device, options: LoadOptions) -> 
         model = skeleton(folder, device, options)
         files = WeightFiles(folder, model)
         if files.fit:
+            files.check_copies(folder)
             files.fill_buffers()
             return model, files.fill
         log.info("each worker loads all of %s: its files have other names than its weights", folder)
@@ -183,11 +189,15 @@ class WeightFiles:
         self._places = {name: (stored[own], own) for name, own in text_names(stored).items()}
         """File of each tensor, and the tensor's name in that file."""
         self._names: dict[int, str] = {}
+        self._copies: list[tuple[str, str, str]] = []
+        """(name, second name, dtype) of each tied parameter that is stored twice."""
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         """Modules of each parameter, by `id()`; a tied parameter has several."""
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                self._names.setdefault(id(parameter), f"{prefix}.{name}".removeprefix("."))
+                full = f"{prefix}.{name}".removeprefix(".")
+                if (first := self._names.setdefault(id(parameter), full)) != full and full in self._places:
+                    self._copies.append((first, full, str(parameter.dtype).removeprefix("torch.")))
                 self._owners.setdefault(id(parameter), []).append((module, name))
         self._parameters = list(model.parameters())
         """References that keep the ids valid."""
@@ -199,6 +209,15 @@ class WeightFiles:
         """True if the files have the model's tensor names and are not quantized. Otherwise transformers has to convert
         them."""
         return not self._quantised and set(self._names.values()) <= self._places.keys()
+
+    def check_copies(self, folder: Path) -> None:
+        """Raise `RequestError` if a tied parameter is stored twice, with different values."""
+        for name, copy, dtype in self._copies:
+            (file, stored), (other, other_stored) = self._places[name], self._places[copy]
+            with TensorReader(file) as reader, TensorReader(other) as other_reader:
+                equal = equal_tensors((reader, stored), (other_reader, other_stored), np.dtype(dtype))
+            if not equal:
+                raise RequestError(untied_copy(f"base_model={folder}", name, copy))
 
     def fill(self, module: nn.Module) -> None:
         """Load the weights of a module that are not loaded yet."""
