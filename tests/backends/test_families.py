@@ -329,6 +329,27 @@ def test_a_cache_of_deepseek_holds_the_latent_and_the_rotated_key():
     assert sum(array.size for array in token) == 9 * (24 + 8)
 
 
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_fused_experts_are_read_as_separate_ones(architecture, tmp_path):
+    case = Case(architecture, tmp_path / "model", num_hidden_layers=4)
+    case.theirs().save_pretrained(tmp_path / "fused", save_original_format=False)
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in load_file(tmp_path / "fused/model.safetensors"))
+    found = load_model(tmp_path / "fused")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(case.ours()))
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("num_local_experts", 5), ("num_local_experts", 7), ("moe_intermediate_size", 20)]
+)
+def test_fused_experts_of_another_size_are_refused(name, size, tmp_path):
+    case = Case("Qwen3MoeForCausalLM", tmp_path / "model", num_hidden_layers=1)
+    case.theirs().save_pretrained(tmp_path / "fused", save_original_format=False)
+    config = json.loads((tmp_path / "fused" / "config.json").read_text())
+    (tmp_path / "fused" / "config.json").write_text(json.dumps(config | {name: size}))
+    with pytest.raises(StorageError, match=r"model\.layers\.0\.mlp\..* has shape \[.*\]; config\.json asks for \[.*\]"):
+        load_model(tmp_path / "fused")
+
+
 def test_types_of_layers_have_no_effect_on_qwen3_with_experts(tmp_path):
     """transformers does not read them: all layers have the window."""
     case = Case("Qwen3MoeForCausalLM", tmp_path / "model", num_hidden_layers=2)

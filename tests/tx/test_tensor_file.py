@@ -65,11 +65,11 @@ def test_tensors_are_read_one_by_one_as_safetensors_reads_them(shape, tmp_path):
             np.testing.assert_array_equal(found, tensors[name])
 
 
-@pytest.mark.parametrize("rows", [slice(0, 2), slice(2, 9), slice(3, 3)], ids=str)
+@pytest.mark.parametrize("rows", [slice(0, 2), slice(4, 7), slice(13, 99), slice(3, 3)], ids=str)
 def test_rows_are_read_as_safetensors_reads_them(rows, tmp_path):
     save_file({"a": some("float32", 3), "b": some("bfloat16", 5, 3, 2)}, tmp_path / "file")
     with TensorReader(tmp_path / "file") as reader, safe_open(tmp_path / "file", "numpy") as theirs:
-        np.testing.assert_array_equal(reader.read("b", rows), theirs.get_slice("b")[rows.start : min(5, rows.stop)])
+        np.testing.assert_array_equal(reader.read("b", rows), theirs.get_tensor("b").reshape(15, 2)[rows])
 
 
 @pytest.mark.parametrize(("row", "changed", "equal"), [(0, 0.001, True), (0, 1.0, False), (-1, 1.0, False)])

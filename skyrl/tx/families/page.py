@@ -33,7 +33,8 @@ of transformers. The server logs a line when it loads such a model. For `short_f
 most the original length.
 
 **Loading** reads one tensor at a time. On a CPU, it needs the memory of the loaded model and of its largest tensor.
-On an accelerator, the host needs the memory of one parameter, stacked over all layers.
+On an accelerator, the host needs the memory of one parameter, stacked over all layers. Experts may be stored as
+separate tensors, or fused per layer as transformers 5 writes them with `save_original_format=False`.
 
 **Adapters** cover all linear layers of attention, feed-forward blocks and experts, and the vocabulary projection,
 tied or not. Routers are not adapted. Each expert has its own matrices of the adapter's rank, so the size of an

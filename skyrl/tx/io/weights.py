@@ -7,6 +7,7 @@ largest tensor. On an accelerator, it takes host memory for one parameter, stack
 
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -34,6 +35,9 @@ READABLE = {"F64", "F32", "F16", "BF16"}
 """Safetensors dtypes of plain numbers (others are quantised, with separate scales)."""
 COMPUTED = "rotary_emb.inv_freq"
 """Ending of names of tensors that older files have and that config.json determines. transformers ignores them too."""
+EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
+"""Names of tensors of experts. transformers 5 may store all experts of a layer as two tensors instead: `gate_up_proj`
+`[experts, 2 inner, hidden]`, with the gate first, and `down_proj` `[experts, hidden, inner]`."""
 ALIGNMENT = 64
 """Alignment in bytes that lets JAX use a NumPy array on a CPU without a copy."""
 
@@ -96,7 +100,7 @@ def stored_tensor(path: str | Path, name: str) -> np.ndarray | None:
     """Return one tensor of a model's folder as float32, such as a value head. None if it does not exist."""
     with ExitStack() as stack:
         tensors = _Tensors(Path(path), stack)
-        return tensors.whole(name).astype(np.float32) if name in tensors.names else None
+        return tensors.read(name).astype(np.float32) if name in tensors.names else None
 
 
 def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = ()) -> Decoder:
@@ -230,31 +234,39 @@ class _Tensors:
 
     def take(self, name: str, shape: tuple[int, ...], transposed: bool) -> np.ndarray:
         """Read a tensor, transposed if requested. Raises StorageError unless the result would have shape `shape`."""
-        if name not in self.stored:
+        source, expert = name, None if name in self.stored else EXPERT.fullmatch(name)
+        if expert is not None:
+            source = expert["experts"] + (".down_proj" if expert["kind"] == "down" else ".gate_up_proj")
+        if source not in self.stored:
             raise StorageError(f"{self.path} has no tensor {name}; check that config.json belongs to these weights")
-        with self._reading(self.places[self.stored[name]]):
-            stored = self._file_of(name).entries[self.stored[name]]
+        with self._reading(self.places[self.stored[source]]):
+            stored = self._file_of(source).entries[self.stored[source]]
         if stored["dtype"] not in READABLE:
-            raise ValueError(f"{self.path}: {name} is stored as {stored['dtype']}; use a base model in bfloat16")
-        expected = list(shape[::-1] if transposed else shape)
+            raise ValueError(f"{self.path}: {source} is stored as {stored['dtype']}; use a base model in bfloat16")
+        expected, rows = list(shape[::-1] if transposed else shape), None
+        if expert is not None:
+            parts, number = 1 if expert["kind"] == "down" else 2, int(expert["number"])
+            first = (parts * number + (expert["kind"] == "up")) * expected[0]
+            rows = slice(first, first + expected[0])
+            expected = [max([number + 1, *stored["shape"][:1]]), parts * expected[0], expected[1]]
         if stored["shape"] != expected:
-            raise StorageError(f"{self.path}: {name} has shape {stored['shape']}; config.json asks for {expected}")
-        self.taken.add(name)
-        tensor = self.whole(name)
+            raise StorageError(f"{self.path}: {source} has shape {stored['shape']}; config.json asks for {expected}")
+        self.taken.add(source)
+        tensor = self.read(source, rows)
         return tensor.T if transposed else tensor
 
-    def whole(self, name: str) -> np.ndarray:
-        """Read a tensor as it is stored."""
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """Read a tensor as it is stored, or rows of it as in `TensorReader.read`."""
         with self._reading(self.places[self.stored[name]]):
-            return self._file_of(name).read(self.stored[name])
+            return self._file_of(name).read(self.stored[name], rows)
 
     def check_copy(self, name: str, copy: str, dtype: Any) -> None:
         """Raise StorageError unless both tensors have the same values in `dtype`. Skips files without `name`."""
         if name not in self.stored:
             return
         with self._reading(self.places[self.stored[copy]]):
-            both = [(self._file_of(each), self.stored[each]) for each in (name, copy)]
-            equal = equal_tensors(*both, np.dtype(dtype))
+            first, second = ((self._file_of(each), self.stored[each]) for each in (name, copy))
+            equal = equal_tensors(first, second, np.dtype(dtype))
         if not equal:
             raise StorageError(untied_copy(str(self.path), self.stored[name], self.stored[copy]))
 

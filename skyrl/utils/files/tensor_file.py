@@ -100,13 +100,14 @@ class TensorReader:
         self._file.close()
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """Return the tensor as stored, or only these rows (indices of its first axis)."""
+        """Return the tensor as stored, or these rows of it as a matrix (all axes but the last are one)."""
         entry = self.entries[name]
         begin, end = entry["data_offsets"]
         shape = entry["shape"]
         if rows is not None:
-            (first, last, _), row = rows.indices(shape[0]), (end - begin) // max(1, shape[0])
-            begin, end, shape = begin + first * row, begin + last * row, [last - first, *shape[1:]]
+            count = math.prod(shape[:-1])
+            (first, last, _), row = rows.indices(count), (end - begin) // max(1, count)
+            begin, end, shape = begin + first * row, begin + last * row, [last - first, shape[-1]]
         data = np.empty(end - begin, np.uint8)
         self._file.seek(self._begin + begin)
         if self._file.readinto(data.data) != data.nbytes:
