@@ -198,6 +198,55 @@ def test_ranks_and_scales_are_converted_to_one_of_each(folder, tmp_path):
     np.testing.assert_allclose(logits(peft.PeftModel.from_pretrained(base, tmp_path / "plain")), expected, atol=1e-4)
 
 
+def converted(base, source, output, *options):
+    """PEFT's model with the adapter that `convert` writes."""
+    assert main(["adapter", "convert", str(source), "--output", str(output), *map(str, options)]) == 0
+    return peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), output)
+
+
+def adapted(model):
+    """Names of the modules that PEFT adapts."""
+    return {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": r".*layers\.1\.self_attn\.(q|v)_proj"},
+        {"target_modules": ["0.self_attn.q_proj", "1.mlp.down_proj"]},
+        {"layers_to_transform": 0, "layers_pattern": "layers"},
+        {"exclude_modules": ["model.layers.0.self_attn.q_proj"]},
+        {"target_modules": r".*_proj", "exclude_modules": r".*layers\.0.*", "rank_pattern": {"v_proj": 7}},
+    ],
+    ids=["expression", "paths", "layers", "excluded", "rank"],
+)
+def test_a_converted_adapter_of_some_layers_adapts_the_same_modules(options, folder, tmp_path):
+    theirs = saved(folder("untied"), tmp_path / "adapter", **options)
+    assert 0 < len(adapted(theirs)) < 12
+    again = converted(folder("untied"), tmp_path / "adapter", tmp_path / "out")
+    np.testing.assert_allclose(logits(again), logits(theirs), atol=1e-4)
+    assert adapted(again) == adapted(theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys", "ignore:The following .*_pattern keys did not match")
+@pytest.mark.parametrize("layout", ["separate", "fused-experts"])
+def test_converted_experts_of_some_layers_are_computed_as_before(layout, tmp_path):
+    base, source = experts(tmp_path), tmp_path / "adapter"
+    parameters = ["layers.1.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"]
+    theirs = saved(base, source, target_parameters=parameters, target_modules=["q_proj"])
+    again = converted(base, source, tmp_path / "out", "--layout", layout, "--base", base)
+    np.testing.assert_allclose(logits(again), logits(theirs), atol=1e-4)
+    if layout == "fused-experts":  # PEFT fuses separate ones in every layer; those without tensors change nothing
+        assert adapted(again) == adapted(theirs)
+
+
+def test_a_converted_adapter_of_all_layers_lists_modules_without_their_paths(folder, tmp_path):
+    saved(folder("untied"), tmp_path / "adapter")
+    converted(folder("untied"), tmp_path / "adapter", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert sorted(config["target_modules"]) == ["down_proj", "q_proj", "v_proj"]
+
+
 def test_linear_maps_that_are_named_by_their_weights_are_merged_and_stay_so_when_converted(folder, tmp_path, capsys):
     base, source, converted = folder("untied"), tmp_path / "adapter", tmp_path / "converted"
     theirs = saved(base, source, target_modules=["q_proj"], target_parameters=["mlp.up_proj.weight"])

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 GATED = ("qwen3_5", "qwen3_next")
 """Prefixes of model types. Their q_proj also computes output gates, which have as many rows as the queries."""
 
+LAYERS = ("exclude_modules", "layers_pattern", "layers_to_transform")
+"""PEFT options that leave out some of the modules that `target_modules` select."""
+
 
 def inspect(argv: Sequence[str]) -> int:
     """describe an adapter: base model, rank, modules, tensors, names, unusual options"""
@@ -183,24 +186,39 @@ def _converted(adapter: StoredAdapter, layout: str, rows: Rows, nested: bool = F
 
     If `nested`, modules have the names of a multimodal model.
     """
+    by_path = nested or not _selects_by_last_names(adapter.config)
     plain = plain_adapter(adapter.tensors, adapter.config, rows, adapter.where)
     pairs, rank, parameters = plain.pairs, plain.rank, named_weights(adapter.config)
     if layout == "fused":
         pairs, parameters = together(pairs, adapter.where), []
     elif layout == "fused-experts":
-        pairs, rank, parameters = experts_together(pairs, adapter.where)
+        pairs, rank, parameters = experts_together(pairs, adapter.where, by_path)
     else:
         pairs = with_untrained(pairs, rows)
     if nested:
         pairs = {nested_name(text_name(module)): pair for module, pair in pairs.items()}
-    config: dict[str, Any] = {name: value for name, value in adapter.config.items() if name not in FOLDED}
+        parameters = [nested_name(text_name(name)) for name in parameters]
+    dropped = {*FOLDED, *LAYERS, "eva_config"}  # PEFT warns about eva_config unless adapters start with EVA
+    config: dict[str, Any] = {name: value for name, value in adapter.config.items() if name not in dropped}
     ends = tuple(f".{name}" for name in parameters)
     modules = {module: pair for module, pair in pairs.items() if not f".{module}.weight".endswith(ends)}
     modules = [module for module in modules if not is_fused(module)]
-    if all(text_name(module) == module for module in modules):  # else other parts may have modules of the same names
+    if not by_path and all(text_name(module) == module for module in modules):  # else other parts may have these names
         modules = last_names(modules)
     config |= {"r": rank, "lora_alpha": plain.alpha * (rank // plain.rank), "target_modules": modules}
+    config["init_lora_weights"] = True  # modules without tensors start with lora_B = 0, so they change nothing
     return config | ({"target_parameters": parameters} if parameters else {}), pairs
+
+
+def _selects_by_last_names(config: Mapping[str, Any]) -> bool:
+    """Return True if a configuration selects modules by their last names, in all layers of a model."""
+    modules, parameters = config.get("target_modules"), config.get("target_parameters") or []
+    return (
+        isinstance(modules, list)
+        and not any("." in str(module) for module in modules)
+        and all(config.get(option) in (None, [], "") for option in LAYERS)
+        and not any(part.isdigit() for name in parameters for part in str(name).split("."))
+    )
 
 
 def _write(folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:

@@ -147,13 +147,19 @@ class FusedExperts(NamedTuple):
     """`target_parameters` of PEFT for the pairs."""
 
 
-def experts_together(pairs: Pairs, where: object) -> FusedExperts:
+def experts_together(pairs: Pairs, where: object, by_path: bool = False) -> FusedExperts:
     """Fuse the pairs of all experts of a layer.
 
     If gate and up of each expert have the same A, the fused pair has it too. Otherwise, the rank of the fused
     pair is the sum of both ranks. Its A stacks gate's A above up's A, and its B has a block for each. All pairs are
     padded with zeros to one rank. PEFT assumes that names such as up_proj belong to experts, so other linear maps with
     such a name are also listed in the parameters.
+
+    Args:
+        pairs: Pairs by module, for each expert.
+        where: The adapter, for messages.
+        by_path: Name the parameters by their whole paths. Otherwise, their names are those of the parameters in all
+            layers.
 
     Raises RequestError for an adapter that covers no experts, or only some experts of a layer.
     """
@@ -165,7 +171,8 @@ def experts_together(pairs: Pairs, where: object) -> FusedExperts:
         else:
             made[module] = pair
     _check_whole(experts, where)
-    parameters = [f"{_last(module, 2)}.weight" for module in made if module.rpartition(".")[2] in PARTS]
+    name_of = str if by_path else _last_two
+    parameters = [f"{name_of(module)}.weight" for module in made if module.rpartition(".")[2] in PARTS]
     stacks: dict[str, list[Pair]] = {}
     for module, parts in experts.items():
         fused = {name: [own[number] for number in sorted(own)] for name, own in parts.items()}
@@ -175,7 +182,7 @@ def experts_together(pairs: Pairs, where: object) -> FusedExperts:
             above = [_above(gate, up, shared) for gate, up in zip(gates, ups, strict=True)]
             fused = {"gate_up_proj": above} | fused
         stacks |= dict(zip([f"{module}.base_layer", module][-len(fused) :], fused.values(), strict=True))
-        parameters += [f"{_last(module, 2)}.{name}" for name in fused]
+        parameters += [f"{name_of(module)}.{name}" for name in fused]
     rank = max(len(pair.a) for pair in [*made.values(), *(stack[0] for stack in stacks.values())])
     made = {module: padded(pair, rank) for module, pair in made.items()}
     made |= {module: _fused(stack, rank) for module, stack in stacks.items()}
@@ -214,8 +221,8 @@ def _fused(stack: Sequence[Pair], rank: int) -> Pair:
     return Pair(np.concatenate([pair.a for pair in pairs]), b.reshape(len(b), -1))
 
 
-def _last(module: str, parts: int) -> str:
-    return ".".join(module.split(".")[-parts:])
+def _last_two(module: str) -> str:
+    return ".".join(module.split(".")[-2:])
 
 
 def is_fused(module: str) -> bool:
