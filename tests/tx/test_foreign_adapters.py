@@ -66,6 +66,14 @@ def test_other_ranks_and_scales_compute_what_peft_does(options, model, reference
     check(model, ids, tensors, config, logits)
 
 
+@pytest.mark.parametrize("option", ["use_dora", "modules_to_save"])
+def test_an_option_that_is_not_implemented_is_named(option, model, reference, ids, tmp_path):
+    value = ["lm_head"] if option == "modules_to_save" else True
+    _, tensors, config = saved(reference(), ids, tmp_path, **{option: value})
+    with pytest.raises(RequestError, match=f"{option}=.* is not implemented; train without {option}"):
+        adapter_from_peft(tensors, config, model.config, 8)
+
+
 def fused(tensors, parts, name):
     """Tensors as a trainer has them whose modules are fused."""
     made = dict(tensors)

@@ -8,7 +8,7 @@ import numpy as np
 from skyrl.errors import RequestError
 from skyrl.utils.adapters.naming import PREFIX, Pair, pairs_of
 from skyrl.utils.adapters.plain import PlainAdapter, plain_adapter, rank_of
-from skyrl.utils.files.hf_files import text_name
+from skyrl.utils.files.hf_files import check_peft_config, text_name
 
 
 class Features(NamedTuple):
@@ -46,6 +46,7 @@ def fitted_adapter(
         features = modules.get(names.get(text_name(module), ""))
         return None if features is None else features.outer
 
+    check_peft_config(config)  # first, as options that are not implemented may add tensors or change shapes
     _check_size(tensors, config, modules)
     pairs, rank, alpha = plain_adapter(tensors, config, rows)
     named = {names.get(text_name(module), module): pair for module, pair in pairs.items()}

@@ -15,6 +15,7 @@ from skyrl.errors import RequestError
 from skyrl.utils.adapters.naming import pairs_of, tensors_of
 from skyrl.utils.adapters.plain import rank_of
 from skyrl.utils.adapters.stored import CONFIG, TENSORS, StoredAdapter, read_adapter
+from skyrl.utils.files.hf_files import check_peft_config
 from skyrl.utils.files.tensor_file import Tensor, tensor_file
 
 PATIENCE_S = 600.0
@@ -91,7 +92,10 @@ def upload(adapter: StoredAdapter, server: Server, base_model: str | None, proje
         server: Target server.
         base_model: Base model of the adapter; None: the server's.
         project: Project that lists the checkpoint's run. None: no project.
+
+    Raises RequestError for PEFT options that are not implemented, and the errors of `Server.ask`.
     """
+    check_peft_config(adapter.config)
     if base_model is None:
         base_model = server.ask("GET", "/get_server_capabilities")["supported_models"][0]["model_name"]
     body: dict[str, Any] = {"base_model": base_model, "lora_config": {"rank": rank_of(adapter.config, adapter.where)}}
