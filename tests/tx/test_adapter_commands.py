@@ -23,9 +23,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 ATTENTION = ["q_proj", "k_proj", "v_proj"]
 
 
-def settings(**options):
+def settings(start=False, **options):
     given = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
-    return peft.LoraConfig(**given | options, init_lora_weights=False)
+    return peft.LoraConfig(**given | options, init_lora_weights=start)
 
 
 def saved(base, folder, dtype=torch.float32, share=False, **options):
@@ -294,6 +294,66 @@ def test_an_adapter_is_described_in_a_folder_and_in_a_tar(folder, tmp_path, caps
     assert all(f"{name} (2)" in text for name in ("q_proj", "v_proj", "down_proj"))
     assert "tensors     12, float32, " in text and "names       PEFT's\n" in text
     assert "unusual     use_rslora=True" in text and "unusual     ranks of modules: 2 (2), 4 (4)" in text
+
+
+UNUSUAL = {
+    "use_dora=True": {"use_dora": True},
+    "lora_bias=True": {"target_modules": ["q_proj"], "lora_bias": True},
+    "modules_to_save=['lm_head']": {"modules_to_save": ["lm_head"]},
+    "trainable_token_indices=[1, 2]": {"trainable_token_indices": [1, 2]},
+}
+"""PEFT options that add tensors to a file, by the names that messages should have."""
+
+
+INVALID_SHAPE = pytest.mark.filterwarnings("ignore:.*LoRA tensor.s. have invalid shape")
+"""PEFT's warning of its own lora_bias."""
+
+
+@INVALID_SHAPE
+@pytest.mark.parametrize("named", UNUSUAL)
+def test_an_adapter_with_other_tensors_is_described(named, biased, folder, tmp_path, capsys):
+    saved(biased if "bias" in named else folder("untied"), tmp_path / "adapter", **UNUSUAL[named])
+    others = [x for x in load_file(tmp_path / "adapter" / "adapter_model.safetensors") if "lora_A.w" not in x]
+    others = sorted(x for x in others if not x.endswith(("lora_B.weight", "base_layer.weight")))
+    capsys.readouterr()
+    assert main(["adapter", "inspect", str(tmp_path / "adapter")]) == 0
+    told = capsys.readouterr().out
+    assert f"unusual     {named}: not implemented; only PEFT computes this adapter\n" in told
+    more = f", and {len(others) - 1} more\n" if len(others) > 1 else "\n"
+    assert f"unusual     tensors other than lora_A and lora_B: {others[0]}{more}" in told
+
+
+@INVALID_SHAPE
+@pytest.mark.parametrize("named", UNUSUAL)
+def test_an_import_names_the_option_that_is_not_implemented(named, biased, folder, tmp_path, capsys):
+    saved(biased if "bias" in named else folder("untied"), tmp_path / "adapter", **UNUSUAL[named])
+    said = error(capsys, "import", tmp_path / "adapter", "--base-model", "m", "--url", "http://127.0.0.1:9")
+    assert f"{named} is not implemented; train without {named.partition('=')[0]}" in said
+
+
+@pytest.fixture(scope="module")
+def biased(folder, tmp_path_factory):
+    """A model with biases, which PEFT's lora_bias asks for."""
+    config = transformers.Qwen3Config.from_pretrained(folder("untied"), attention_bias=True)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(made := tmp_path_factory.mktemp("biased"))
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_an_adapter_of_embeddings_is_described(folder, tmp_path, capsys):
+    saved(folder("untied"), tmp_path / "adapter", target_modules=["embed_tokens", "q_proj"])
+    capsys.readouterr()
+    assert main(["adapter", "inspect", str(tmp_path / "adapter")]) == 0
+    first = "base_model.model.model.embed_tokens.lora_embedding_A"
+    assert f"tensors other than lora_A and lora_B: {first}, and 1 more\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("start", ["pissa_niter_2", "olora"])
+def test_an_adapter_that_starts_by_changing_its_base_is_described_so(start, folder, tmp_path, capsys):
+    saved(folder("untied"), tmp_path / "adapter", start=start)
+    capsys.readouterr()
+    assert main(["adapter", "inspect", str(tmp_path / "adapter")]) == 0
+    assert f"unusual     init_lora_weights={start!r}: changes the base weights" in capsys.readouterr().out
 
 
 def test_copies_of_base_weights_are_not_read(tmp_path):

@@ -2,25 +2,26 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from skyrl.utils.adapters.experts import named_experts, named_weights
 from skyrl.utils.adapters.layouts import FUSED, INTERLEAVED
-from skyrl.utils.adapters.naming import NameCounts, Pairs, not_finite, pairs_of
+from skyrl.utils.adapters.naming import NameCounts, Pairs, is_other, not_finite, pairs_of
 from skyrl.utils.adapters.stored import StoredAdapter
-from skyrl.utils.files.hf_files import ALTERING, OFF
+from skyrl.utils.files.hf_files import ALTERING, OFF, changes_base
 
 FOLDED = ("use_rslora", "rank_pattern", "alpha_pattern", "target_parameters")
 """PEFT options that are supported, and that `skyrl adapter convert` removes."""
 
 
 def described(adapter: StoredAdapter) -> str:
-    """Return the description of an adapter. Raises RequestError for tensors that do not form pairs."""
+    """Return the description of an adapter. Raises RequestError for incomplete pairs, and for a file without pairs."""
     config, tensors = adapter.config, adapter.tensors
-    pairs, names = pairs_of(tensors, adapter.where)
+    others = {name: tensor for name, tensor in tensors.items() if is_other(name, tensor)}
+    pairs, names = pairs_of({name: x for name, x in tensors.items() if name not in others}, adapter.where)
     types = Counter(tensor.dtype.name for tensor in tensors.values())
     ranks = Counter(len(pair.a) for pair in pairs.values())
     modules = Counter(module.rpartition(".")[2] for module in pairs)
@@ -34,7 +35,10 @@ def described(adapter: StoredAdapter) -> str:
         "names": _naming(names),
     }
     lines = [f"{name:<12}{value}" for name, value in facts.items()]
-    lines += [f"{'unusual':<12}{what}" for what in _unusual(config, tensors, pairs, ranks)]
+    unusual = [*_unusual(config, tensors, pairs, ranks)]
+    if others:
+        unusual.append(f"tensors other than lora_A and lora_B: {_first_of([*others])}")
+    lines += [f"{'unusual':<12}{what}" for what in unusual]
     return "\n".join(lines)
 
 
@@ -42,6 +46,11 @@ def _naming(names: NameCounts) -> str:
     parts = ["without PEFT's prefix" if names.bare else "PEFT's"]
     parts += [f"with the adapter's name {end}" if end else "without .weight" for end in names.ends]
     return ", ".join(parts)
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """Return the first name, and the number of the others."""
+    return names[0] + (f", and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _unusual(config: dict, tensors: Mapping[str, np.ndarray], pairs: Pairs, ranks: Counter[int]) -> Iterator[str]:
@@ -55,6 +64,10 @@ def _unusual(config: dict, tensors: Mapping[str, np.ndarray], pairs: Pairs, rank
     for option in ALTERING:
         if config.get(option) not in OFF:
             yield f"{option}={config[option]!r}: not implemented; only PEFT computes this adapter"
+    if changes_base(config):
+        yield f"init_lora_weights={config['init_lora_weights']!r}: changes the base weights, which are not in the file"
+    if config.get("peft_type") not in (None, "LORA"):
+        yield f"peft_type={config['peft_type']!r}: not implemented; only PEFT computes this adapter"
     if set(ranks) - {config.get("r")} and not experts and not config.get("target_parameters"):
         yield f"ranks of modules: {', '.join(f'{rank} ({count})' for rank, count in sorted(ranks.items()))}"
     fused = {module.rpartition(".")[2] for module in pairs} & {*FUSED, *INTERLEAVED}
@@ -66,8 +79,7 @@ def _unusual(config: dict, tensors: Mapping[str, np.ndarray], pairs: Pairs, rank
             "would change both; skyrl adapter merge changes the projection alone"
         )
     if wrong := not_finite(tensors):
-        more = f", and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
-        yield f"numbers that are not finite: {wrong[0]}{more}"
+        yield f"numbers that are not finite: {_first_of(wrong)}"
     if not any(pair.b.any() for pair in pairs.values()):
         yield "lora_B is zero everywhere: this adapter changes nothing"
 

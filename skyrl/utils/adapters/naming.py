@@ -52,6 +52,13 @@ class NameCounts(NamedTuple):
     """Number of tensor names that contain an adapter name, by that name; "" counts names without .weight at the end."""
 
 
+def is_other(name: str, tensor: np.ndarray) -> bool:
+    """Return True for a tensor that PEFT stores for other purposes than LoRA on linear maps, such as a bias."""
+    if name.endswith(COPY) or CONNECTOR.fullmatch(name):
+        return False
+    return NAME.fullmatch(name) is None or (name.endswith(".lora_B.bias") and tensor.ndim == 1)
+
+
 def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, NameCounts]:
     """Return the pairs formed by tensors. Copies of base model weights are left out.
 
@@ -60,16 +67,16 @@ def pairs_of(tensors: Mapping[str, np.ndarray], where: object) -> tuple[Pairs, N
     halves: dict[str, dict[str, np.ndarray]] = {}
     bare, ends = 0, Counter[str]()
     for name, tensor in tensors.items():
+        if name.endswith(COPY):
+            continue
+        if CONNECTOR.fullmatch(name):
+            raise RequestError(
+                f"{where}: tensor {name} is of a connector of several residual streams ({RATE}), which only the "
+                "JAX backend computes, in sampler checkpoints of its own; sample it there, or train without "
+                "connectors (exclude_modules='.*_connector')"
+            )
         found = NAME.fullmatch(name)
-        if found is None:
-            if name.endswith(COPY):
-                continue
-            if CONNECTOR.fullmatch(name):
-                raise RequestError(
-                    f"{where}: tensor {name} is of a connector of several residual streams ({RATE}), which only the "
-                    "JAX backend computes, in sampler checkpoints of its own; sample it there, or train without "
-                    "connectors (exclude_modules='.*_connector')"
-                )
+        if found is None or is_other(name, tensor):
             raise RequestError(
                 f"{where}: tensor {name} is neither lora_A nor lora_B of a module; only LoRA on linear maps is read, "
                 "so merge this adapter with PEFT itself"

@@ -131,13 +131,17 @@ def peft_config(
     }
 
 
+def changes_base(config: Mapping[str, Any]) -> bool:
+    """Return True if an adapter was initialized with changed base weights, which are not in its file."""
+    return str(config.get("init_lora_weights")).lower().startswith(CHANGING_THE_BASE)
+
+
 def check_peft_config(config: Mapping[str, Any]) -> None:
     """Raise `RequestError` for options that change the computation of an adapter."""
-    start = str(config.get("init_lora_weights")).lower()
-    if start.startswith(CHANGING_THE_BASE):
+    if changes_base(config):
         raise RequestError(
-            f"adapter_config.json: init_lora_weights={start!r} changes the base weights, which are not in the adapter; "
-            "save it with PEFT's path_initial_model_for_weight_conversion"
+            f"adapter_config.json: init_lora_weights={config['init_lora_weights']!r} changes the base weights, which "
+            "are not in the adapter; save it with PEFT's path_initial_model_for_weight_conversion"
         )
     if config.get("peft_type") not in (None, "LORA"):
         raise RequestError(
