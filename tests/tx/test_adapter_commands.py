@@ -387,6 +387,8 @@ def test_a_base_model_of_another_size_is_refused(folder, tmp_path, capsys):
 def test_folders_that_hold_no_adapter_are_refused(folder, tmp_path, capsys):
     assert "holds no adapter_config.json" in error(capsys, "inspect", folder("untied"))
     assert "there is no such folder or file" in error(capsys, "inspect", tmp_path / "nothing")
+    said = error(capsys, "inspect", folder("untied") / "model.safetensors")
+    assert "model.safetensors is a file but no tar; name a folder with adapter_config.json and" in said
     saved(folder("untied"), tmp_path / "adapter")
     said = error(capsys, "convert", tmp_path / "adapter", "--output", tmp_path / "adapter")
     assert f"--output {tmp_path / 'adapter'} is there already" in said

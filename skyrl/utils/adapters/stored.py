@@ -75,6 +75,10 @@ def _tar_files(archive: Path) -> dict[str, bytes]:
     """Return the adapter's files, wherever they are in a tar. Nothing is unpacked to disk."""
     files: dict[str, bytes] = {}
     try:
+        if not tarfile.is_tarfile(archive):
+            raise RequestError(
+                f"{archive} is a file but no tar; name a folder with {CONFIG} and {TENSORS}, or a tar of it"
+            )
         with tarfile.open(archive) as tar:
             for member in tar:
                 name = Path(member.name).name
@@ -90,5 +94,5 @@ def _tar_files(archive: Path) -> dict[str, bytes]:
                 content = tar.extractfile(member)
                 files[name] = b"" if content is None or name == PICKLE else content.read()
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise RequestError(f"{archive} is no tar ({error}); name the folder or tar of an adapter") from error
+        raise RequestError(f"{archive} is no readable tar ({error}); name the folder or tar of an adapter") from error
     return files
