@@ -170,6 +170,18 @@ def test_adapters_of_experts_are_merged(tmp_path):
     np.testing.assert_allclose(logits(ours), expected, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+def test_an_adapter_of_all_linear_layers_has_routers_which_are_named_as_not_implemented(tmp_path, capsys):
+    base = experts(tmp_path)
+    saved(base, tmp_path / "adapter", target_modules="all-linear", exclude_modules=["gate"])
+    said = error(capsys, "merge", tmp_path / "adapter", "--base", base, "--output", tmp_path / "out")
+    assert "target_parameters has gate.weight; routers of experts are not adapted" in said
+    assert "list target_modules by name, without gate" in said
+    assert main(["adapter", "inspect", str(tmp_path / "adapter")]) == 0
+    told = capsys.readouterr().out
+    assert "unusual     target_parameters=['gate.weight']: not implemented; only PEFT computes this adapter\n" in told
+
+
 def test_layouts_are_converted_there_and_back(folder, tmp_path, capsys):
     saved(folder("untied"), tmp_path / "adapter", share=True, target_modules=ATTENTION)
     for source, *options in (

@@ -59,9 +59,9 @@ def _unusual(config: dict, tensors: Mapping[str, np.ndarray], pairs: Pairs, rank
     if experts:
         yield f"fused experts: {', '.join(sorted(experts))}"
     for option in FOLDED:
-        if config.get(option) not in OFF:
+        if option != "target_parameters" and config.get(option) not in OFF:
             yield f"{option}={config[option]!r}: skyrl adapter convert writes the same adapter without it"
-    for option in ALTERING:
+    for option in (*ALTERING, "target_parameters"):
         if config.get(option) not in OFF:
             yield f"{option}={config[option]!r}: not implemented; only PEFT computes this adapter"
     if changes_base(config):

@@ -21,6 +21,8 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 _PARAMETER = re.compile(r"(.*experts\.)?(gate_up|down)_proj")
 """Names of fused parameters. PEFT writes them without a path if target_modules are gate_proj, up_proj and down_proj."""
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)")
+_ROUTER = re.compile(r"(.+\.)?(gate|router)(\.weight)?")
+"""Names of routers, which choose experts."""
 
 
 def named_weights(config: Mapping[str, Any]) -> list[str]:
@@ -46,6 +48,12 @@ def experts_apart(pairs: Pairs, config: Mapping[str, Any], where: object) -> tup
     """
     named, fused = named_weights(config), named_experts(config)
     if others := sorted({*(config.get("target_parameters") or ())} - {*named, *fused}):
+        router = next(filter(_ROUTER.fullmatch, others), None)
+        if router is not None:
+            raise RequestError(
+                f"{where}: target_parameters has {router}; routers of experts are not adapted, but PEFT's all-linear "
+                "includes them, even with exclude_modules; list target_modules by name, without gate, and train again"
+            )
         raise RequestError(
             f"{where}: target_parameters has {others[0]}; only experts.gate_up_proj, experts.down_proj and weights of "
             "linear maps are read, so merge this adapter with PEFT itself"
