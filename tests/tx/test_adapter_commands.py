@@ -529,13 +529,48 @@ def test_an_adapter_with_a_number_that_is_not_finite_is_described_so_and_not_mer
     assert f"unusual     numbers that are not finite: {name}\n" in capsys.readouterr().out
 
 
-def test_the_doubled_query_of_output_gates_is_known_from_config_json_alone(tmp_path):
+def sizes_of(model, config, folder):
+    """Sizes of a model's queries, keys and values. Only its config.json is written to the folder."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    layer = next(layer for name, layer in model.named_modules() if name.endswith("layers.3.self_attn"))
+    return {name: getattr(layer, name).out_features for name in ATTENTION}
+
+
+def doubled_query(folder):
     config = CONFIGS["Qwen3_5ForCausalLM"]()
-    config.save_pretrained(tmp_path / "base")
     with torch.device("meta"):
-        model = transformers.Qwen3_5ForCausalLM(config)
-    layer = next(layer for layer in model.model.layers if hasattr(layer, "self_attn")).self_attn
-    sizes = {name: getattr(layer, name).out_features for name in ATTENTION}
+        return sizes_of(transformers.Qwen3_5ForCausalLM(config), config.to_dict(), folder)
+
+
+def defaults(folder):
+    """A config.json as gemma-3-4b-it has it: without the numbers of heads, and without their size."""
+    text = {"model_type": "gemma3_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    with torch.device("meta"):
+        model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**text, vocab_size=64))
+    return sizes_of(model, config, folder)
+
+
+def some_defaults(folder):
+    """A config.json with a number of heads, whose size is not the quotient of the hidden size."""
+    text = {"model_type": "gemma3_text", "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    with torch.device("meta"):
+        model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**text, vocab_size=64))
+    return sizes_of(model, text, folder)
+
+
+def unknown(folder):
+    """A config.json of a type that transformers does not know."""
+    folder.mkdir()
+    config = {"model_type": "x", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    return {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+
+
+@pytest.mark.parametrize("base", [doubled_query, defaults, some_defaults, unknown])
+def test_sizes_of_query_key_and_value_are_known_from_config_json_alone(base, tmp_path):
+    sizes = base(tmp_path / "base")
     (tmp_path / "fused").mkdir()
     half = "base_model.model.model.layers.3.self_attn.qkv_proj.lora_"
     made = {f"{half}A.weight": np.ones((2, 32)), f"{half}B.weight": np.ones((sum(sizes.values()), 2))}

@@ -257,15 +257,34 @@ def _nothing_known(module: str) -> None:
 
 
 def _attention_rows(base: Path) -> Rows:
-    """Return the output features of query, key and value, from a model's config.json."""
+    """Return the output features of query, key and value, from a model's config.json and the defaults of its type."""
     try:
-        whole = json.loads((base / "config.json").read_text())
-        config = whole.get("text_config") or whole
+        config = _text_config(base, json.loads((base / "config.json").read_text()))
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         of_keys = (config.get("num_key_value_heads") or heads) * head_dim
         gates = str(config.get("model_type")).startswith(GATED)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: no object
         raise RequestError(f"{base}: config.json does not say its heads ({error!r}); name a base model") from error
     rows = {"q_proj": (1 + gates) * heads * head_dim, "k_proj": of_keys, "v_proj": of_keys}
     return lambda module: rows.get(module.rpartition(".")[2])
+
+
+def _text_config(base: Path, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of a model's text part.
+
+    Args:
+        base: Folder of the model.
+        stored: Contents of its config.json, which may leave out values that are the defaults of its model type.
+
+    Raises RequestError for a config.json that transformers rejects.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if stored.get("model_type") not in CONFIG_MAPPING:  # no defaults are known
+        return stored.get("text_config") or stored
+    try:
+        return AutoConfig.from_pretrained(base, local_files_only=True).get_text_config().to_dict()
+    except Exception as error:  # of any type, as each configuration class has checks of its own
+        reason = " ".join(str(error).split())
+        raise RequestError(f"{base}: transformers cannot read config.json ({reason}); fetch it again") from error
