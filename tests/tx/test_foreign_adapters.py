@@ -66,9 +66,8 @@ def test_other_ranks_and_scales_compute_what_peft_does(options, model, reference
     check(model, ids, tensors, config, logits)
 
 
-@pytest.mark.parametrize("option", ["use_dora", "modules_to_save"])
-def test_an_option_that_is_not_implemented_is_named(option, model, reference, ids, tmp_path):
-    value = ["lm_head"] if option == "modules_to_save" else True
+@pytest.mark.parametrize(("option", "value"), [("use_dora", True), ("modules_to_save", ["lm_head"])])
+def test_an_option_that_is_not_implemented_is_named(option, value, model, reference, ids, tmp_path):
     _, tensors, config = saved(reference(), ids, tmp_path, **{option: value})
     with pytest.raises(RequestError, match=f"{option}=.* is not implemented; train without {option}"):
         adapter_from_peft(tensors, config, model.config, 8)
