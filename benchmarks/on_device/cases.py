@@ -80,6 +80,7 @@ def _all() -> Iterator[Case]:
     yield _tests("sampler", SAMPLER_TESTS, 100, 300)
     yield _tests("models", MODEL_TESTS, 100, 300)
     yield Case("skyrl demo", "server", partial(run, function="server:demo"), 90, 240)
+    yield _on_ray("0.6B")
     for shape in ("0.6B", "4B"):
         yield from _more(shape)
     job = partial(run, function="correctness:out_of_memory", shape="4B")
@@ -148,6 +149,12 @@ def _torch(shape: str, several: int = 4) -> Iterator[Case]:
     for name, options in SHARED_BY_TWO.items():
         job = partial(run, function="torch_speed:shared", shape=shape, most=2, options=options)
         yield Case(f"{group} shared: {name}", group, job, 30 + 5 * size, 300, start_s)
+
+
+def _on_ray(shape: str) -> Case:
+    """A step that the GPUs of a Ray cluster share, on one or several nodes. Not yet run on a GPU."""
+    job = partial(run, function="torch_speed:shared", shape=shape, options={"workers": "ray", "fsdp_size": -1})
+    return Case(f"torch {shape} shared: on Ray", f"torch {shape}", job, 60, 300, _start_s(shape))
 
 
 def _vllm(shape: str, estimate_s: float) -> Case:

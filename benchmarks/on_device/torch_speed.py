@@ -4,6 +4,7 @@ Fractions refer to the rate of torch's bfloat16 products in the same process.
 """
 
 import itertools
+import os
 import statistics
 import tempfile
 import time
@@ -113,7 +114,9 @@ def decode(process: dict[str, Any], *, shape: str) -> dict[str, object]:
 def shared(
     process: dict[str, Any], *, shape: str, most: int = 0, options: Mapping[str, Any] = WEIGHTS
 ) -> dict[str, object]:
-    """Compare losses of a step that several GPUs share (CPU: two processes) with those of one worker.
+    """Compare losses of a step that several GPUs share (CPU: two workers) with those of one worker.
+
+    With workers on Ray, `RAY_ADDRESS` may name a cluster of several nodes. All of its GPUs then share the step.
 
     Args:
         process: As in `Case.run`.
@@ -122,11 +125,13 @@ def shared(
         options: Options of the torch backend about what they share.
     """
     alone = LoadedTorch.of(process, shape)
-    there = 2 if alone.tiny else torch.cuda.device_count()
+    on_ray = options.get("workers") == "ray"
+    there = 2 if alone.tiny else _gpus_of_ray() if on_ray else torch.cuda.device_count()
     several = min(there, most or there)
     if several < 2:
-        return {"workers": several, "device": alone.device, "note": "not run: one GPU has nobody to share with"}
-    together = LoadedTorch(shape, workers="processes", num_workers=several, **options)
+        why = "not run: there is one GPU, or Ray is not installed" if on_ray else "not run: there is one GPU"
+        return {"workers": several, "device": alone.device, "note": why}
+    together = LoadedTorch(shape, **{"workers": "processes", "num_workers": several, **options})
     data = [alone.datum(100 if alone.tiny else LENGTH) for _ in range(2 * several)]
     losses, seconds = [], []
     try:
@@ -142,6 +147,18 @@ def shared(
     figures = {"workers": several, "step_s": seconds[1], "step_s_of_one": seconds[0], "difference": float(off)}
     figures |= {"device": alone.device}
     return figures | ({} if off <= CLOSE else {"problems": [f"losses differ by {off:.3f} of their size"]})
+
+
+def _gpus_of_ray() -> int:
+    """Number of GPUs of the cluster that `RAY_ADDRESS` names, or of this machine. 0 if Ray is not installed."""
+    try:
+        import ray
+    except ImportError:
+        return 0
+    if not os.environ.get("RAY_ADDRESS"):
+        return torch.cuda.device_count()
+    with ray.init(configure_logging=False, log_to_driver=False):
+        return int(ray.cluster_resources().get("GPU", 0))
 
 
 def packing(process: dict[str, Any], *, shape: str) -> dict[str, object]:
