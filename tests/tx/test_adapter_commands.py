@@ -170,6 +170,17 @@ def test_adapters_of_experts_are_merged(tmp_path):
     np.testing.assert_allclose(logits(ours), expected, atol=1e-4)
 
 
+def test_a_base_model_with_fused_experts_is_refused_with_the_form_that_is_merged(tmp_path, capsys):
+    base = experts(tmp_path)
+    saved(base, tmp_path / "saved", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    ours = "convert", str(tmp_path / "saved"), "--output", str(tmp_path / "adapter"), "--base", str(base)
+    assert main(["adapter", *ours]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    said = error(capsys, "merge", tmp_path / "adapter", "--base", tmp_path / "fused", "--output", tmp_path / "out")
+    assert "fused; save it by save_pretrained(save_original_format=True)" in said
+
+
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
 def test_an_adapter_of_all_linear_layers_has_routers_which_are_named_as_not_implemented(tmp_path, capsys):
     base = experts(tmp_path)

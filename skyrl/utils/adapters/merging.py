@@ -24,6 +24,7 @@ from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, text_name,
 from skyrl.utils.files.tensor_file import TYPES, Tensor, TensorReader, equal_tensors, tensor_file
 
 INDEX = f"{WEIGHTS}.index.json"
+FUSED = ".experts.gate_up_proj"
 EMBEDDING, PROJECTION = "embed_tokens.weight", "lm_head.weight"
 NUMBERS = {code: np.dtype(name) for name, code in TYPES.items() if "float" in name}
 """Dtypes of weights to which a product can be added."""
@@ -79,10 +80,10 @@ def _by_tensor(where: Path, weights: "_Weights", pairs: dict[str, Pair]) -> dict
         if name is None and module.rpartition(".")[2] == PROJECTION.removesuffix(".weight"):
             name = PROJECTION  # tied: created from the embedding below
         if name is None:
-            raise RequestError(
-                f"{where}: {module} has no tensor {module}.weight in {weights.path}; name the base model that the "
-                "adapter was trained on, or convert the adapter to its layout"
-            )
+            way_out = "name the base model that the adapter was trained on, or convert the adapter to its layout"
+            if ".experts." in module and any(each.endswith(FUSED) for each in weights.places):
+                way_out = "its experts are fused; save it by save_pretrained(save_original_format=True) of transformers"
+            raise RequestError(f"{where}: {module} has no tensor {module}.weight in {weights.path}; {way_out}")
         shape, code = weights.kind(weights.embedding if name not in weights.places else name)
         if code not in NUMBERS:
             raise RequestError(f"{weights.path}: {name} is stored as {code}; name a base model that is not quantised")
