@@ -7,6 +7,7 @@ of at least 64 tokens, at most `ROWS` concurrently sampled sequences.
 import os
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -69,9 +70,15 @@ def open_torch_tensors(model: Path) -> AbstractBackend:
 
 def open_torch_ray(model: Path) -> AbstractBackend:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", tempfile.mkdtemp())  # where Ray writes a token
+        patch.setenv("HOME", _home_of_ray())
         patch.delenv("RAY_ADDRESS", raising=False)
         return open_torch(model, workers="ray", num_workers=2, ray_resources={"CPU": 0.25})
+
+
+@cache
+def _home_of_ray() -> str:
+    """Folder where Ray writes a token, and where it looks for it from the second cluster of the process on."""
+    return tempfile.mkdtemp()
 
 
 TOYS = [open_fake, open_remote]
