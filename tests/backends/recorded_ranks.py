@@ -61,12 +61,12 @@ def fake_group(rank: int, world: int) -> Iterator[None]:
 def meet_on_the_host(folder: Path, rank: int, world: int) -> None:
     """Let ranks agree through files of a folder, which is no part of what is recorded."""
 
-    def group_of(size: int, number: int) -> Any:
-        store = dist.FileStore(str(folder / f"{size}-{number}"), size)
+    def group_of(size: int, name: str) -> Any:
+        store = dist.FileStore(str(folder / name), size)  # each group needs its own
         return dist.ProcessGroupGloo(store, rank % size, size, timedelta(minutes=5))
 
-    rendezvous.host_group = lambda: group_of(world, 0)
-    rendezvous.host_subgroup = lambda size: group_of(size, rank // size)
+    rendezvous.host_group = lambda: group_of(world, "all")
+    rendezvous.host_subgroup = lambda size: group_of(size, f"{size}-{rank // size}")
 
 
 def live(pipe: Connection, options: WorkerOptions, rank: int, world: int, folder: Path) -> None:
