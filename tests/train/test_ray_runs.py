@@ -132,6 +132,23 @@ def test_critic_and_reference_learn_and_score_in_placement_groups_of_their_own(a
 
 
 @pytest.mark.slow
+def test_a_run_whose_actor_is_killed_equals_the_undisturbed_one(address, run, tiny_model, tmp_path):
+    for name in ("killed", "whole"):
+        folder = tmp_path / name
+        given = [f"trainer.critic.model.path={tiny_model}", f"trainer.ckpt_path={folder}", *PPO, *APART]
+        with skyrl(address, *run, *given) as process:
+            while name == "killed" and process.poll() is None and not (folder / "global_step_2").exists():
+                time.sleep(0.05)
+            if name == "killed":
+                max(actors(), key=lambda actor: actor.pid).kill()
+            said = process.communicate()[1]
+        assert process.returncode == 0, said
+        assert said.count("restart 1 of 3") == (name == "killed")
+    check_equal(tmp_path / "killed", tmp_path / "whole", 4, ["critic", "policy"])
+    assert psutil.wait_procs(actors(), timeout=30)[1] == []
+
+
+@pytest.mark.slow
 def test_a_teacher_has_workers_on_the_cluster_and_says_what_it_says_without_it(address, run, tmp_path):
     size = {"heads": 2, "kv_heads": 2, "head_dim": 16, "intermediate": 64, "vocab": 300}
     make_model(tmp_path / "pupil", hidden=32, seed=1, **size)
