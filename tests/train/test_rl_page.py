@@ -1,27 +1,23 @@
-"""The quick start of docs/rl.md runs as it stands and does what it says."""
+"""docs/rl-with-my-environment.md runs as it stands and does what it says."""
 
 import json
 import logging
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from skyrl.cli import main
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rl.md").read_text().split("\n## The demo\n")[0]
+PAGE = (Path(__file__).parents[2] / "docs" / "rl-with-my-environment.md").read_text()
 
 
-def block(language: str) -> str:
-    """The first block of the page in a language."""
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0]
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-COMMANDS = [
-    line.split()[1:]
-    for text in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-    for line in text.replace("\\\n", " ").splitlines()
-]
+COMMANDS = [shlex.split(line)[1:] for line in "".join(blocks("bash")).replace("\\\n", " ").splitlines()]
 
 
 def metrics() -> list[dict]:
@@ -29,13 +25,19 @@ def metrics() -> list[dict]:
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Run the commands of the page in a folder of their own, with further overrides and another last step to show."""
+def folder(tmp_path, monkeypatch) -> Path:
+    """A working directory with the files of the page."""
     monkeypatch.chdir(tmp_path)
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", root.handlers[:])
-    Path("prompts.jsonl").write_text(block("json"))
-    Path("rewards.py").write_text(block("python"))
+    Path("prompts.jsonl").write_text(blocks("json")[0])
+    Path("digits_env.py").write_text(blocks("python")[0])
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder):
+    """Run the commands of the page, with another last step, which is also the step that is printed."""
     made, train, rollouts = COMMANDS
 
     def run(steps: int) -> None:
@@ -46,10 +48,17 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def test_the_page_trains_with_its_reward_and_leaves_its_files(run, capfd):
+def test_the_environment_of_the_page_answers_as_the_page_says(folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(folder)
+    program = blocks("python")[1]
+    exec(program, {})
+    assert capsys.readouterr().out.splitlines() == re.findall(r"^print.*  # (.*)$", program, re.MULTILINE)
+
+
+def test_the_page_trains_in_its_environment_and_leaves_its_files(run, capfd):
     run(1)
     printed = capfd.readouterr().out
-    last = block("text").split("steps are taken\n")[1].replace("global_step_20", "global_step_1")
+    last = re.search(r"steps are taken\n(.*?)```", PAGE, re.DOTALL)[1].replace("global_step_20", "global_step_1")  # type: ignore[index]
     assert last in printed and "step 1: 64 samples, mean reward 0" in printed
     for folder in re.findall(r"digits/\S+", last):
         assert Path(folder).exists(), folder

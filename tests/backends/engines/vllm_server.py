@@ -67,7 +67,7 @@ def main() -> int:
             [*command, *OPTIONS.split()], env=variables, stdout=log, stderr=log, cwd=FOLDER, start_new_session=True
         )
     try:
-        _wait(server, url)
+        wait_for_vllm(server, url, FOLDER / "server.log")
         told = {"SKYRL_TEST_VLLM": url, "SKYRL_TEST_VLLM_MODEL": str(model), "VLLM_API_KEY": key}
         told["SKYRL_TEST_VLLM_PYTHON"] = str(python)
         files = ("test_engines.py", "test_vllm.py", "test_vllm_experts.py")
@@ -76,8 +76,8 @@ def main() -> int:
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
-    learning = ["tests/train/learning/test_learning_vllm.py", "--timeout=1800"]
-    return status or _run(learning, {"SKYRL_TEST_VLLM_PYTHON": str(python)})  # which starts servers of its own
+    own = ["tests/train/learning/test_learning_vllm.py", "tests/train/test_use_the_result.py", "-k", "vllm"]
+    return status or _run([*own, "--timeout=1800"], {"SKYRL_TEST_VLLM_PYTHON": str(python)})  # they start servers
 
 
 def _run(arguments: list[str], told: dict[str, str]) -> int:
@@ -88,7 +88,8 @@ def _run(arguments: list[str], told: dict[str, str]) -> int:
     ).returncode
 
 
-def _wait(server: subprocess.Popen[bytes], url: str) -> None:
+def wait_for_vllm(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    """Wait until a server answers. Raises SystemExit, with the end of its log, if it ends or takes too long."""
     until = time.monotonic() + START_S
     while True:
         try:
@@ -96,7 +97,7 @@ def _wait(server: subprocess.Popen[bytes], url: str) -> None:
             return
         except httpx.HTTPError:
             if server.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"vLLM has not started; see {FOLDER / 'server.log'}") from None
+                raise SystemExit(f"vLLM has not started:\n{log.read_text()[-2000:]}") from None
             time.sleep(1)
 
 
