@@ -43,8 +43,7 @@ def tokenizer(template: str = QWEN3) -> Any:
 
 
 @cache
-def reader(template: str = QWEN3) -> RowReader:
-    what = "last_assistant_message"
+def reader(template: str = QWEN3, what: str = "last_assistant_message") -> RowReader:
     return RowReader(Conversations(tokenizer(template), what), what)
 
 

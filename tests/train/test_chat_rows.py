@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyrl.errors import ConfigError
+from skyrl.train.sft import Example
 from skyrl.train.sft.pairs import Pair, PairReader
 
 # -- forms ------------------------------------------------------------------------------------------------------------
@@ -44,6 +45,9 @@ FORMS = {
         {**ANSWER, "reasoning": "Hm.", "reasoning_content": "Hm."},
         {**ANSWER, "reasoning_content": "Hm."},
     ),
+    "ShareGPT": ({"from": "gpt", "value": "Rain.", "reasoning": "Hm."}, {**ANSWER, "reasoning_content": "Hm."}),
+    "ShareGPT in parts": ({"from": "gpt", "value": [{"type": "text", "text": "Rain."}]}, ANSWER),
+    "a call of ShareGPT": ({"from": "function_call", "value": json.dumps(PARIS["function"])}, CALLED),
     "an argument that is null": (
         {**CALLED, "tool_calls": [call("weather", {"city": None})]},
         {**CALLED, "tool_calls": [call("weather", {"city": None})]},
@@ -60,6 +64,15 @@ def test_forms_of_an_answer_are_trained_on_as_what_they_mean(given, meant):
 def test_forms_of_an_answer_are_the_same_in_a_prompt_of_rl(tmp_path, given, meant):
     (found,) = prompts(lines(tmp_path, [{"prompt": [ASK, given, ASK]}]))
     assert tokenizer().decode(found) == oracle([ASK, meant, ASK], answering=True)
+
+
+def test_a_message_of_weight_0_is_not_trained_on_whatever_its_form():
+    first, turns = {**ANSWER, "weight": 0}, [ASK, ANSWER]
+    shared = [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value": "Rain.", "weight": 0}]
+    rows = {"messages": [ASK, first, *turns]}, {"conversations": [*shared, *turns]}
+    found = [reader(NO_CALLS, "all_assistant_messages").example(row) for row in rows]
+    assert all(isinstance(one, Example) for one in found)
+    assert [tokenizer().decode(one.token_ids[one.mask]) for one in found] == ["Rain.<|im_end|>"] * 2
 
 
 def test_arguments_are_trained_on_as_an_object():
@@ -136,7 +149,12 @@ REFUSED = [
     ({"role": "gpt", "content": "a"}, r"\[1\]\.role='gpt': .*; did you mean assistant\?"),
     ({"role": 3, "content": "a"}, r"\[1\]\.role=3: known"),
     ({"role": ["user"], "content": "a"}, r"\[1\]\.role=\['user'\]: known"),
-    ({"from": "gpt", "value": "a"}, r"\[1\]=.*has no role; .*belong in a column conversations"),
+    ({"content": "a"}, r"\[1\]=.*has no role"),
+    ({"from": "bot", "value": "a"}, r"\[1\]\.from='bot': known: system, human"),
+    ({"from": "gpt", "value": 3}, r"\[1\]\.value=3: give text"),
+    ({"from": "gpt"}, r"\[1\]\.value is missing or null"),
+    ({"from": "function_call", "value": "f(1)"}, r"\[1\]\.value='f\(1\)': .* not JSON"),
+    ({"from": "human", "value": "a", "weight": 0}, r"\[1\]\.weight=0: .*the assistant's messages only"),
     ({"role": "assistant", "content": None}, r"\[1\]\.content is missing or null"),
     ({"role": "assistant", "content": 3}, r"\[1\]\.content=3: give text"),
     ({"role": "assistant", "content": {"a": 1}}, r"\[1\]\.content=\{'a': 1\}: give text"),
@@ -192,7 +210,7 @@ ANYTHING = st.recursive(
     max_leaves=6,
 )
 PLACES = ["messages", "tools", "system", "prompt", "completion", "conversations", "text", "input_ids", "labels"]
-FIELDS = ["role", "content", "tool_calls", "reasoning_content", "name"]
+FIELDS = ["role", "content", "from", "value", "tool_calls", "reasoning_content", "name"]
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -2,8 +2,9 @@
 
 `read_chat` accepts the formats in which chats are published, and returns the format that chat templates read. There,
 `content` is text, or None if there are `tool_calls`. The arguments of a call are an object. Reasoning is in
-`reasoning_content`. `read_tools` does the same for tools. Both raise ConfigError with a message that begins with the
-place in the row (`messages[1].content=...`). Callers prepend file and row.
+`reasoning_content`. Messages may be in ShareGPT format (`from` and `value`). `read_tools` does the same for tools. Both
+raise ConfigError with a message that begins with the place in the row (`messages[1].content=...`). Callers prepend file
+and row.
 
 To accept another format, add it here, and add a row to the table of tests/train/test_chat_rows.py.
 """
@@ -20,6 +21,15 @@ from skyrl.train.data.files import Struct
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ELSEWHERE = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
 """Corresponding role, by the role name of another format."""
+CALLS = "function_call"
+SPEAKERS = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    CALLS: "assistant", "observation": "tool",
+}  # fmt: skip
+"""Role, by speaker name in ShareGPT format.
+
+The value of a `function_call` is JSON text: `{"name": ..., "arguments": {...}}`, or a list of such objects.
+"""
 REASONING = "reasoning_content"
 REASONING_NAMES = (REASONING, "reasoning", "thinking")
 """Names that published data use for the field with a model's reasoning."""
@@ -100,10 +110,12 @@ def short(value: object) -> str:
 
 
 def _message(given: Any, at: str) -> Message:
-    if not isinstance(given, Mapping) or given.get("role") is None:
-        also = "; messages with from and value belong in a column conversations" if _is_shared(given) else ""
-        raise ConfigError(f'{at}={short(given)}: has no role; give {{"role": "user", "content": "..."}}{also}')
+    if not isinstance(given, Mapping) or (given.get("role") is None and given.get("from") is None):
+        raise ConfigError(f'{at}={short(given)}: has no role; give {{"role": "user", "content": "..."}}')
     message = {key: without_padding(value, f"{at}.{key}") for key, value in given.items() if value is not None}
+    shared = "role" not in message
+    if shared:
+        message = _from_shared(message, at)
     role = message["role"]
     if role not in ROLES:
         meant = f"; did you mean {ELSEWHERE[role]}?" if isinstance(role, str) and role in ELSEWHERE else None
@@ -116,12 +128,23 @@ def _message(given: Any, at: str) -> Message:
     calls = message.pop("tool_calls", None)
     if calls is not None and calls != []:
         message["tool_calls"] = _calls(calls, role, f"{at}.tool_calls")
-    message["content"] = _content(message.get("content"), "tool_calls" in message, f"{at}.content")
+    message["content"] = _content(
+        message.get("content"), "tool_calls" in message, f"{at}.{'value' if shared else 'content'}"
+    )
     return _with_reasoning(message, at)
 
 
-def _is_shared(given: Any) -> bool:
-    return isinstance(given, Mapping) and "from" in given and "value" in given
+def _from_shared(given: Message, at: str) -> Message:
+    """Return a message in ShareGPT format with `role` and `content`. Raises ConfigError for an unknown speaker."""
+    message = {key: value for key, value in given.items() if key not in ("from", "value")}
+    speaker, said = str(given["from"]), given.get("value")
+    if speaker not in SPEAKERS:
+        near = did_you_mean(speaker, SPEAKERS)
+        raise ConfigError(f"{at}.from={short(given['from'])}: known: {', '.join(SPEAKERS)}{near}")
+    if speaker != CALLS:
+        return {**message, "role": SPEAKERS[speaker], "content": said}
+    calls = parsed(said, f"{at}.value") if isinstance(said, str) else said
+    return {**message, "role": SPEAKERS[speaker], "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
 def _content(value: Any, calls: bool, at: str) -> str | None:

@@ -15,21 +15,11 @@ import numpy as np
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.config.machinery.fields import did_you_mean
-from skyrl.train.data.chats import checked_text, columns_of, parsed, read_chat, read_tools, short
+from skyrl.train.data.chats import checked_text, columns_of, read_chat, read_tools, short
 from skyrl.train.sft.conversations import Conversations, Masked
 
 IGNORED = -100
 """Label of a token that is not trained on."""
-
-SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
-"""Role, by speaker name in ShareGPT format."""
-CALLS = "function_call"
-TOOLS = {CALLS: "assistant", "observation": "tool"}
-"""Role, by further speaker name for tool use.
-
-The value of a `function_call` is JSON text: `{"name": ..., "arguments": {...}}`, or a list of such objects.
-"""
 
 NO_ANSWER = "do not end with an assistant's message"
 NOTHING_TRAINED = "have nothing that is trained on"
@@ -87,7 +77,7 @@ class RowReader:
         elif row.get(self.messages_key) is not None:
             return self._conversation(self._chat(row[self.messages_key], self.messages_key), row)
         elif row.get("conversations") is not None:
-            return self._conversation(self._chat(_shared(row["conversations"]), "conversations"), row)
+            return self._conversation(self._chat(row["conversations"], "conversations"), row)
         elif row.get("prompt") is not None and row.get("completion") is not None:
             return self.answered(row["prompt"], row["completion"], row, "completion")
         elif row.get("instruction") is not None and row.get("output") is not None:
@@ -155,35 +145,6 @@ class RowReader:
                 f"{self.system_key}={short(system)}: the messages begin with a system message; leave out one"
             )
         return [{"role": "system", "content": system}, *messages]
-
-
-def _shared(given: Any) -> list[Message]:
-    """Convert messages from ShareGPT format. Raises ConfigError for an unknown speaker."""
-    if not isinstance(given, list) or not given:
-        raise ConfigError(f"conversations={short(given)}: give a list of messages, at least one")
-    messages: list[Message] = []
-    for number, one in enumerate(given):
-        at = f"conversations[{number}]"
-        if not isinstance(one, dict) or "from" not in one:
-            raise ConfigError(
-                f"{at}={short(one)}: give {{'from': ..., 'value': '...'}} with one of "
-                f"{', '.join(SPEAKERS)}; messages with role and content belong in a column messages"
-            )
-        known = SPEAKERS | TOOLS
-        role = known.get(str(one["from"]))
-        if role is None:
-            raise ConfigError(
-                f"{at}.from={short(one['from'])}: known: {', '.join(known)}{did_you_mean(str(one['from']), known)}"
-            )
-        said = _text(one.get("value"), f"{at}.value")
-        if one["from"] == CALLS:
-            calls = parsed(said, f"{at}.value")
-            messages.append(
-                {"role": role, "content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
-            )
-        else:
-            messages.append({"role": role, "content": said})
-    return messages
 
 
 def _text(value: Any, name: str, also: str = "") -> str:

@@ -213,7 +213,7 @@ def test_a_data_set_of_which_nothing_is_left_is_refused():
 
 def test_a_row_that_is_refused_is_named():
     with pytest.raises(ConfigError, match=r"talk, row 1: messages\[0\]=.*has no role"):
-        read_dataset("talk", [ROWS[0], {"messages": [{"from": "human", "value": "Go."}]}], reader())
+        read_dataset("talk", [ROWS[0], {"messages": [{"value": "Go."}]}], reader())
 
 
 @pytest.mark.parametrize(
@@ -223,11 +223,6 @@ def test_a_row_that_is_refused_is_named():
         ({"text": 3}, "text=3: give a string"),
         ({"prompt": [user("Go.")], "completion": "One."}, "prompt=.*may both be lists of messages"),
         ({"conversations": [{"from": "bot", "value": "Go."}]}, r"conversations\[0\].from='bot': known: system, human"),
-        ({"conversations": [user("Go.")]}, "a column messages"),
-        (
-            {"conversations": [{"from": "function_call", "value": "f(1)"}]},
-            r"conversations\[0\].value='f\(1\)': .* not JSON",
-        ),
         ({"messages": []}, r"messages=\[\]: give a list of messages"),
         ({"messages": [system("A"), *TALK], "system": "B"}, "the messages begin with a system message"),
         ({"messages": TALK, "tools": "{"}, "tools='{': this text is not JSON"),
