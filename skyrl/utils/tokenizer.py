@@ -116,6 +116,26 @@ class StopStrings:
         return any(stop in text for stop in self._stops)
 
 
+def named_ends(model: str) -> frozenset[int]:
+    """Return the end-of-sequence ids in generation_config.json or, if it has none, in config.json.
+
+    `model` is a folder, or the id of a hub model. Of a hub model, only files in the hub's local cache are read.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if not model:
+        return frozenset()
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        try:
+            found = try_to_load_from_cache(model, "config.json")
+        except HFValidationError:
+            return frozenset()
+        folder = Path(found).parent if isinstance(found, str) else folder
+    return frozenset().union(*_named_ids(folder, None).values())
+
+
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
     """Return the inverse of GPT-2's byte-level spelling: printable bytes map to themselves, others start at U+0100."""

@@ -17,11 +17,10 @@ SFT_DEFECTS = [
     Defect(
         "SFT.1",
         "the prompt is taken for the beginning of the conversation without looking",
-        [Edit(SFT + "conversations.py", "if token_ids[: len(before)] == before:", "if True:")],
+        [Edit(SFT + "conversations.py", "if agree == len(before) or text.startswith(shorter):", "if True:")],
         [
             MASKS + "test_a_message_that_the_template_renders_differently_once_there_is_more_is_refused",
             MASKS + "test_a_prompt_that_is_not_the_beginning_of_the_conversation_is_refused",
-            MASKS + "test_a_message_whose_first_letters_share_a_token_with_the_prompt_is_refused",
         ],
     ),
     Defect(

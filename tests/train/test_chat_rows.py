@@ -23,9 +23,12 @@ from chat_rows import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from skyrl.errors import ConfigError
-from skyrl.train.sft import Example
+from skyrl.train.data.template_form import TemplateForm
+from skyrl.train.rollouts.chat import Chat
+from skyrl.train.sft import Conversations, Example, RowReader
 from skyrl.train.sft.pairs import Pair, PairReader
 
 # -- forms ------------------------------------------------------------------------------------------------------------
@@ -70,9 +73,10 @@ def test_a_message_of_weight_0_is_not_trained_on_whatever_its_form():
     first, turns = {**ANSWER, "weight": 0}, [ASK, ANSWER]
     shared = [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value": "Rain.", "weight": 0}]
     rows = {"messages": [ASK, first, *turns]}, {"conversations": [*shared, *turns]}
-    found = [reader(NO_CALLS, "all_assistant_messages").example(row) for row in rows]
-    assert all(isinstance(one, Example) for one in found)
-    assert [tokenizer().decode(one.token_ids[one.mask]) for one in found] == ["Rain.<|im_end|>"] * 2
+    for row in rows:
+        found = reader(NO_CALLS, "all_assistant_messages").example(row)
+        assert isinstance(found, Example)
+        assert tokenizer().decode(found.token_ids[found.mask]) == "Rain.<|im_end|>"
 
 
 def test_arguments_are_trained_on_as_an_object():
@@ -140,6 +144,24 @@ def test_a_prompt_of_rl_with_reasoning_that_the_template_does_not_render_is_refu
 def test_a_template_that_takes_text_gets_arguments_as_text_and_reasoning_by_its_own_name():
     row = {"messages": [ASK, {**CALLED, "content": None, "reasoning_content": "Hm."}]}
     assert trained(row, TEXT_CALLS)[1] == '[weather {"city": "Paris"}]Hm.<|im_end|>'
+
+
+def test_a_row_with_tools_has_the_form_of_the_template_that_transformers_takes_for_it(tmp_path):
+    several = ("default", NO_CALLS), ("tool_use", TEXT_CALLS)
+    both: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer().backend_tokenizer, eos_token="<|im_end|>")
+    both.chat_template = dict(several)
+    what = "last_assistant_message"
+    rows = RowReader(Conversations(both, what), what)
+    found = rows.example({"messages": [ASK, CALLED], "tools": [WEATHER]})
+    assert isinstance(found, Example)
+    assert tokenizer().decode(found.token_ids[found.mask]) == '[weather {"city": "Paris"}]<|im_end|>'
+    with pytest.raises(ConfigError, match="the chat template does not render them"):
+        rows.example({"messages": [ASK, {**CALLED, "content": "Hm."}]})
+    form = TemplateForm(Chat(both).written)
+    (called,) = form.fit([CALLED], "prompt", [WEATHER])
+    assert called["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
+    with pytest.raises(ConfigError, match="the chat template does not render them"):
+        form.fit([{**CALLED, "content": "Hm."}], "prompt")
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

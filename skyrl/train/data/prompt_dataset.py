@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date, time, timedelta
 from decimal import Decimal
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -22,7 +23,7 @@ from skyrl.train.rollouts.episode import Prompt
 
 logger = logging.getLogger(__name__)
 
-Fit = Callable[[Sequence[Message], str], list[Message]]
+Fit = Callable[[Sequence[Message], str, Sequence[Any] | None], list[Message]]
 
 
 class PromptDataset:
@@ -49,7 +50,7 @@ class PromptDataset:
         default_env_class: str,
         prompt_length: Callable[[Prompt], int],
         max_prompt_length: int,
-        fit: Fit = lambda messages, column: list(messages),
+        fit: Fit = lambda messages, column, tools: list(messages),
         reward: str | None = None,
     ):
         self._prompts: list[Prompt] = []
@@ -111,9 +112,10 @@ def _prompt(row: Row, instance_id: str, default_env_class: str, fit: Fit, where:
     extras = dict(row)
     if extras.get("prompt") is None:
         raise ConfigError(f"has no column prompt, but {columns_of(row)}; rename the column with the chats")
-    messages = fit(read_chat(extras.pop("prompt"), "prompt"), "prompt")
+    messages = read_chat(extras.pop("prompt"), "prompt")
     if "tools" in extras:
         extras["tools"] = read_tools(extras["tools"], "tools")
+    messages = fit(messages, "prompt", extras.get("tools"))
     env_class = extras.pop("env_class", None)
     if env_class is None:
         env_class = default_env_class

@@ -4,10 +4,10 @@ A conversation is rendered as text and encoded as a whole, or continued. A conti
 template puts between a response and the next one. To find them, a small conversation is rendered in which the last
 answer is a marker. The text after the marker follows every answer. This text begins with the token that ends a turn.
 That is a special token, at which tokenizers split first. Encoding the text alone therefore gives the same tokens as
-encoding the whole conversation.
+encoding the whole conversation. Sampled tokens are never encoded again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -21,12 +21,17 @@ from skyrl.utils.chat_template import MARKER, SHORT
 
 LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
 """A longer chat than `SHORT`. The text after the marker must be equal in both."""
+ANCHORS = ("\n", "a", ".")
+"""Texts that may precede a text to encode it as the middle of a text, unless a token crosses the border."""
 REMEMBERED = 256
 """Maximum number of texts whose tokens are cached. Texts recur: all samples of a prompt, for example, have the same."""
 
 
 class ChatTokenizer(Protocol):
     """The methods of a `transformers` tokenizer that are used here."""
+
+    name_or_path: str
+    """Folder or hub id of its model. Empty: neither."""
 
     @property
     def eos_token_id(self) -> Any: ...
@@ -57,9 +62,20 @@ class Chat:
     """
 
     def __init__(
-        self, tokenizer: ChatTokenizer, template: str | None = None, variables: Mapping[str, Any] | None = None
+        self,
+        tokenizer: ChatTokenizer,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        ends: Collection[int] = (),
     ):
-        """Render with `template` (None: the tokenizer's own) and `variables` (`chat_template_kwargs`)."""
+        """Create the chat of a model.
+
+        Args:
+            tokenizer: Encodes text and renders chats.
+            template: Chat template. None: the tokenizer's own.
+            variables: Additional variables of the template (`chat_template_kwargs`).
+            ends: Further tokens that end a turn, as the model's generation_config.json lists them.
+        """
         self._tokenizer = tokenizer
         self._tokens = lru_cache(REMEMBERED)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
         self._options = {**(variables or {}), "tokenize": False}
@@ -81,21 +97,21 @@ class Chat:
                 f"the chat template cannot be rendered with chat_template_kwargs={dict(variables or {})}: {error}; "
                 f"{way_out}"
             ) from error
-        first = self._encode(after_answer or "")[:1]
+        first = self.encode(after_answer or "")[:1]
         self.end_of_turn: int = first[0] if first and first[0] in self._added else tokenizer.eos_token_id
         """Token that the template puts after an assistant message. If it puts none there, the eos_token."""
         self.extra_end: int | None = None if self.end_of_turn == tokenizer.eos_token_id else self.end_of_turn
         """`end_of_turn` if it is not the tokenizer's eos_token. Samplers then need it as an additional stop token."""
-        self._ends = {self.end_of_turn, tokenizer.eos_token_id}
+        self._ends = {self.end_of_turn, tokenizer.eos_token_id, *ends}
         self._checked: set[tuple[str, ...]] = set()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the tokens of a conversation, up to the start of the model's next message."""
         return self._encode(self._text(messages, tools))
 
-    def written(self, messages: Sequence[Message]) -> str:
+    def written(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
         """Return the text of a complete conversation, without the start of a next message."""
-        return self._text(messages, None, answering=False)
+        return self._text(messages, tools, answering=False)
 
     def continuation(self, observations: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the tokens between a response and the next one: end of turn, messages, start of the next turn.
@@ -108,10 +124,17 @@ class Chat:
         if roles not in self._checked:
             self._check(text, self._after_marker([*LONG, *observations], tools), roles)
             self._checked.add(roles)
-        return self._encode(text or "")
+        return self.encode(text or "")
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of plain text."""
+        """Return the tokens of text that follows other tokens.
+
+        They lack the marker of a space that SentencePiece tokenizers put at the start of a text.
+        """
+        for anchor in ANCHORS:
+            before, whole = self._encode(anchor), self._encode(anchor + text)
+            if before and whole[: len(before)] == before:
+                return whole[len(before) :]
         return self._encode(text)
 
     def ended(self, response: Sequence[int]) -> bool:
@@ -119,9 +142,9 @@ class Chat:
         return bool(response) and response[-1] in self._ends
 
     def text(self, response: Sequence[int]) -> str:
-        """Return the text of a response, without special tokens."""
-        ids = np.asarray(response, np.int64)  # transformers looks at each item of a list
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Return the text of a response, without the token that ends its turn. Other special tokens are part of it."""
+        ids = np.asarray(response[:-1] if self.ended(response) else response, np.int64)  # of a list, each item is read
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, answering: bool = True) -> str:
         options = {"add_generation_prompt": answering} | ({"tools": list(tools)} if tools else {})
@@ -147,6 +170,6 @@ class Chat:
             raise ConfigError(f"{what}it does not render an assistant's content as it is{way_out}")
         if short != long:
             raise ConfigError(f"{what}it renders them differently after another conversation{way_out}")
-        if self._encode(short)[:1] != [self.end_of_turn]:
+        if self.encode(short)[:1] != [self.end_of_turn]:
             start = short[:20]
             raise ConfigError(f"{what}after it comes {start!r}, not a token that ends a turn{way_out}")

@@ -37,6 +37,7 @@ from skyrl.train.rollouts.limits import RateLimiter
 from skyrl.train.rollouts.sampler import Sampler
 from skyrl.train.rollouts.templates import load_template
 from skyrl.train.rollouts.trajectory import Trajectory, TrajectoryId
+from skyrl.utils.tokenizer import named_ends
 
 Phase = Literal["train", "eval"]
 Group = list[Trajectory]
@@ -47,7 +48,8 @@ T = TypeVar("T")
 
 def chat_of(config: GeneratorConfig, tokenizer: ChatTokenizer) -> Chat:
     """Create the `Chat` for rollouts. Raises ConfigError if the template cannot be used as configured."""
-    chat = Chat(tokenizer, load_template(config.chat_template), config.chat_template_kwargs)
+    ends = named_ends(tokenizer.name_or_path)
+    chat = Chat(tokenizer, load_template(config.chat_template), config.chat_template_kwargs, ends)
     if config.max_turns > 1 and history_class(config) is TokenHistory:
         chat.continuation([{"role": "user", "content": "A"}])
     return chat

@@ -2,9 +2,11 @@
 
 If the chat template marks assistant messages (`{% generation %}`), the mask follows these markers. With other
 templates, the messages before an assistant message are rendered as its prompt, and its tokens are those after the
-prompt. This works only if the prompt's tokens are a prefix of the whole conversation's tokens. A template may render
-earlier messages differently in a longer conversation (Qwen3 drops earlier reasoning). The prefix is therefore checked
-for each message, and a conversation that fails the check is rejected.
+longest common prefix of the prompt's tokens and the whole conversation's tokens, as in TRL. If the last characters of
+the prompt and the first of the answer share a token, this token is thus trained on. Plain text follows the same rule.
+
+A template may render earlier messages differently in a longer conversation (Qwen3 drops earlier reasoning). The text of
+the prompt must therefore be a prefix of the whole text; other conversations are rejected.
 """
 
 import re
@@ -31,6 +33,12 @@ class Masked(NamedTuple):
     token_ids: list[int]
     mask: list[bool]
     """True for each token that is trained on."""
+
+
+def _agreeing(some: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    unequal = (at for at, (one, another) in enumerate(zip(some, other, strict=False)) if one != another)
+    return next(unequal, min(len(some), len(other)))
 
 
 def _said(messages: Sequence[Message]) -> list[int]:
@@ -64,7 +72,8 @@ class Conversations:
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = special | set(tokenizer.all_special_ids)
         self._check_syntax()
-        self.form = TemplateForm(lambda messages: self._text(messages, None))
+        self._first, self._last = self._added_tokens()
+        self.form = TemplateForm(self._text)
         """Message format that the chat template expects."""
 
     def masked(
@@ -100,18 +109,32 @@ class Conversations:
     def completed(self, prompt: str, completion: str) -> Masked:
         """Tokenize a prompt and its completion, both plain text.
 
-        Only the completion is trained on, unless `train_on_what` is all_tokens. The tokenizer's start token, if any,
-        comes first. The end-of-sequence token is appended unless the completion already ends with it. Prompt and
-        completion are encoded separately, as in generation.
+        Only the completion is trained on, unless `train_on_what` is all_tokens. Both are encoded as one text, with the
+        special tokens that the tokenizer adds around a text, except those that the text has. The end-of-sequence token
+        is appended unless the completion already ends with it.
         """
-        start = self._tokenizer.encode(prompt, add_special_tokens=True)
         end = self._tokenizer.eos_token_id
         if not isinstance(end, int):
             raise ConfigError("the tokenizer has no eos_token, so that no text can end; set eos_token in its folder")
-        start = start[: -1 if start and start[-1] == end else None]
-        said = self._encode(completion)
-        said += [end] * (not said or said[-1] != end)
-        return Masked([*start, *said], [self._what == "all_tokens"] * len(start) + [True] * len(said))
+        token_ids, before = self._begun(prompt + completion), self._begun(prompt)
+        if token_ids[len(token_ids) - len(self._last) :] != self._last:
+            token_ids += self._last
+        start = _agreeing(before, token_ids)
+        if len(token_ids) == start or token_ids[-1] != end:
+            token_ids.append(end)
+        return Masked(token_ids, [self._what == "all_tokens"] * start + [True] * (len(token_ids) - start))
+
+    def _added_tokens(self) -> tuple[list[int], list[int]]:
+        """Return the special tokens that the tokenizer adds before and after a text."""
+        whole, inner = self._tokenizer.encode("a", add_special_tokens=True), self._encode("a")
+        around = range(len(whole) - len(inner) + 1)
+        start = next((at for at in around if whole[at : at + len(inner)] == inner), 0)
+        return list(whole[:start]), list(whole[start + len(inner) :])
+
+    def _begun(self, text: str) -> list[int]:
+        """Encode a text. The special tokens that begin a sequence come first, once."""
+        token_ids = self._encode(text)
+        return token_ids if token_ids[: len(self._first)] == self._first else [*self._first, *token_ids]
 
     def _check_syntax(self) -> None:
         """Raise ConfigError if the template has a syntax error. Otherwise, the error would be attributed to a row."""
@@ -174,7 +197,8 @@ class Conversations:
 
     def _by_prefixes(self, messages: Sequence[Message], tools: list[Any] | None, chosen: list[int]) -> Masked:
         """Mask the tokens that each chosen message adds to the messages before it."""
-        token_ids = self._encode(self._text(messages, tools))
+        text = self._text(messages, tools)
+        token_ids = self._encode(text)
         mask = [False] * len(token_ids)
         for number in chosen:
             if number == 0:
@@ -182,25 +206,29 @@ class Conversations:
                     "messages[0] is an assistant's, so that there is no prompt for it; begin with a message of "
                     "another role, or use a chat_template with {% generation %} markers"
                 )
-            start = self._prefix(token_ids, messages, number, tools, prompt=True)
-            last = number == len(messages) - 1
-            end = len(token_ids) if last else self._prefix(token_ids, messages, number + 1, tools, prompt=False)
+            before = self._prefix(text, token_ids, messages[:number], tools, prompt=True)
+            start, end = _agreeing(before, token_ids), len(token_ids)
+            if number < len(messages) - 1:
+                upto = self._prefix(text, token_ids, messages[: number + 1], tools, prompt=False)
+                end = _agreeing(upto, token_ids)
+                end += end < len(upto)  # the next token has the message's last characters and those that follow
             for at in range(start, self._without_glue(token_ids, start, end)):
                 mask[at] = True
         return Masked(token_ids, mask)
 
     def _prefix(
-        self, token_ids: list[int], messages: Sequence[Message], count: int, tools: list[Any] | None, prompt: bool
-    ) -> int:
-        """Return the number of tokens of the first `count` messages.
+        self, text: str, token_ids: list[int], messages: Sequence[Message], tools: list[Any] | None, prompt: bool
+    ) -> list[int]:
+        """Return the tokens of the first messages.
 
-        Raise ConfigError unless they are a prefix of `token_ids`.
+        Raise ConfigError unless the whole conversation, of which `text` and `token_ids` are given, begins with them.
         """
-        before = self._encode(self._text(messages[:count], tools, prompt))
-        if token_ids[: len(before)] == before:
-            return len(before)
-        agree = next((at for at, (one, other) in enumerate(zip(before, token_ids, strict=False)) if one != other), None)
-        agree = min(len(before), len(token_ids)) if agree is None else agree
+        shorter = self._text(messages, tools, prompt)
+        before = self._encode(shorter)
+        agree = _agreeing(before, token_ids)
+        if agree == len(before) or text.startswith(shorter):
+            return before
+        count = len(messages)
         what = f"the prompt for messages[{count}]" if prompt else f"the conversation up to messages[{count - 1}]"
         raise ConfigError(
             f"the chat template renders {what} differently within the whole conversation: from token {agree} on, "
@@ -229,7 +257,7 @@ class Conversations:
         last = next((at for at in range(end - 1, start - 1, -1) if token_ids[at] in self._special), end - 1)
         return end if self._tokenizer.decode(token_ids[last + 1 : end]).strip() else last + 1
 
-    def _text(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
+    def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool = False) -> str:
         return self._tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **self._options
         )

@@ -49,6 +49,11 @@ class Example:
         return (self,)
 
     @property
+    def start(self) -> int:
+        """Position of the first trained token."""
+        return int(self.mask.argmax())
+
+    @property
     def trained_tokens(self) -> int:
         """Number of trained tokens."""
         return int(self.mask.sum())
@@ -75,9 +80,9 @@ class RowReader:
         if row.get("input_ids") is not None:
             masked = _pretokenized(row)
         elif row.get(self.messages_key) is not None:
-            return self._conversation(self._chat(row[self.messages_key], self.messages_key), row)
+            return self._conversation(self._chat(row[self.messages_key], self.messages_key, row), row)
         elif row.get("conversations") is not None:
-            return self._conversation(self._chat(row["conversations"], "conversations"), row)
+            return self._conversation(self._chat(row["conversations"], "conversations", row), row)
         elif row.get("prompt") is not None and row.get("completion") is not None:
             return self.answered(row["prompt"], row["completion"], row, "completion")
         elif row.get("instruction") is not None and row.get("output") is not None:
@@ -104,13 +109,16 @@ class RowReader:
             name: Name of the column with the answer.
         """
         if isinstance(prompt, list) and isinstance(answer, list):
-            said = self._chat(answer, name)
-            return self._conversation([*self._chat(prompt, "prompt"), *said], row, len(said))
+            said = self._chat(answer, name, row)
+            return self._conversation([*self._chat(prompt, "prompt", row), *said], row, len(said))
         also = f"; prompt and {name} may both be lists of messages"
         return self._cut(self.conversations.completed(_text(prompt, "prompt", also), _text(answer, name, also)))
 
-    def _chat(self, value: Any, column: str) -> list[Message]:
-        return self.conversations.form.fit(read_chat(value, column), column)
+    def _chat(self, value: Any, column: str, row: Mapping[str, Any]) -> list[Message]:
+        return self.conversations.form.fit(read_chat(value, column), column, self._tools(row))
+
+    def _tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        return read_tools(row.get(self.tools_key), self.tools_key)
 
     def _conversation(
         self, messages: list[Message], row: Mapping[str, Any], completion: int | None = None
@@ -118,8 +126,7 @@ class RowReader:
         messages = self._with_system(messages, row)
         if self.train_on_what != "all_tokens" and messages[-1]["role"] != "assistant":
             return NO_ANSWER
-        tools = read_tools(row.get(self.tools_key), self.tools_key)
-        example = self._cut(self.conversations.masked(messages, tools, completion))
+        example = self._cut(self.conversations.masked(messages, self._tools(row), completion))
         if isinstance(example, str) or completion is not None or self.train_on_what != "last_assistant_message":
             return example
         turn = itertools.takewhile(lambda message: message["role"] != "user", reversed(messages[:-1]))

@@ -1,7 +1,7 @@
 """Conversion of rows of preference data to pairs of examples, one with the chosen and one with the rejected answer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl.envs.env import Message
@@ -59,15 +59,33 @@ class PairReader:
         if chosen == rejected:
             return SAME
         prompt = row.get("prompt")
-        if isinstance(chosen, list) and not isinstance(prompt, list):
-            prompt, chosen, rejected = _parted(prompt, read_chat(chosen, "chosen"), read_chat(rejected, "rejected"))
+        if isinstance(chosen, list):
+            chosen, rejected = read_chat(chosen, "chosen"), read_chat(rejected, "rejected")
+            if not isinstance(prompt, list):
+                prompt, chosen, rejected = _parted(prompt, chosen, rejected)
         if prompt is None:
             raise ConfigError("there is no prompt; give one, or lists of messages that both begin with it")
+        answers = chosen, rejected
         first = self.rows.answered(prompt, chosen, row, "chosen")
         second = self.rows.answered(prompt, rejected, row, "rejected")
         if isinstance(first, str) or isinstance(second, str):
             return first if isinstance(first, str) else str(second)
-        return SAME if first.token_ids.tolist() == second.token_ids.tolist() else Pair(first, second)
+        if first.token_ids.tolist() == second.token_ids.tolist():
+            return SAME
+        if all(isinstance(one, str) or (one[0]["role"] == "assistant" and one[0].get("weight", 1)) for one in answers):
+            first, second = (_trained_from(min(first.start, second.start), one) for one in (first, second))
+        return Pair(first, second)
+
+
+def _trained_from(start: int, example: Example) -> Example:
+    """Return the example, trained on from `start` on.
+
+    Both answers are trained on from the same token on, as in TRL. Otherwise, if the last characters of the prompt share
+    a token with one answer only, the probabilities of both answers would be of different texts.
+    """
+    mask = example.mask.copy()
+    mask[start : example.start] = True
+    return replace(example, mask=mask)
 
 
 def _parted(

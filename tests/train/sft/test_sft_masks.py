@@ -93,13 +93,12 @@ def test_a_prompt_that_is_not_the_beginning_of_the_conversation_is_refused():
         got("qwen3", messages, "last_assistant_message", enable_thinking=False)
 
 
-def test_a_message_whose_first_letters_share_a_token_with_the_prompt_is_refused():
+def test_a_message_whose_first_letters_share_a_token_with_the_prompt_is_trained_on_with_that_token():
     spaced = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
     chats = Conversations(
         tokenizer("plain"), "last_assistant_message", spaced + "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    with pytest.raises(ConfigError, match=r"from token \d+ on, ' ' became ' the'"):
-        chats.masked([user("Go."), assistant("the")])
+    assert chats.masked([user("Go."), assistant("the")]) == golden("plain", "user: Go.assistant:[[ the]]")
 
 
 def test_markers_of_the_template_say_what_is_trained_on_where_prefixes_cannot():
