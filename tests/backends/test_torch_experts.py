@@ -1,12 +1,11 @@
 """Models with experts on torch: adapters leave out routers and stacked experts."""
 
-import numpy as np
 import pytest
 import torch
 from torch_models import EXPERTS, make_model
 
-from driver import create, finish, new_id, random_datum
-from skyrl.backends.operations import CreateModel, ForwardBackward
+from driver import finish, new_id
+from skyrl.backends.operations import CreateModel
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
 from skyrl.backends.torch.base_model.lora import targets_of
@@ -44,22 +43,3 @@ def test_a_refusal_of_train_mlp_names_the_ways_out(tmp_path):
     backend.close()
     assert error.startswith("lora_config.train_mlp=True: PhimoeForCausalLM has no linear map there")
     assert error.endswith("set it to False, or use --backend jax if that supports the architecture")
-
-
-@pytest.mark.parametrize("noise", ["router_jitter_noise", "input_jitter_noise"])
-def test_gradient_checkpointing_does_not_switch_on_the_noise_of_a_router(tmp_path, noise):
-    folder = make_model(tmp_path, "phimoe", **{noise: 0.5})
-    backend = TorchBackend(str(folder), TorchBackendConfig(max_lora_rank=8, gradient_checkpointing=True))
-    create(backend, train_mlp=False)
-    data = [random_datum(31)]
-    first, second = (
-        finish(
-            backend,
-            ForwardBackward(
-                request_id=new_id(), model_id="model", data=data, loss_fn="cross_entropy", forward_only=True
-            ),
-        )
-        for _ in range(2)
-    )
-    backend.close()
-    np.testing.assert_array_equal(first.loss_fn_outputs[0]["logprobs"], second.loss_fn_outputs[0]["logprobs"])

@@ -67,6 +67,8 @@ EXPERTS = {
     ),
 }
 """By model type: routers of several kinds."""
+NOISY = {"opt": lambda: transformers.OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32)}
+"""By model type: layers that are dropped at random in training mode."""
 REFUSED = {"gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None)}
 """By model type: no linear maps."""
 
@@ -79,7 +81,7 @@ def make_model(folder: Path, kind: str, **options) -> Path:
         "eos_token_id": tokenizer.token_to_id(END),
         "pad_token_id": tokenizer.token_to_id(PAD),
     }
-    config = (CONFIGS | UNSAMPLED | UNPACKED | EXPERTS | REFUSED)[kind]()
+    config = (CONFIGS | UNSAMPLED | UNPACKED | EXPERTS | NOISY | REFUSED)[kind]()
     config.update({**special, **options})
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 """Settings of config.json that must be at least 1."""
-RANDOM = ("dropout", "pdrop", "dropout_prob", "jitter_noise", "jitter_eps")
-"""Endings of names of settings that make passes in training mode random."""
 NAMED = 3
 """Maximum tensors that an error names."""
 
@@ -151,13 +149,11 @@ def _check_linear(model: Any, folder: Path) -> None:
     )
 
 
-def layers_of(model: Any, folder: Path) -> Sequence[nn.Module]:
-    """Modules that are gathered one at a time if weights are sharded. Raises `RequestError` if there are none."""
+def layers_of(model: Any, folder: Path, purpose: str = "shard; leave fsdp_size at 1") -> Sequence[nn.Module]:
+    """Decoder blocks of a model. Raises `RequestError` if it has no list of them; `purpose` is what to do instead."""
     if layers := _layers(model):
         return layers
-    raise RequestError(
-        f"base_model={folder}: {model.config.model_type} has no list of layers to shard; leave fsdp_size at 1"
-    )
+    raise RequestError(f"base_model={folder}: {model.config.model_type} has no list of layers to {purpose}")
 
 
 def _layers(model: Any) -> Sequence[nn.Module]:
@@ -316,7 +312,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 def _settings(folder: Path, device: torch.device, options: LoadOptions) -> tuple[Any, torch.dtype]:
-    """Configuration of a model, in which dropout and noise are off, and the dtype of its weights."""
+    """Configuration of a model, and the dtype of its weights."""
     from transformers import AutoConfig
     from transformers.utils import logging as hf_logging
 
@@ -327,9 +323,6 @@ def _settings(folder: Path, device: torch.device, options: LoadOptions) -> tuple
     except Exception as error:  # of any type, as each configuration class has checks of its own
         raise _cannot_load(folder, error) from error
     config = _text_part(config, folder)
-    for name in vars(config):
-        if name.endswith(RANDOM) and isinstance(getattr(config, name), float):
-            setattr(config, name, 0.0)
     dtype: Any = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(options.dtype)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16

@@ -10,12 +10,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import DropoutArrays
@@ -135,9 +137,9 @@ class LoadedModel:
                 self._try_together(folder, wanted)
             self.cache_shapes = self.base.run(self._cache_shapes)
         if options.gradient_checkpointing:
-            renamed = getattr(self.hf, "activation_checkpointing_enable", None)  # renamed in transformers 5
-            (renamed or self.hf.gradient_checkpointing_enable)({"use_reentrant": False})
-            self.hf.train()  # transformers checkpoints only in training mode; there is no dropout
+            # transformers does it only in training mode, in which layers are dropped and noise is added
+            for layer in layers_of(self.hf, folder, "recompute; set gradient_checkpointing to false"):
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
     @property
     def tile_ranks(self) -> int:
