@@ -150,7 +150,7 @@ def train(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """prepare published data sets for RL: skyrl data prepare gsm8k, math, dapo-math"""
+    """check a file of rows, or prepare published data sets for RL: skyrl data check, prepare"""
     from skyrl.train.prepare.commands import main
 
     return main(argv)

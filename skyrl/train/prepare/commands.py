@@ -1,4 +1,4 @@
-"""`skyrl data prepare`: convert published data sets to rows for `skyrl train rl`."""
+"""`skyrl data prepare`: convert published data sets to rows for `skyrl train rl`. `skyrl data check`: print rows."""
 
 import argparse
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.data.files import FILE_READERS
+from skyrl.train.prepare.check import check_file
 from skyrl.train.prepare.preparing import Prepared, prepare
 from skyrl.train.prepare.published import PUBLISHED
 from skyrl.train.prepare.sources import find_sources
@@ -30,12 +31,14 @@ def prepare_rows(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Command] = {"prepare": prepare_rows}
+COMMANDS: dict[str, Command] = {"check": check_file, "prepare": prepare_rows}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command that `argv` names. Returns the exit status."""
-    return run_subcommand(argv, COMMANDS, prog="skyrl data", description="Make data for training.", kind="command")
+    return run_subcommand(
+        argv, COMMANDS, prog="skyrl data", description="Make data for training, and check them.", kind="command"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

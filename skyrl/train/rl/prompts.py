@@ -43,12 +43,17 @@ class TrainingPrompts:
 
 def training_prompts(config: SkyRLTrainConfig, chat: Chat) -> TrainingPrompts:
     """Create the training prompts of a new run. Raises ConfigError if data are missing or too few."""
-    dataset = _dataset(config, "data.train_data", config.data.train_data, chat)
+    dataset = training_data(config, chat)
     settings = config.trainer
     order = PromptOrder(
         len(dataset), batch_size=settings.train_batch_size, seed=settings.seed, fingerprint=dataset.fingerprint
     )
     return TrainingPrompts(dataset, order)
+
+
+def training_data(config: SkyRLTrainConfig, chat: Chat) -> PromptDataset:
+    """Read the training data. Raises ConfigError if they are missing or malformed."""
+    return _dataset(config, "data.train_data", config.data.train_data, chat)
 
 
 def evaluation_prompts(config: SkyRLTrainConfig, chat: Chat) -> list[Prompt]:
@@ -61,7 +66,7 @@ def evaluation_prompts(config: SkyRLTrainConfig, chat: Chat) -> list[Prompt]:
 
 def first_prompts(config: SkyRLTrainConfig, chat: Chat, count: int) -> list[Prompt]:
     """Return the first prompts of the training data, at most `count`. Raises ConfigError if data are missing."""
-    dataset = _dataset(config, "data.train_data", config.data.train_data, chat)
+    dataset = training_data(config, chat)
     return [dataset[index] for index in range(min(count, len(dataset)))]
 
 

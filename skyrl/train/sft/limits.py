@@ -8,6 +8,17 @@ import numpy as np
 from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig
 from skyrl.train.sft.datasets import Dataset
+from skyrl.train.strategy.base_model import model_sizes
+
+
+def check_rows(config: SFTConfig, datasets: Sequence[Dataset[Any]]) -> None:
+    """Raise ConfigError if a row exceeds the limits in the model's config.json. Runs before the model is loaded."""
+    assert config.model.path is not None
+    sizes = model_sizes(config.model.path)
+    if sizes.context is not None:
+        check_lengths(datasets, config, sizes.context)
+    if sizes.vocabulary is not None:
+        check_token_ids(datasets, config, sizes.vocabulary)
 
 
 def check_lengths(datasets: Sequence[Dataset[Any]], config: SFTConfig, limit: int) -> None:

@@ -1,10 +1,9 @@
 """Complete runs of supervised fine-tuning (`skyrl train sft`) or preference optimization (`skyrl train dpo`)."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import Any
 
 from skyrl.errors import ConfigError
 from skyrl.train.callbacks import load_callbacks
@@ -15,11 +14,10 @@ from skyrl.train.places import place_of
 from skyrl.train.policies import Learner, Models
 from skyrl.train.sft import load_datasets
 from skyrl.train.sft.conversations import ChatTokenizer
-from skyrl.train.sft.datasets import Dataset
-from skyrl.train.sft.limits import check_lengths, check_token_ids
+from skyrl.train.sft.limits import check_rows
 from skyrl.train.sft.methods import MODEL, Method, method_of
 from skyrl.train.sft.trainer import SFTTrainer, Summary, checked_order, checkpoint_store, resume_mode
-from skyrl.train.strategy.base_model import check_base_model, check_model_given, load_tokenizer, model_sizes
+from skyrl.train.strategy.base_model import check_base_model, check_model_given, load_tokenizer
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.strategy import create_sft
 from skyrl.train.strategy.validate import validate_sft
@@ -44,7 +42,7 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
     load, tokenizer = _checked(config)
     callbacks = load_callbacks(config.callbacks, "callbacks")
     train, evaluation = load_datasets(config, tokenizer, loader)
-    _check_rows(config, (*train, *evaluation))
+    check_rows(config, (*train, *evaluation))
     order = checked_order(config, train)
     with ExitStack() as stack:
         interruption = Interruption()
@@ -93,7 +91,7 @@ async def evaluate_sft(config: SFTConfig) -> Metrics:
     """
     load, tokenizer = _checked(config)
     _, evaluation = load_datasets(replace(config, train_datasets=[]), tokenizer)
-    _check_rows(config, evaluation)
+    check_rows(config, evaluation)
     where = config.init_from
     with ExitStack() as stack:
         models = stack.enter_context(load())
@@ -129,16 +127,6 @@ def _checked(config: SFTConfig) -> tuple[Callable[[], AbstractContextManager[Mod
             f"max_length={config.max_length}: {base_model} was made for {longest} tokens; use at most that"
         )
     return load, load_tokenizer(base_model, BASE_MODEL)
-
-
-def _check_rows(config: SFTConfig, datasets: Sequence[Dataset[Any]]) -> None:
-    """Raise ConfigError if a row exceeds the limits in the model's config.json. Runs before the model is loaded."""
-    assert config.model.path is not None
-    sizes = model_sizes(config.model.path)
-    if sizes.context is not None:
-        check_lengths(datasets, config, sizes.context)
-    if sizes.vocabulary is not None:
-        check_token_ids(datasets, config, sizes.vocabulary)
 
 
 async def _begin_with(path: str, config: SFTConfig, learner: Learner, method: Method) -> None:

@@ -1,0 +1,168 @@
+"""`skyrl data check`: print the rows of a file as a run reads them, with the trained tokens marked.
+
+Rows are read by the trainers' own readers, with the run's configuration. Of the model, only the tokenizer and
+config.json are read.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from skyrl.errors import ConfigError, RequestError, StorageError
+from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
+from skyrl.train.data.files import read_rows
+from skyrl.utils.arguments import ArgumentParser
+
+PROG = "skyrl data check"
+SHOWN = 3
+"""Number of rows to print by default."""
+KINDS: Mapping[str, type[SFTConfig | SkyRLTrainConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "rl": SkyRLTrainConfig}
+"""Configuration class, by kind of training."""
+BRACKETS = ("⟦", "⟧")
+COLOURED = ("\x1b[32m⟦", "⟧\x1b[0m")
+"""Marks around the trained text, without and with colour."""
+
+
+def check_file(argv: Sequence[str]) -> int:
+    """print the rows of a file as a run reads them, with what is trained on marked (skyrl data check --help)"""
+    given = _parser().parse_intermixed_args(argv)
+    sys.path.append(os.getcwd())  # for custom environments (`module:name`)
+    encoding = sys.stdout.encoding
+    try:
+        for line in _lines(given):
+            print(line.encode(encoding, "backslashreplace").decode(encoding))
+    except (ConfigError, RequestError, StorageError) as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=PROG,
+        description="Print the first rows of a file as a run reads them: the text of their tokens, with what is "
+        f"trained on between {BRACKETS[0]} and {BRACKETS[1]}; then how many rows are left out and why. Loads no "
+        "weights.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", metavar="FILE", help="file, or data set of the hub, as a run takes it")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="fields of the run")
+    parser.add_argument("--config", metavar="FILE", help="configuration file of the run; overrides are laid over it")
+    parser.add_argument("--kind", choices=KINDS, help="kind of training (default: the one that the columns fit)")
+    parser.add_argument("--model", metavar="MODEL", help="folder or hub id of the model")
+    parser.add_argument("--rows", type=int, default=SHOWN, metavar="N", help=f"rows to print (default: {SHOWN})")
+    parser.add_argument("--row", type=int, metavar="N", help="row to print instead (the first is row 0)")
+    return parser
+
+
+def _lines(given: Any) -> Iterator[str]:
+    kind = given.kind or _kind_of(given.file)
+    yield f"{given.file}: rows for skyrl train {kind}{'' if given.kind else ' (--kind sets another)'}"
+    config = _config(KINDS[kind], given)
+    yield from _prompts(config, given) if isinstance(config, SkyRLTrainConfig) else _examples(config, given)
+
+
+def _kind_of(source: str) -> str:
+    """Return the kind of training that the columns of the first row fit."""
+    row = next(iter(read_rows(source)), {})
+    has = {name for name, value in row.items() if value is not None}
+    if {"chosen", "rejected"} <= has:
+        return "dpo"
+    return "rl" if "prompt" in has and not has & {"completion", "messages", "conversations", "input_ids"} else "sft"
+
+
+def _config(cls: type[SFTConfig | SkyRLTrainConfig], given: Any) -> SFTConfig | SkyRLTrainConfig:
+    """Return the resolved configuration of a run on the file."""
+    is_rl = issubclass(cls, SkyRLTrainConfig)
+    fields: dict[str, Any] = {"data.train_data" if is_rl else "train_datasets": [given.file]}
+    if given.model is not None:
+        fields["trainer.policy.model.path" if is_rl else "model.path"] = given.model
+    overrides = [*given.overrides, *(f"{name}={json.dumps(value)}" for name, value in fields.items())]
+    config = cls.from_cli_overrides(overrides) if given.config is None else cls.from_file(given.config, overrides)
+    return config.resolve()
+
+
+def _examples(config: SFTConfig, given: Any) -> Iterator[str]:
+    """Yield the lines about examples or pairs: the wanted rows, then a summary of all."""
+    from skyrl.train.sft.datasets import load_datasets
+    from skyrl.train.sft.limits import check_rows
+    from skyrl.train.strategy.base_model import check_model_given, load_tokenizer
+
+    assert config.model.path is not None  # or the configuration would not have resolved
+    check_model_given(config.model, "model.path", config.example)
+    tokenizer = load_tokenizer(config.model.path, "model.path")
+    dataset = load_datasets(config, tokenizer)[0][0]
+    reasons = {row: reason for reason, rows in dataset.left_out.items() for row in rows}
+    used = dict(zip((row for row in range(dataset.rows) if row not in reasons), dataset.examples, strict=True))
+    for row in _wanted(given, dataset.rows):
+        if row in reasons:
+            yield f"row {row}: left out, with the rows that {reasons[row]}"
+            continue
+        sequences = used[row].sequences
+        for name, one in zip(("",) if len(sequences) == 1 else (" chosen", " rejected"), sequences, strict=True):
+            cut = ", cut to max_length" if one.truncated else ""
+            yield f"row {row}{name}: {len(one.token_ids)} tokens, {one.trained_tokens} trained on{cut}"
+            yield _shown(tokenizer, one.token_ids.tolist(), one.mask.tolist())
+    yield dataset.summary()
+    check_rows(config, [dataset])
+
+
+def _prompts(config: SkyRLTrainConfig, given: Any) -> Iterator[str]:
+    """Yield the lines about prompts: the wanted rows, then a summary of all."""
+    from skyrl.train.rl.prompts import training_data
+    from skyrl.train.rl.setup import BASE_MODEL, check_environments
+    from skyrl.train.rollouts.rollouts import chat_of
+    from skyrl.train.strategy.base_model import check_model_given, load_tokenizer
+
+    model = config.trainer.policy.model
+    assert model.path is not None  # or the configuration would not have resolved
+    check_model_given(model, BASE_MODEL, config.example)
+    tokenizer = load_tokenizer(model.path, BASE_MODEL)
+    chat = chat_of(config.generator, tokenizer)
+    dataset = training_data(config, chat)
+    used = {int(prompt.instance_id): prompt for prompt in dataset}
+    rows = len(dataset) + dataset.dropped
+    too_long = f"longer than trainer.max_prompt_length={config.trainer.max_prompt_length}"
+    for row in _wanted(given, rows):
+        if row not in used:
+            yield f"row {row}: left out, with the prompts that are {too_long}"
+            continue
+        tools = used[row].extras.get("tools") or ()
+        token_ids = chat.render(used[row].messages, tools)
+        yield f"row {row}: {len(token_ids)} tokens, {len(tools)} tools, environment {used[row].env_class}"
+        yield _shown(tokenizer, token_ids, [False] * len(token_ids))
+    left_out = f"; {dataset.dropped} left out that are {too_long}" if dataset.dropped else ""
+    yield f"{given.file}: {len(dataset)} of {rows} rows used{left_out}"
+    asyncio.run(check_environments(config, list(dataset)))
+
+
+def _wanted(given: Any, rows: int) -> Sequence[int]:
+    """Return the numbers of the rows to print."""
+    if given.row is None:
+        return range(min(given.rows, rows))
+    if not 0 <= given.row < rows:
+        raise ConfigError(f"--row={given.row}: {given.file} has {rows} rows; give a number from 0 to {rows - 1}")
+    return [given.row]
+
+
+def _shown(tokenizer: Any, token_ids: list[int], mask: list[bool]) -> str:
+    """Return the text of tokens, indented, with marks around what is trained on."""
+    opening, closing = COLOURED if sys.stdout.isatty() and "NO_COLOR" not in os.environ else BRACKETS
+    shown, at = "", 0
+    for trained, run in itertools.groupby(mask):
+        start, at = at, at + len(list(run))
+        before, upto = tokenizer.decode(token_ids[:start]), tokenizer.decode(token_ids[:at])
+        whole = upto.startswith(before)  # not if a character has tokens on both sides
+        text = _escaped(upto[len(before) :] if whole else tokenizer.decode(token_ids[start:at]))
+        shown += f"{opening}{text}{closing}" if trained else text
+    return "\n".join(f"  {line}" for line in shown.splitlines())
+
+
+def _escaped(text: str) -> str:
+    """Return the text with visible line breaks, and with escapes for control characters."""
+    escaped = (one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(f"{one}\n" if one == r"\n" else one for one in escaped)
