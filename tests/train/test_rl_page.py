@@ -38,12 +38,13 @@ def folder(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def run(folder):
     """Run the commands of the page, with another last step, which is also the step that is printed."""
-    made, train, rollouts = COMMANDS
+    made, check, train, rollouts = COMMANDS
 
     def run(steps: int) -> None:
         given = [word.replace("max_steps=20", f"max_steps={steps}") for word in train]
         shown = [word if word != "20" else str(steps) for word in rollouts]
-        assert main(made) == 0 and main([*given, "trainer.strategy=fsdp2"]) == 0 and main(shown) == 0
+        assert main(made) == 0 and main(check) == 0 and main([*given, "trainer.strategy=fsdp2"]) == 0
+        assert main(shown) == 0
 
     return run
 

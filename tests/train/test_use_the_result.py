@@ -102,8 +102,9 @@ def tuned(tmp_path, monkeypatch, capfd) -> str:
     """Output of the commands of both pages that train and export, in a working directory with their data and model."""
     monkeypatch.chdir(tmp_path)
     Path("capitals.jsonl").write_text(blocks(FIRST, "json")[0])
-    (made,), (train,), (export,) = commands(FIRST, "make-model"), commands(FIRST, "train"), commands(RESULT, "export")
-    assert main(made) == 0 and main([*train, "strategy=fsdp2"]) == 0 and main(export) == 0
+    (made,), (check,), (train,) = (commands(FIRST, name) for name in ("make-model", "data", "train"))
+    (export,) = commands(RESULT, "export")
+    assert main(made) == 0 and main(check) == 0 and main([*train, "strategy=fsdp2"]) == 0 and main(export) == 0
     return capfd.readouterr().out
 
 
@@ -120,8 +121,8 @@ def models_of_sft(capfd: pytest.CaptureFixture[str]) -> tuple[Any, Any]:
 
 def test_the_models_of_fine_tuning_load_in_peft_and_transformers_as_the_page_says(tuned, capfd):
     shown = (DOCS / FIRST).read_text() + (DOCS / RESULT).read_text()
-    titles = re.findall(r"^  model \(.*\)  \S+$|^wrote .*$", shown, re.MULTILINE)
-    assert len(titles) == 2 and all(title in tuned for title in titles)
+    titles = re.findall(r"^  model \(.*\)  \S+$|^wrote .*$|^  ⟦.*$|^capitals.jsonl: .*$", shown, re.MULTILINE)
+    assert len(titles) == 5 and all(title in tuned for title in titles)
     adapted, whole = models_of_sft(capfd)
     np.testing.assert_allclose(logprobs(whole), logprobs(adapted), atol=1e-4)
 
