@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 from test_torch_sharded import ADAPTER, DATA, SIZES, assert_equal, created, learned, opened, passed
 from torch_models import VOCAB
 
@@ -14,7 +13,7 @@ from skyrl.algorithms.objective import ForwardOnly, policy_objective
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import TileShape, make_tiles
 from skyrl.backends.torch import TorchBackendConfig
-from skyrl.backends.torch.base_model.sequence_ranks import SequenceRanks, looks_at_longest
+from skyrl.backends.torch.base_model.sequence_ranks import SequenceRanks
 from skyrl.errors import RequestError
 from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import Datum
@@ -129,18 +128,6 @@ def test_heads_that_ranks_cannot_share_are_refused():
     query, key = torch.zeros(1, 6, 2, 8), torch.zeros(1, 3, 2, 8)
     with pytest.raises(RequestError, match="sequence_parallel_size=4 does not divide the 6 attention heads"):
         SequenceRanks(4, 0).to_heads(query, key, key)
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "default"])
-def test_a_rotary_embedding_that_depends_on_the_longest_sequence_is_found(kind):
-    given = {
-        "default": {},
-        "dynamic": {"factor": 2.0},
-        "longrope": {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 8},
-    }[kind]
-    parameters = {"rope_type": kind, "rope_theta": 10_000.0, **given}
-    config = transformers.LlamaConfig(hidden_size=32, num_attention_heads=4, rope_parameters=parameters)
-    assert looks_at_longest(config) == (kind != "default")
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_workers_is_refused():

@@ -75,13 +75,18 @@ REFUSED = {"gpt2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, 
 
 def make_model(folder: Path, kind: str, **options) -> Path:
     """A folder with a random model and the built-in tokenizer; `options` are laid over its configuration."""
+    config = (CONFIGS | UNSAMPLED | UNPACKED | EXPERTS | NOISY | REFUSED)[kind]()
+    return save(folder, config, **options)
+
+
+def save(folder: Path, config, **options) -> Path:
+    """A folder with a random model of a configuration and the built-in tokenizer."""
     tokenizer = make_tokenizer(VOCAB)
     special = {
         "bos_token_id": None,
         "eos_token_id": tokenizer.token_to_id(END),
         "pad_token_id": tokenizer.token_to_id(PAD),
     }
-    config = (CONFIGS | UNSAMPLED | UNPACKED | EXPERTS | NOISY | REFUSED)[kind]()
     config.update({**special, **options})
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -182,13 +182,9 @@ TORCH_DEFECTS = [
         "sequences that see each other are packed, where a model has attention of its own",
         [
             Edit(
-                TORCH + "base_model/model.py", "            return wanted, False\n", "            return wanted, True\n"
+                TORCH + "base_model/model_check.py", "own_attention=True, packs=False", "own_attention=True, packs=True"
             ),
-            Edit(
-                TORCH + "base_model/model.py",
-                "self.packs and self._keeps_apart()",
-                "self.packs",
-            ),
+            Edit(TORCH + "base_model/model.py", "abilities.packs and not check.keeps_apart()", "False"),
         ],
         [WORKER + "test_losses_and_gradients_of_packed_sequences_are_those_of_peft[gpt_oss]"],
     ),
@@ -216,7 +212,14 @@ TORCH_DEFECTS = [
     Defect(
         "T37",
         "a model is sampled without the state that it keeps beside keys and values",
-        [Edit(TORCH + "base_model/model.py", "if self._by_itself or not self.packs:", "if self._by_itself:")],
+        [
+            Edit(
+                TORCH + "base_model/model_check.py",
+                "            return abilities._replace(packs=False, samples=False)\n",
+                "            return abilities._replace(packs=False)\n",
+            ),
+            Edit(TORCH + "base_model/model.py", "abilities.samples and check.samples()", "abilities.samples"),
+        ],
         ["tests/backends/test_torch_unsampled.py::test_samples_are_refused_with_the_models_name[falcon_h1]"],
     ),
     Defect(
@@ -325,11 +328,7 @@ TORCH_DEFECTS = [
         "M10",
         "gradients of packed sequences are not tried",
         [
-            Edit(
-                TORCH + "base_model/model.py",
-                "self.packs and self._keeps_apart()",
-                "self.packs",
-            )
+            Edit(TORCH + "base_model/model.py", "abilities.packs and not check.keeps_apart()", "False"),
         ],
         [
             "tests/backends/test_torch_loading.py::"

@@ -47,7 +47,13 @@ def engine_share(config: TorchBackendConfig) -> float:
 
 def worker_options(config: TorchBackendConfig, folder: Path) -> WorkerOptions:
     """Options of each worker."""
-    load = LoadOptions(config.dtype, config.load_format == "dummy", config.gradient_checkpointing, config.deterministic)
+    load = LoadOptions(
+        config.dtype,
+        config.load_format == "dummy",
+        config.gradient_checkpointing,
+        config.deterministic,
+        config.max_context_length,
+    )
     shards = ShardOptions(
         config.num_workers if config.fsdp_size == -1 else config.fsdp_size,
         config.reshard_after_forward,

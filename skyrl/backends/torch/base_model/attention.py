@@ -185,14 +185,11 @@ class Attention:
         self.kernel = None if deterministic else VarlenAttention()
         self.name = f"skyrl_{next(NAMES)}"
         """Name in the registry of transformers."""
-        self.recorded: dict[int, tuple[int, int, int]] | None = None
-        """(key heads, key width, value width) of each layer called so far, while recording; None: not recording."""
-
-    def register(self) -> None:
-        """Register this attention with transformers, which then creates no masks."""
+        self.recorded: list[tuple[int | None, tuple[int, int, int]]] | None = None
+        """Layer, and (key heads, key width, value width), of each call so far, while recording; None: not recording."""
         from transformers import AttentionInterface
 
-        AttentionInterface.register(self.name, self)
+        AttentionInterface.register(self.name, self)  # creates no masks
 
     def __call__(
         self,
@@ -213,7 +210,10 @@ class Attention:
             raise ValueError(f"the model's attention asks for {sorted(asked)}, which is not computed here")
         assert self.view is not None
         if self.recorded is not None:
-            self.recorded[module.layer_idx] = key.shape[1], key.shape[3], value.shape[3]  # pyright: ignore
+            shape = key.shape[1], key.shape[3], value.shape[3]
+            self.recorded.append((getattr(module, "layer_idx", None), shape))
+        if sliding_window is None:  # some models tell it to their mask only, which is not created
+            sliding_window = getattr(module, "sliding_window", None)
         call = _attend(scaling, softcap)
         if isinstance(self.view, Packed):
             kernel = self.kernel if softcap is None else None  # varlen_attn has no soft cap

@@ -44,6 +44,8 @@ class LoadOptions:
     """Recompute activations of layers in the backward pass. "auto" must be resolved before a model is loaded."""
     deterministic: bool = False
     """Use no kernel whose results are not bitwise reproducible."""
+    max_context_length: int = 0
+    """Configured length of the longest sequence in tokens."""
 
 
 def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
@@ -125,15 +127,17 @@ def skeleton(folder: Path, device: torch.device, options: LoadOptions) -> Any:
     try:
         with _Unfilled():
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, KeyError, RuntimeError, TypeError, ArithmeticError, AttributeError) as error:
+    except Exception as error:  # of any type, as each class has checks of its own
         raise _cannot_load(folder, error) from error
+    if model.get_output_embeddings() is None:
+        raise RequestError(f"base_model={folder} has no vocabulary projection, so it is no causal language model")
     _check_linear(model, folder)
     return model.eval()
 
 
 def _check_linear(model: Any, folder: Path) -> None:
     """Raise `RequestError` for a model without linear maps in its layers."""
-    layers = _layers(model) or [model.base_model]
+    layers = decoder_layers(model) or [model.base_model]
     modules = [(name.rpartition(".")[2], module) for layer in layers for name, module in layer.named_modules()]
     if any(isinstance(module, nn.Linear) for _, module in modules):
         return
@@ -151,14 +155,14 @@ def _check_linear(model: Any, folder: Path) -> None:
 
 def layers_of(model: Any, folder: Path, purpose: str = "shard; leave fsdp_size at 1") -> Sequence[nn.Module]:
     """Decoder blocks of a model. Raises `RequestError` if it has no list of them; `purpose` is what to do instead."""
-    if layers := _layers(model):
+    if layers := decoder_layers(model):
         return layers
     raise RequestError(f"base_model={folder}: {model.config.model_type} has no list of layers to {purpose}")
 
 
-def _layers(model: Any) -> Sequence[nn.Module]:
+def decoder_layers(model: Any) -> Sequence[nn.Module]:
     """Decoder blocks of a model; empty if it has no list of them."""
-    count = int(model.config.num_hidden_layers)
+    count = getattr(model.config, "num_hidden_layers", None)
     lists = (module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
     return next((list(module) for module in lists if len(module) == count), [])
 

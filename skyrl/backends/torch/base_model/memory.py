@@ -275,8 +275,6 @@ class Sizes:
         self._model, self._folder = model, folder
         self._tile = tile_tokens(options.tile_tokens, place.device.type)
         head = model.get_output_embeddings()
-        if head is None:
-            raise RequestError(f"base_model={folder} has no vocabulary projection, so it is no causal language model")
         name = next(name for name, module in model.named_modules() if module is head)
         targets = targets_of(model, name)
         config = model.config

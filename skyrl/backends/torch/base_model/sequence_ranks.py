@@ -5,7 +5,6 @@ exchanges tokens for heads, so that each rank has all tokens of some heads, and 
 Gradients of weights are sums over a rank's tokens, as with data parallelism.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -106,13 +105,6 @@ def sequence_ranks(size: int, world: int, device: torch.device) -> SequenceRanks
     mesh = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("data", "sequence"))
     group = mesh.get_group("sequence")
     return SequenceRanks(size, dist.get_rank(group), group)
-
-
-def looks_at_longest(config: Any) -> bool:
-    """Return True if angles of the rotary embedding depend on the sequence length."""
-    given = getattr(config, "rope_parameters", None) or {}
-    kinds = [x.get("rope_type", "") for x in (given, *given.values()) if isinstance(x, Mapping)]
-    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
 
 class _Exchange(torch.autograd.Function):
