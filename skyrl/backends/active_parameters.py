@@ -1,12 +1,13 @@
 """Number of a base model's parameters that one token uses, counted from the headers of its files."""
 
-import json
 import math
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from skyrl.errors import RequestError
+from skyrl.utils.files.hf_files import read_config
 from skyrl.utils.files.tensor_file import read_header
+from skyrl.utils.files.weight_files import weight_files
 
 PROJECTION, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -24,14 +25,16 @@ def active_parameters(folder: Path) -> int | None:
     A forward pass takes two operations per token and parameter, a forward and backward pass six (Kaplan et al. 2020,
     arXiv 2001.08361, section 2.1).
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = read_config(folder)
     config |= config.get("text_config") or {}
     experts = next((config[name] for name in EXPERTS if config.get(name)), 1)
     chosen = next((config[name] for name in CHOSEN if config.get(name)), experts)
     try:
-        sizes = dict(size for path in sorted(folder.glob("*.safetensors")) for size in _sizes(path))
-    except (OSError, ValueError, KeyError, struct.error):
+        files = weight_files(folder)
+    except RequestError:
         return None
+    stored = {file: dict(_sizes(folder / file)) for file in set(files.values())}
+    sizes = {name: stored[file][name] for name, file in files.items()}
     if any(name.endswith(PROJECTION) for name in sizes):
         sizes = {name: size for name, size in sizes.items() if not name.endswith(EMBEDDING)}
     of_experts = sum(size for name, size in sizes.items() if ".experts." in name)

@@ -8,12 +8,14 @@ import contextlib
 import hashlib
 import json
 import os
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from skyrl.errors import RequestError
+from skyrl.utils.files.hf_files import read_config
 from skyrl.utils.files.tensor_file import read_header
+from skyrl.utils.files.weight_files import weight_files
 
 PIECES, PIECE = 16, 4096
 """Number of pieces read from a large tensor, and bytes per piece. Tensors up to 64 KiB are read completely."""
@@ -30,12 +32,17 @@ def base_id(folder: Path, random: bool = False) -> str:
         folder: Folder with config.json and weights in safetensors files.
         random: True if the weights are drawn at random instead of read.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = read_config(folder)
     told: dict[str, Any] = {name: value for name, value in config.items() if name not in BESIDE}
     tensors: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError, KeyError, struct.error):  # loading these files gives better errors
-        paths = () if random else sorted(folder.glob("*.safetensors"))
-        tensors = dict(one for path in paths for one in _tensors(path))
+    with contextlib.suppress(RequestError):  # loading these files gives this error
+        files = {} if random else weight_files(folder)
+        tensors = {
+            name: told
+            for file in sorted(set(files.values()))
+            for name, told in _tensors(folder / file)
+            if files.get(name) == file
+        }
     text = json.dumps([told, "random" if random else sorted(tensors.items())], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 

@@ -100,6 +100,7 @@ def truncate_weights(site: Site) -> None:
 def name_a_shard_that_is_gone(site: Site) -> None:
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (site.model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (site.model / "model.safetensors").unlink()
 
 
 def lose_layers(site: Site) -> None:
@@ -213,8 +214,12 @@ def ask_where_no_server_is(site: Site) -> None:
 
 
 FAULTS: list[tuple[Callable[[Site], None], str, str]] = [
-    (truncate_weights, "weights", "model.safetensors is not whole"),
-    (name_a_shard_that_is_gone, "weights", "model-00001-of-00002.safetensors is not whole"),
+    (truncate_weights, "weights", "model.safetensors cannot be read (it has "),
+    (
+        name_a_shard_that_is_gone,
+        "weights",
+        "model-00001-of-00002.safetensors, which model.safetensors.index.json names, is",
+    ),
     (lose_layers, "weights", "layer 2 is in no file"),
     (take_an_unknown_architecture, "architecture", "architectures=['MambaForCausalLM'] is not implemented"),
     (break_the_tokenizer, "tokenizer", "tokenizer.json: no readable tokenizer"),

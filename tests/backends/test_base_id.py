@@ -30,8 +30,10 @@ def test_a_copy_has_the_same_id_in_however_many_files_it_is(model, copy):
     assert base_id(copy) == base_id(model)
     tensors = load_file(copy / "model.safetensors")
     (copy / "model.safetensors").unlink()
-    for number, (name, x) in enumerate(tensors.items()):
-        save_file({name: x}, copy / f"model-{number}.safetensors")
+    places = {name: f"model-{number}.safetensors" for number, name in enumerate(tensors)}
+    for name, x in tensors.items():
+        save_file({name: x}, copy / places[name])
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     assert base_id(copy) == base_id(model)
 
 

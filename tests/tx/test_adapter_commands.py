@@ -478,7 +478,7 @@ def test_an_index_that_names_files_elsewhere_is_refused(folder, tmp_path, capsys
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.json", "{", "config.json is not JSON"),
+        ("config.json", "{", "config.json cannot be read as JSON"),
         ("config.json", "[]", "config.json is no JSON object"),
         ("model.safetensors.index.json", "{}", "has no weight_map of tensors to files"),
     ],
@@ -486,6 +486,8 @@ def test_an_index_that_names_files_elsewhere_is_refused(folder, tmp_path, capsys
 def test_a_base_model_that_is_broken_is_refused_in_a_line(file, content, message, folder, tmp_path, capsys):
     base = shutil.copytree(folder("tied"), tmp_path / "base")
     saved(base, tmp_path / "adapter")
+    if file.endswith("index.json"):
+        (base / "model.safetensors").unlink()
     (base / file).write_text(content)
     assert message in error(capsys, "merge", tmp_path / "adapter", "--base", base, "--output", tmp_path / "out")
 
@@ -493,10 +495,11 @@ def test_a_base_model_that_is_broken_is_refused_in_a_line(file, content, message
 def test_an_index_with_a_tensor_that_is_in_no_file_is_refused(folder, tmp_path, capsys):
     base = shutil.copytree(folder("untied"), tmp_path / "base")
     saved(base, tmp_path / "adapter")
-    names = dict.fromkeys([*load_file(base / "model.safetensors"), "model.norm.bias"], "model.safetensors")
+    (base / "model.safetensors").rename(base / "one.safetensors")
+    names = dict.fromkeys([*load_file(base / "one.safetensors"), "model.norm.bias"], "one.safetensors")
     (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     told = error(capsys, "merge", tmp_path / "adapter", "--base", base, "--output", tmp_path / "out")
-    assert "model.safetensors holds no tensor model.norm.bias" in told
+    assert "model.norm.bias is in no file instead of only in one.safetensors" in told
 
 
 def test_fused_experts_are_not_cut_without_the_model(tmp_path, capsys):

@@ -9,7 +9,7 @@ import transformers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from skyrl.errors import StorageError
+from skyrl.errors import RequestError, StorageError
 from skyrl.tx.io.weights import load_model
 
 
@@ -97,19 +97,19 @@ def test_an_unknown_architecture_names_the_known_ones(copy):
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(StorageError, match=r"has no config\.json"):
+    with pytest.raises(RequestError, match=r"has no config\.json"):
         load_model(tmp_path)
 
 
 def test_a_folder_without_safetensors_is_refused(copy):
     (copy / "model.safetensors").unlink()
-    with pytest.raises(StorageError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(RequestError, match=r"neither model\.safetensors nor"):
         load_model(copy)
 
 
 def test_a_damaged_file_is_named(copy):
     (copy / "model.safetensors").write_bytes(b"\x00" * 64)
-    with pytest.raises(StorageError, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(RequestError, match=r"model\.safetensors cannot be read"):
         load_model(copy)
 
 

@@ -1,22 +1,19 @@
 """Checks of the base model's files, without loading them."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from skyrl.admin.doctor.finding import Finding, ok, problem, warning
 from skyrl.admin.doctor.machine import backend_of
 from skyrl.backends.base_folder import config_of
 from skyrl.errors import RequestError, StorageError
 from skyrl.tinker.config import EngineConfig
+from skyrl.utils.files.weight_files import weight_files
 from skyrl.utils.machine import available_memory, host_memory
 
 GIB = 2**30
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 AGAIN = "fetch the file again (hf download), or copy it again and compare sizes"
 BESIDE_GIB = 1.0
 """Minimum memory of a server besides the base weights, in GiB."""
@@ -58,24 +55,13 @@ def weights(config: EngineConfig) -> Finding | None:
     if (folder := _folder(config)) is None:
         return None
     try:
-        places = _places(folder)
-    except (OSError, ValueError, KeyError) as error:
-        return problem(f"{folder / INDEX} cannot be read ({error})", AGAIN)
-    if not places:
-        return problem(f"{folder} has neither {SINGLE} nor {INDEX}", "save the model with save_pretrained")
-    held: set[str] = set()
-    for file in sorted(set(places.values())):
-        try:
-            with safe_open(folder / file, framework="numpy") as opened:
-                held |= set(opened.keys())
-        except (SafetensorError, OSError) as error:
-            return problem(f"{folder / file} is not whole: {error}", AGAIN)
-    if missing := sorted(set(places) - held - {SINGLE}):
-        return problem(f"{len(missing)} tensors of {INDEX} are in no file, such as {missing[0]}", AGAIN)
-    there = {int(found[1]) for name in held if (found := re.search(r"\.layers\.(\d+)\.", name))}
+        files = weight_files(folder)
+    except RequestError as error:
+        return problem(str(error), AGAIN)
+    there = {int(found[1]) for name in files if (found := re.search(r"\.layers\.(\d+)\.", name))}
     if absent := sorted(set(range(_layers(folder))) - there):
         return problem(f"config.json has {_layers(folder)} layers, and layer {absent[0]} is in no file", AGAIN)
-    return ok(f"{len(held)} tensors in {len(set(places.values()))} files, {_bytes(folder) / GIB:.2f} GiB")
+    return ok(f"{len(files)} tensors in {len(set(files.values()))} files, {_bytes(folder) / GIB:.2f} GiB")
 
 
 def tokenizer(config: EngineConfig) -> Finding | None:
@@ -122,15 +108,12 @@ def _folder(config: EngineConfig) -> Path | None:
         return None
 
 
-def _places(folder: Path) -> dict[str, str]:
-    """Return files by tensor. A model in one file has one entry, named after the file; no weights give no entries."""
-    if (folder / INDEX).exists():
-        return dict(json.loads((folder / INDEX).read_text())["weight_map"])
-    return {SINGLE: SINGLE} if (folder / SINGLE).exists() else {}
-
-
 def _bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    """Return the size of a model's weight files; 0 if they cannot be read, which another check reports."""
+    try:
+        return sum((folder / file).stat().st_size for file in set(weight_files(folder).values()))
+    except RequestError:
+        return 0
 
 
 def _layers(folder: Path) -> int:

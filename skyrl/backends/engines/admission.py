@@ -151,7 +151,8 @@ class Admission:
         ours = self._info.base_model
         causes = "another --dtype, quantization, --hf-overrides, or a --logprobs-mode of logits"
         same = Path(facts.root).name == Path(ours).name
-        causes = f"other weights of that name, {causes}" if same else f"it is another model ({facts.root})"
+        here = f"other weights of that name, another safetensors file in its folder, {causes}"
+        causes = here if same else f"it is another model ({facts.root})"
         return Mismatch(
             f"sampling engine {engine.name} serves {facts.root}, whose log-probabilities differ from those of {ours} "
             f"here by {off:.3g} on average, past the bound of {self._options.logprob_bound:g}, with adapters too; "

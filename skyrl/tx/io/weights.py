@@ -5,10 +5,8 @@ read one at a time, and each is cast and copied to its place. On a CPU, loading 
 largest tensor. On an accelerator, it takes host memory for one parameter, stacked over all layers.
 """
 
-import json
 import math
 import re
-import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,8 +24,9 @@ from skyrl.tx.design.parameters import Param, parameters
 from skyrl.tx.families import check_known, text_config
 from skyrl.tx.io.peft import adapter_from_peft, adapter_to_peft
 from skyrl.tx.models.decoder import Decoder
-from skyrl.utils.files.hf_files import text_names, untied_copy
+from skyrl.utils.files.hf_files import read_config, text_names, untied_copy
 from skyrl.utils.files.tensor_file import TensorReader, equal_tensors
+from skyrl.utils.files.weight_files import UNREADABLE, weight_files
 
 __all__ = ["adapter_from_peft", "adapter_to_peft", "load_model"]
 
@@ -60,14 +59,14 @@ def abstract_model(
     `dtype` is the dtype of base weights, such as "bfloat16". None: float32 on a CPU, otherwise the checkpoint's dtype.
     `ModelConfig` describes all other options.
 
-    Raises StorageError for missing or damaged files, ValueError for models that are not implemented.
+    Raises RequestError for a missing or invalid config.json, ValueError for models that are not implemented.
     """
     from transformers import AutoConfig
 
     from skyrl.tx.models.configs import ModelConfig
 
     path = Path(path)
-    check_known(_config(path), str(path / "config.json"))
+    check_known(read_config(path), str(path / "config.json"))
     whole = AutoConfig.from_pretrained(path, local_files_only=True)
     text = whole.get_text_config()
     if text is not whole:
@@ -91,7 +90,8 @@ def abstract_model(
 def load_model(path: str | Path, **options: Any) -> Decoder:
     """Load the model from a folder with config.json and safetensors (one file, or several with an index).
 
-    Takes the options of `abstract_model`, and raises its errors. Raises StorageError if the files do not match.
+    Takes the options of `abstract_model`, and raises its errors. Raises StorageError if the files do not match, and
+    RequestError as `weight_files` does.
     """
     return with_weights(abstract_model(path, **options), path)
 
@@ -194,19 +194,6 @@ def _without_layer(path: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(part for part in path if not isinstance(part, int))
 
 
-def _config(path: Path) -> dict[str, Any]:
-    """Read config.json. Raises StorageError."""
-    try:
-        config = json.loads((path / "config.json").read_text())
-    except FileNotFoundError:
-        raise StorageError(f"{path} has no config.json; name a folder in Hugging Face format") from None
-    except json.JSONDecodeError as error:
-        raise StorageError(f"{path / 'config.json'} is not a JSON object ({error})") from error
-    if not isinstance(config, dict):
-        raise StorageError(f"{path / 'config.json'} is not a JSON object; name a folder in Hugging Face format")
-    return config
-
-
 def _base_dtype(asked: str | None, stored: str | None) -> jnp.dtype:
     name = asked or ("float32" if jax.default_backend() == "cpu" else stored or "float32")
     known = ("float32", "bfloat16", "float16")
@@ -222,13 +209,7 @@ class _Tensors:
         self.path, self.stack = path, stack
         self.taken: set[str] = set()
         self.files: dict[str, TensorReader] = {}
-        index = path / "model.safetensors.index.json"
-        if index.exists():
-            self.places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif (path / "model.safetensors").exists():
-            self.places = dict.fromkeys(self._open("model.safetensors").entries, "model.safetensors")
-        else:
-            raise StorageError(f"{path} has neither model.safetensors nor model.safetensors.index.json; convert it")
+        self.places = weight_files(path)
         self.stored = text_names(self.places)
         self.names = set(self.stored)
 
@@ -283,5 +264,5 @@ class _Tensors:
     def _reading(self, file: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        except UNREADABLE as error:
             raise StorageError(f"{self.path / file} cannot be read ({error}); fetch it again") from error

@@ -24,6 +24,7 @@ from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.files.atomic_folders import write_folder
 from skyrl.utils.files.hf_files import nested_name, text_name
 from skyrl.utils.files.tensor_file import Tensor, tensor_file
+from skyrl.utils.files.weight_files import has_weights
 from skyrl.utils.subcommands import Command, run_subcommand
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def _rows(base: Path | None, stack: ExitStack) -> Rows:
     """Return a base model's output features by module, from its weights or, without weights, from its config.json."""
     if base is None:
         return _nothing_known
-    return rows_of_weights(base, stack) if any(base.glob("*.safetensors")) else _attention_rows(base)
+    return rows_of_weights(base, stack) if has_weights(base) else _attention_rows(base)
 
 
 def _nothing_known(module: str) -> None:

@@ -20,10 +20,10 @@ from skyrl.utils.adapters.naming import Pair, not_finite
 from skyrl.utils.adapters.plain import PlainAdapter, plain_adapter
 from skyrl.utils.adapters.stored import StoredAdapter
 from skyrl.utils.files.atomic_folders import Content, write_folder
-from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, text_name, untied_copy
+from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, read_config, text_name, untied_copy
 from skyrl.utils.files.tensor_file import TYPES, Tensor, TensorReader, equal_tensors, tensor_file
+from skyrl.utils.files.weight_files import INDEX, weight_files
 
-INDEX = f"{WEIGHTS}.index.json"
 FUSED = ".experts.gate_up_proj"
 EMBEDDING, PROJECTION = "embed_tokens.weight", "lm_head.weight"
 NUMBERS = {code: np.dtype(name) for name, code in TYPES.items() if "float" in name}
@@ -44,14 +44,14 @@ def merge(adapter: StoredAdapter, base: Path, output: Path) -> int:
     with ExitStack() as stack:
         weights = _Weights(base, stack)
         plain = plain_adapter(adapter.tensors, adapter.config, weights.rows, adapter.where)
-        config = _config(base / CONFIG)
+        config = read_config(base)
         products = _by_tensor(adapter.where, weights, plain.pairs)
         files, untied = _changed(weights, products, plain, config)
         content: dict[str, Content] = dict(files_beside(base))
         content[CONFIG] = json.dumps(_untied(config) if untied else config, indent=2).encode()
         for file, tensors in files.items():
             content[file] = tensor_file(tensors, {"format": "pt"})
-        if len(files) > 1 or INDEX in weights.found:
+        if set(files) != {WEIGHTS}:
             content[INDEX] = json.dumps(_index(files), indent=2).encode()
         write_folder(output, content)
         return len(products)
@@ -60,16 +60,6 @@ def merge(adapter: StoredAdapter, base: Path, output: Path) -> int:
 def rows_of_weights(base: Path, stack: ExitStack) -> Rows:
     """Return a function that maps a module to its number of output features, valid while the stack is open."""
     return _Weights(base, stack).rows
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise RequestError(f"{path} is not JSON ({error}); fetch it again") from error
-    if not isinstance(config, dict):
-        raise RequestError(f"{path} is no JSON object; fetch it again")
-    return config
 
 
 def _by_tensor(where: Path, weights: "_Weights", pairs: dict[str, Pair]) -> dict[str, Pair]:
@@ -144,15 +134,8 @@ class _Weights:
 
     def __init__(self, path: Path, stack: ExitStack):
         self.path, self._stack = path, stack
-        self.found = {file.name for file in path.iterdir()} if path.is_dir() else set[str]()
         self._open_files: dict[str, Any] = {}
-        missing = CONFIG if CONFIG not in self.found else WEIGHTS if not {WEIGHTS, INDEX} & self.found else None
-        if missing is not None:
-            raise RequestError(f"{path} holds no {missing}; name the folder of a model in Hugging Face format")
-        if INDEX in self.found:
-            self.places = _weight_map(path / INDEX)
-        else:
-            self.places = dict.fromkeys(self._file(WEIGHTS).keys(), WEIGHTS)
+        self.places = weight_files(path)
         self.by_text_name = _unique(self.places)
         """Names of tensors in the files, by the names that they have in a text-only model."""
 
@@ -175,10 +158,7 @@ class _Weights:
         """Return (shape, dtype code of safetensors)."""
         if name not in self.places:
             raise RequestError(f"{self.path} holds no tensor {name}; name the base model of the adapter")
-        try:
-            stored = self._file(self.places[name]).get_slice(name)
-        except SafetensorError as error:
-            raise RequestError(f"{self.path / self.places[name]} holds no tensor {name}; fetch it again") from error
+        stored = self._file(self.places[name]).get_slice(name)
         return tuple(stored.get_shape()), stored.get_dtype()
 
     def rows(self, module: str) -> int | None:
@@ -201,18 +181,6 @@ class _Weights:
                 raise RequestError(f"{self.path / name} cannot be read ({error}); fetch it again") from error
             self._open_files[name] = opened
         return self._open_files[name]
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Return files by tensor from an index. Raises RequestError for files that are not beside the index."""
-    try:
-        places = json.loads(index.read_text())["weight_map"]
-        plain = all(isinstance(file, str) and Path(file).name == file for file in places.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RequestError(f"{index} has no weight_map of tensors to files ({error}); fetch it again") from error
-    if not plain:
-        raise RequestError(f"{index}: weight_map names files that are not beside it; fetch the model again")
-    return places
 
 
 def _unique(names: Iterable[str]) -> dict[str, str]:

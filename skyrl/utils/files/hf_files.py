@@ -66,6 +66,20 @@ def untied_copy(where: str, source: str, copy: str) -> str:
     )
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a model's config.json. Raises RequestError if there is none, and for invalid files."""
+    path = folder / CONFIG
+    if not path.exists():
+        raise RequestError(f"{folder} has no {CONFIG}; name the folder of a model in Hugging Face format")
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} cannot be read as JSON ({error}); fetch it again") from error
+    if not isinstance(config, dict):
+        raise RequestError(f"{path} is no JSON object; fetch it again")
+    return config
+
+
 def text_config(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Return a config.json for the text part of a multimodal model. `architecture` is the text part's own."""
     tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}  # precedes the text part's

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -20,6 +20,7 @@ from skyrl.backends.base_folder import config_of
 from skyrl.errors import RequestError
 from skyrl.utils.files.hf_files import text_config, text_names, untied_copy
 from skyrl.utils.files.tensor_file import TensorReader, equal_tensors
+from skyrl.utils.files.weight_files import weight_files
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:
                 torch.manual_seed(0)  # equal on all ranks
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         else:
+            weight_files(folder)  # refuses files that transformers would read in another way, or fail on
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
@@ -179,14 +181,8 @@ class WeightFiles:
     def __init__(self, folder: Path, model: nn.Module, device: torch.device = CPU):
         self._device = device
         self._quantised = getattr(getattr(model, "config", None), "quantization_config", None) is not None
-        stored: dict[str, Path] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            try:
-                with safe_open(path, "pt") as file:
-                    stored |= dict.fromkeys(file.keys(), path)
-            except SafetensorError as error:
-                raise RequestError(f"base_model={folder}: {path.name} cannot be read: {error}; fetch it") from error
-        self._places = {name: (stored[own], own) for name, own in text_names(stored).items()}
+        stored = weight_files(folder)
+        self._places = {name: (folder / stored[own], own) for name, own in text_names(stored).items()}
         """File of each tensor, and the tensor's name in that file."""
         self._names: dict[int, str] = {}
         self._copies: list[tuple[str, str, str]] = []
