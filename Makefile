@@ -110,6 +110,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_models.py
 	$(BIN)/python benchmarks/bench_routing.py
 	$(BIN)/python benchmarks/bench_start.py
+	$(BIN)/python benchmarks/bench_stop.py
 	$(BIN)/python benchmarks/bench_load.py
 	$(BIN)/python benchmarks/bench_large_updates.py
 	$(BIN)/python benchmarks/bench_hostile.py

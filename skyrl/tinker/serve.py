@@ -31,6 +31,8 @@ from skyrl.tinker.processes.engine_supervisor import EngineSupervisor
 from skyrl.tinker.processes.launcher_link import BACKLOG, LauncherLink, fail
 from skyrl.tinker.server import TinkerServer
 from skyrl.utils.log import setup_logging
+from skyrl.utils.process_tree import kill_descendants
+from skyrl.utils.stop_signals import CLOSING_S
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ async def _serve(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(OPEN_REQUESTS * config.shutdown_timeout_sec),
     )
-    http = _HttpServer(options, server, gate, partial(_leave, config.shutdown_timeout_sec + LAST_S, link))
+    http = _HttpServer(options, server, gate, partial(_leave, link))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, http.end)
     link.watch(http.end)
@@ -131,7 +133,7 @@ async def _live(server: TinkerServer, gate: StartupGate, http: "_HttpServer", ur
 class _HttpServer(uvicorn.Server):
     """uvicorn server that stops on command and then ends long polls immediately."""
 
-    def __init__(self, config: uvicorn.Config, server: TinkerServer, gate: StartupGate, leave: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, server: TinkerServer, gate: StartupGate, leave: Callable[[float], None]):
         super().__init__(config)
         self.told = False
         """True after the command to stop."""
@@ -155,14 +157,16 @@ class _HttpServer(uvicorn.Server):
         """
         if not self.should_exit:
             log.info("stopping")
-            self._leave()
+            self._leave(self._server.config.shutdown_timeout_sec + LAST_S if self._server.was_ready else CLOSING_S)
+        if at_once:
+            self._leave(LAST_S)
         self.told = self.should_exit = True
         self._gate.turn_away()
         self.force_exit |= at_once
         self._server.release_waiters(at_once)
 
 
-def _leave(after_s: float, link: LauncherLink) -> None:
+def _leave(link: LauncherLink, after_s: float) -> None:
     """Force an exit after `after_s` seconds if the shutdown hangs, for example in the database.
 
     Unstored work is replayed at the next start.
@@ -171,6 +175,7 @@ def _leave(after_s: float, link: LauncherLink) -> None:
     def end() -> None:
         log.warning("something hangs, so the server ends without waiting for it")
         link.say_ends()
+        kill_descendants(os.getpid())
         os._exit(0)
 
     timer = threading.Timer(after_s, end)

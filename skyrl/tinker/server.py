@@ -50,6 +50,11 @@ class TinkerServer:
         self._patient: RetryingWriter | None = None
         """Database access during the start. It retries while the database fails."""
 
+    @property
+    def was_ready(self) -> bool:
+        """True once this process has had an engine that is ready. Before that, there is no work to finish."""
+        return self.started and self.service.became_ready.is_set()
+
     async def start(self, again: bool = False) -> None:
         """Open the database, load requests that an earlier server left pending, and start the engine.
 

@@ -24,6 +24,7 @@ from skyrl.train.strategy.registry import check_strategy, find_strategy
 from skyrl.train.strategy.support import refusal
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.log import logged_to, setup_logging
+from skyrl.utils.stop_signals import Stopped, ending_on_signals
 from skyrl.utils.subcommands import Command, run_subcommand
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
         if isinstance(config, SkyRLTrainConfig):
             check_strategy(config)  # before rules that apply to one strategy only
         config = config.resolve()
-        with logging_redirect_tqdm():
+        with ending_on_signals(), logging_redirect_tqdm():
             train_with_restarts(lambda: train(config), config.restarts)
     except REPORTED as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
@@ -137,6 +138,9 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
     except Interrupted as ended:
         print(f"{prog}: {ended}", file=sys.stderr)
         return 128 + ended.signal
+    except Stopped as ended:
+        print(f"{prog}: {ended}; there was nothing to save", file=sys.stderr)
+        return ended.status
     return 0
 
 

@@ -1,22 +1,15 @@
-"""Handling of SIGINT and SIGTERM. The first signal ends a run after its state is saved, a second ends it at once."""
+"""Handling of SIGINT and SIGTERM once a run has work to save. The first signal ends it after its state is saved."""
 
 import asyncio
-import logging
-import os
 import signal
-import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, TypeVar
 
 from skyrl.errors import BackendLost, BackendStopped
-
-log = logging.getLogger(__name__)
+from skyrl.utils.stop_signals import first_signal_calls
 
 T = TypeVar("T")
-
-SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class Interrupted(Exception):
@@ -37,38 +30,24 @@ class Interruption:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context that handles the signals of this process.
+        """Context in which the first signal of this process is the request.
 
         Raises `Interrupted` for a lost backend after a signal, because who ends a run may end its workers too.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
         loop = asyncio.get_running_loop()
 
-        def ask(number: int, frame: FrameType | None) -> None:
-            if self.signal is not None:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            self.signal = signal.Signals(number)
-            loop.call_soon_threadsafe(self._tell)
+        def ask(number: signal.Signals) -> None:
+            self.signal = self.signal or number
+            loop.call_soon_threadsafe(self._asked.set)
 
-        before = {number: signal.signal(number, ask) for number in SIGNALS}
         try:
-            yield
+            with first_signal_calls(ask, "the run ends as soon as its state is saved"):
+                yield
         except (BackendLost, BackendStopped) as error:
             if self.signal is None:
                 raise
             said = f"nothing is saved since the newest checkpoint, because the backend is lost: {error}"
             raise Interrupted(self.signal, f"{self.signal.name}: {said}") from error
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _tell(self) -> None:
-        assert self.signal is not None
-        log.warning("%s: the run ends as soon as its state is saved; once more ends it at once", self.signal.name)
-        self._asked.set()
 
     async def either(self, task: "asyncio.Task[Any]") -> None:
         """Wait until a task has ended or a signal arrives."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import NamedTuple, Protocol
 
 from skyrl.errors import ConfigError
@@ -108,8 +109,8 @@ class Cadence(NamedTuple):
 class _Loop:
     """The loop over the steps of a run. It takes steps, evaluates, writes checkpoints and calls the callbacks."""
 
-    def __init__(self, run: SteppedRun, callbacks: Sequence[Callback], interruption: Interruption):
-        self.run = run
+    def __init__(self, run: SteppedRun, callbacks: Sequence[Callback], interruption: Interruption, stack: ExitStack):
+        self.run, self._stack = run, stack
         self._callbacks = callbacks
         self._interruption = interruption
         self._saved = run.global_step
@@ -118,7 +119,7 @@ class _Loop:
         """Step of the checkpoint that is being written, and the task that writes it. None if there is none."""
 
     async def go(self, cadence: Cadence, report: Report) -> None:
-        run, is_last, is_best = self.run, False, False
+        run, is_first, is_last, is_best = self.run, True, False, False
         if run.global_step == 0 and cadence.before_first and cadence.has_evaluation:
             measured = await self._evaluated() or {}
             report(measured, 0)
@@ -131,6 +132,9 @@ class _Loop:
             metrics = await self._step()
             if metrics is None:
                 return
+            if is_first:  # before, there was nothing to save
+                self._stack.enter_context(self._interruption.listening())
+                is_first = False
             crash_point("trainer: step taken, not recorded")
             step, is_best = run.global_step, False
             asked_to_end = [callback.on_step_end(run, metrics) for callback in self._callbacks]
@@ -249,26 +253,28 @@ async def run_steps(
     """Run all remaining steps. Each step's metrics are reported together with the metrics of its evaluation.
 
     The checkpoint of a step is written before its export. If the process is killed in between, the run that resumes
-    from the checkpoint writes the export. If a signal ends the run, work that changes no model is cancelled, but a step
-    that is changing models is completed. The state is then saved. It is also saved if sampling or an evaluation fails.
+    from the checkpoint writes the export. Signals are handled from the end of the first step on: work that changes no
+    model is cancelled, but a step that is changing models is completed, and the state is then saved. It is also saved
+    if sampling or an evaluation fails.
 
     Raises:
         Interrupted: A signal has ended the run.
     """
     interruption = interruption or Interruption()
-    loop = _Loop(run, callbacks, interruption)
-    for callback in callbacks:
-        callback.on_train_begin(run)
-    try:
-        await loop.go(cadence, report)
-        if interruption.signal is not None and run.global_step < run.total_steps:
-            raise Interrupted(interruption.signal, f"{interruption.signal.name}: {await loop.saved()}")
-    except BaseException:
-        await loop.finish_writing()
-        raise
-    finally:
+    with ExitStack() as stack:
+        loop = _Loop(run, callbacks, interruption, stack)
         for callback in callbacks:
-            callback.on_train_end(run)
+            callback.on_train_begin(run)
+        try:
+            await loop.go(cadence, report)
+            if interruption.signal is not None and run.global_step < run.total_steps:
+                raise Interrupted(interruption.signal, f"{interruption.signal.name}: {await loop.saved()}")
+        except BaseException:
+            await loop.finish_writing()
+            raise
+        finally:
+            for callback in callbacks:
+                callback.on_train_end(run)
 
 
 def _is_due(interval: int, step: int, is_last: bool = False) -> bool:

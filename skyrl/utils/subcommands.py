@@ -5,13 +5,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.stop_signals import Stopped, ending_on_signals
 
 Command = Callable[[Sequence[str]], int]
 """Takes a subcommand's arguments and returns the exit status. Its docstring is the subcommand's line in the help."""
 
 
 def run_program(argv: Sequence[str] | None, commands: Mapping[str, Command], *, prog: str, description: str) -> int:
-    """Run a subcommand of a program; Ctrl-C ends it. Returns the exit status.
+    """Run a subcommand of a program; Ctrl-C or SIGTERM ends it. Returns the exit status.
 
     Args:
         argv: Arguments; None: the process's.
@@ -21,9 +22,11 @@ def run_program(argv: Sequence[str] | None, commands: Mapping[str, Command], *, 
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return run_subcommand(arguments, commands, prog=prog, description=description, kind="command")
-    except KeyboardInterrupt:
-        return 130  # as shells report it
+        with ending_on_signals():
+            return run_subcommand(arguments, commands, prog=prog, description=description, kind="command")
+    except Stopped as ended:
+        print(f"{prog}: {ended}", file=sys.stderr)
+        return ended.status
 
 
 def print_version(argv: Sequence[str], prog: str) -> int:

@@ -110,7 +110,7 @@ class EngineOptions(BaseModel):
     The time does not run while an engine that we launched is being restarted."""
 
     def check(self) -> None:
-        """Raise `RequestError` if a required option is missing."""
+        """Raise `RequestError` if a required option is missing, or if engines cannot be launched."""
         if self.count and not self.folder:
             given = f"engines.urls={', '.join(self.urls)}" if self.urls else "engines.launch"
             raise RequestError(
@@ -118,6 +118,8 @@ class EngineOptions(BaseModel):
                 "through a folder that they see at the same path; name it, on a disk that all machines have if engines "
                 "are elsewhere"
             )
+        if self.launch is not None:
+            self.launch.check()
 
     @property
     def count(self) -> int:

@@ -229,7 +229,8 @@ class Fleet:
                     return
 
     def _in_trouble(self, engine: Engine, error: Exception) -> None:
-        if str(self.troubles.get(engine.name)) != str(error):
+        starting = isinstance(error, EngineDown) and engine.name not in self.known and self._expects(engine.name)
+        if not starting and str(self.troubles.get(engine.name)) != str(error):
             log.warning("sampling engine %s is excluded: %s", engine.name, error)
         self.troubles[engine.name] = error
         self._look_for_unserved()

@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 
 Version = TypeVar("Version")
 
+TOLD_EVERY_S = 15.0
+"""Seconds between two messages about engines that are not ready at the start."""
 SCORES = " (scores)"
 """Suffix of the ids of scoring requests to the backend's own sampler."""
 ABSENT = "no sampling engine is there that could draw this; the server's log says why; send it again later"
@@ -132,9 +134,11 @@ class EngineSampler(Generic[Version]):
     def open(self, progress: Callable[[str], None]) -> None:
         """Wait until an engine is in use and all others have been tried.
 
-        Raises `RequestError` if no engine joins in time, or if an engine serves other weights than ours.
+        Raises `RequestError` if no engine joins in time, if an engine that we launched ends at each start, or if an
+        engine serves other weights than ours.
         """
-        names, until = self._names, time.monotonic() + self._options.start_timeout_s
+        names, begun = self._names, time.monotonic()
+        until, told = begun + self._options.start_timeout_s, begun
         progress(f"waiting for {len(names)} sampling engine(s): {', '.join(names)}")
         self.fleet.start()
         while True:
@@ -144,10 +148,19 @@ class EngineSampler(Generic[Version]):
                 raise RequestError(
                     str(mismatch or f"no sampling engine is there after start_timeout_s: {self._why_absent()}")
                 )
+            if self._launcher is not None and (given_up := self._launcher.given_up) is not None:
+                raise RequestError(given_up)
             if self.fleet.engines and {*list(self.fleet.engines), *list(self.fleet.troubles)} >= set(names):
                 if self._options.colocated:
                     self._first_sleep()
+                progress(f"{len(self.fleet.engines)} sampling engine(s) ready after {time.monotonic() - begun:.0f} s")
                 return
+            if (now := time.monotonic()) - told >= TOLD_EVERY_S:
+                told, absent = now, [name for name in names if name not in self.fleet.engines]
+                progress(
+                    f"{', '.join(absent)}: not ready after {now - begun:.0f} s (start_timeout_s="
+                    f"{self._options.start_timeout_s:g})"
+                )
             while self._news or self._own.busy:
                 assert not self.burst(), "no request before it is open"
             self._heard.wait(1.0)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from skyrl.tinker.config import ENVIRONMENT_PREFIXES, SECRET, EngineConfig
 from skyrl.tinker.processes.channel import encode
 from skyrl.tinker.processes.messages import Start
+from skyrl.utils.process_tree import kill_tree
 
 MALLOC = "glibc.malloc.hugetlb=1"
 """Setting of glibc that allocates large arrays on huge pages, if the system has them. In a training step, this reduces
@@ -69,6 +70,11 @@ class EngineProcess:
         """Send a signal to the process, unless it has exited."""
         self._process.send_signal(number)
 
+    def kill(self) -> None:
+        """Kill the process and all its children, such as sampling engines, which would outlive it."""
+        if self._process.poll() is None:
+            kill_tree(self._process.pid)
+
     async def wait(self, patience_s: float | None = None) -> int:
         """Wait for the exit and return the status (-N: killed by signal N). Raises TimeoutError after `patience_s`
         seconds."""
@@ -78,8 +84,8 @@ class EngineProcess:
             raise TimeoutError from None
 
     def close(self) -> None:
-        """Kill the process if it is running, and release its resources."""
-        self._process.kill()
+        """Kill the process and its children if it is running, and release its resources."""
+        self.kill()
         self._process.wait()
         self._threads.shutdown(wait=False)
         self.socket.close()

@@ -119,10 +119,10 @@ class EngineSupervisor:
             self._channel.send(frame)
 
     def kill(self) -> None:
-        """Kill the engine at once. A later `stop` then returns immediately."""
+        """Kill the engine and its children at once. A later `stop` then returns immediately."""
         self.state = "stopped"
         if self._process is not None:
-            self._process.signal(signal.SIGKILL)
+            self._process.kill()
 
     async def stop(self) -> None:
         """Stop the engine: ask it to take last snapshots and exit, and kill it when its time is up."""
@@ -131,10 +131,10 @@ class EngineSupervisor:
         if (process := self._process) and self._channel:
             self._channel.send(Shutdown())
             if loading:  # a loading engine reads no frames and has no state to save
-                process.signal(signal.SIGKILL)
+                process.kill()
             with contextlib.suppress(TimeoutError):
                 await process.wait(GRACE * self.config.shutdown_timeout_sec)
-            process.signal(signal.SIGKILL)
+            process.kill()
             if self._task:  # its last frames may still be on their way to `on_frame`
                 await asyncio.wait([self._task], timeout=TERMINATE_S)
         if self._task:

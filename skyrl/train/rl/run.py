@@ -21,7 +21,6 @@ from skyrl.train.callbacks import Callback, load_callbacks
 from skyrl.train.checkpoints import Checkpoint, CheckpointStore, begin_writing
 from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.exports import Export
-from skyrl.train.interruption import Interruption
 from skyrl.train.lr_schedules import learning_rate_factor
 from skyrl.train.places import Where, place_of
 from skyrl.train.policies import Learner, Models
@@ -133,7 +132,7 @@ class Run:
         """Text for messages that says how to resume from the newest checkpoint."""
         return WAY_ON if self.config.trainer.resume_mode == "latest" else f"with trainer.resume_mode=latest {WAY_ON}"
 
-    async def train(self, report: Report, interruption: Interruption | None = None) -> None:
+    async def train(self, report: Report) -> None:
         """Run all remaining steps. `report` receives the step number and the metrics of each step and evaluation."""
         settings = self.config.trainer
         cadence = Cadence(
@@ -145,7 +144,7 @@ class Run:
             checkpoint_epochs=True,
             beside=settings.async_checkpoints,
         )
-        await run_steps(self, cadence, report, self._callbacks, interruption)
+        await run_steps(self, cadence, report, self._callbacks)
 
     async def step(self) -> Metrics:
         """Run one step of the trainer. If dumps are configured, write the step's data."""
@@ -355,8 +354,6 @@ async def train_rl(
     `shape_rewards` returns the rewards to train with, computed from a batch with the environment's rewards.
     """
     with ExitStack() as stack:
-        interruption = Interruption()
-        stack.enter_context(interruption.listening())
         run = await open_run(config, stack, shape_rewards)
         settings, step = config.trainer, run.trainer.global_step
         info = RunInfo(settings.project_name, settings.run_name, run.run_id, get_config_as_dict(config))
@@ -379,7 +376,7 @@ async def train_rl(
         if step >= run.total_steps:
             log.info("all %d steps were taken before; raise %s to go on", run.total_steps, _limit(run))
         try:
-            await run.train(told, interruption)
+            await run.train(told)
         finally:
             await run.trainer.source.close()
     return run

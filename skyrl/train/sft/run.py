@@ -9,7 +9,6 @@ from skyrl.errors import ConfigError
 from skyrl.train.callbacks import load_callbacks
 from skyrl.train.config import SFTConfig, get_config_as_dict
 from skyrl.train.data.loaders import Loader, as_it_is
-from skyrl.train.interruption import Interruption
 from skyrl.train.places import place_of
 from skyrl.train.policies import Learner, Models
 from skyrl.train.sft import load_datasets
@@ -45,8 +44,6 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
     check_rows(config, (*train, *evaluation))
     order = checked_order(config, train)
     with ExitStack() as stack:
-        interruption = Interruption()
-        stack.enter_context(interruption.listening())
         models = stack.enter_context(load())
         learner = models.learner(MODEL)
         method = method_of(config, learner, models.learner)
@@ -77,7 +74,7 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
                 shown=method.shown,
             )
         )
-        summary = await trainer.run(interruption)
+        summary = await trainer.run()
     metrics = {"metrics": place_of(folder).folder / METRICS_FILE}
     print(closing_summary(str(summary), trainer.places() | metrics))
     return summary

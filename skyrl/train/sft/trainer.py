@@ -16,7 +16,6 @@ from skyrl.train.checkpoints import CheckpointStore, begin_writing
 from skyrl.train.config.machinery.base import get_config_as_dict
 from skyrl.train.config.sft import SFTConfig
 from skyrl.train.exports import Export
-from skyrl.train.interruption import Interruption
 from skyrl.train.lr_schedules import adam_params, learning_rate_factor
 from skyrl.train.places import Where
 from skyrl.train.policies import Learner
@@ -123,7 +122,7 @@ class SFTTrainer:
         """Id of this run. A run keeps it when it is resumed. None if the run has no checkpoints."""
         return None if self._checkpoints is None else self._checkpoints.run_id
 
-    async def run(self, interruption: Interruption | None = None) -> Summary:
+    async def run(self) -> Summary:
         """Train to the end. Calls `resume` first if it has not been called.
 
         Raises the errors of `resume`, StorageError if a checkpoint cannot be written, and Interrupted after a signal.
@@ -151,7 +150,7 @@ class SFTTrainer:
         callbacks = self._callbacks
         if callbacks is None:
             callbacks = load_callbacks(config.callbacks, "callbacks")
-        await run_steps(self, cadence, told, callbacks, interruption)
+        await run_steps(self, cadence, told, callbacks)
         summary = Summary(self.global_step, resumed_from, trained_tokens, last)
         logger.info("%s", summary)
         return summary

@@ -24,6 +24,7 @@ from skyrl.backends.engines.launcher.launcher import Launcher
 from skyrl.backends.engines.launcher.options import LaunchOptions
 from skyrl.backends.operations import Publish
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+from skyrl.errors import RequestError
 from skyrl.utils.process_identity import ProcessIdentity
 from tests.backends.engines.engine_server import ROOT
 from tests.backends.engines.marked import OPTIONS, admit, fleet_of, ticket, write_marker
@@ -230,3 +231,33 @@ def test_a_backend_samples_with_engines_that_it_has_started(tmp_path):
     finally:
         backend.close()
     assert not process.runs
+
+
+def opened(folder: Path, program: str) -> None:
+    """Open a backend that launches an engine by a shell script, which notes each start in a file."""
+    model = make_tiny_model(folder / "tiny")
+    launch = {"command": ["sh", "-c", f": {{port}}; echo start >> {folder}/starts; {program}"]}
+    engines = {"launch": launch, "folder": str(folder / "adapters")}
+    sizes = {"max_lora_rank": 4, "max_context_length": 64, "engines": engines}
+    TorchBackend(str(model), TorchBackendConfig.model_validate(sizes))
+
+
+def test_an_engine_that_ends_three_times_as_it_starts_is_final(tmp_path):
+    with pytest.raises(RequestError, match=r"launched-0 has ended 3 times .*engine-0\.log: no such device; fix"):
+        opened(tmp_path, "echo no such device; exit 3")
+    assert (tmp_path / "starts").read_text() == "start\n" * 3
+
+
+def test_a_starting_engine_is_told_with_its_log_and_not_as_unreachable(tmp_path, caplog):
+    caplog.set_level("INFO", "skyrl")
+    with pytest.raises(RequestError, match="has ended 3 times"):
+        opened(tmp_path, "sleep 0.5; exit 3")
+    assert f"log: {tmp_path}/adapters.engines/engine-0.log" in caplog.text
+    assert "is excluded" not in caplog.text
+
+
+@pytest.mark.parametrize("python", [sys.executable, "/no/such/python"])
+def test_an_interpreter_without_vllm_is_refused(python):
+    options = EngineOptions(launch=LaunchOptions(python=python), folder="/shared")
+    with pytest.raises(RequestError, match=f"^engines.launch.python={python}: .*name the Python interpreter of an en"):
+        options.check()

@@ -163,6 +163,19 @@ class Launcher:
         return next(engine for engine in self._engines if engine.name == name)
 
     @property
+    def given_up(self) -> str | None:
+        """Message about an engine that has ended `TRIES` times before it was in use. None: there is no such engine."""
+        for engine in self._engines:
+            if engine.unused_starts >= TRIES:
+                lines = engine.log.read_text(errors="replace").split("\n")
+                last = next((line.strip() for line in reversed(lines) if line.strip()), "it is empty")
+                return (
+                    f"engines.launch: {engine.name} has ended {engine.unused_starts} times before it was in use; the "
+                    f"last line of its log, {engine.log}: {last[-TAIL:]}; fix the cause, or leave engines.launch out"
+                )
+        return None
+
+    @property
     def troubles(self) -> list[str]:
         """Messages about engines that exited soon after their start."""
         return [
@@ -225,6 +238,7 @@ class Launcher:
                 start_new_session=True,
             )
         engine.identity = ProcessIdentity.of(engine.child.pid)
+        log.info("starting sampling engine %s (process %d), log: %s", engine.name, engine.child.pid, engine.log)
 
     def _end(self, engine: _Launched) -> None:
         """Kill an engine's process group, once. A child's pid cannot be reused before it is reaped here."""

@@ -1,11 +1,17 @@
 """Options of launched engines."""
 
+import os
+import subprocess
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from skyrl.errors import RequestError
+
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """Environment variable with the API key, also read by vLLM servers."""
+ASKED_S = 30.0
+"""Maximum seconds in which an interpreter says whether it has vLLM."""
 OURS = {
     "model": "the server's base model, or trainer.policy.model.path",
     "tokenizer": "the server's base model, or trainer.policy.model.path",
@@ -81,3 +87,25 @@ class LaunchOptions(BaseModel):
                 f"engines.launch.arguments={self.arguments} with command: a command has its own; add them there"
             )
         return self
+
+    def check(self) -> None:
+        """Raise `RequestError` if `python` has no vLLM. Does not import vLLM, which takes long."""
+        if self.python is None:
+            return
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
+        command = [self.python, "-c", "import importlib.util; print(importlib.util.find_spec('vllm') is not None)"]
+        try:
+            told = subprocess.run(
+                command, env={**environment, **self.env}, stdin=subprocess.DEVNULL, capture_output=True, timeout=ASKED_S
+            )
+            trouble = {b"True": None, b"False": "it has no module vllm"}.get(
+                told.stdout.strip(),
+                f"it ended with status {told.returncode}: {told.stderr.decode(errors='replace')[-200:]}",
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            trouble = str(error)
+        if trouble is not None:
+            raise RequestError(
+                f"engines.launch.python={self.python}: {trouble}; name the Python interpreter of an environment in "
+                "which vLLM is installed, or leave engines.launch out"
+            )

@@ -1,0 +1,174 @@
+"""SIGINT and SIGTERM of a command: the first one ends it within `CLOSING_S`, a second one at once.
+
+The first signal raises `Stopped` in the main thread, so that open contexts are closed. A main thread that waits inside
+a library (a compiler, a store, a cluster) may not return to Python for minutes. Therefore a second thread reads the
+signals too, and ends the process with all its descendants when the time is up. A command that has work to save calls
+`first_signal_calls`: then its first signal has no time limit.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from skyrl.utils.process_tree import kill_descendants
+
+SIGNALS = signal.SIGINT, signal.SIGTERM
+STDERR = 2
+CLOSING_S = 3.0
+"""Seconds after the first signal in which a command closes what it has opened."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has ended a command that had nothing to save."""
+
+    def __init__(self, number: signal.Signals):
+        super().__init__(f"ended by {number.name}")
+        self.signal = number
+
+    @property
+    def status(self) -> int:
+        """Exit status, as shells report it."""
+        return 128 + self.signal
+
+
+class _Watch:
+    """Thread that ends the process in time."""
+
+    def __init__(self) -> None:
+        self.limited = True
+        """True if the time after the first signal is limited."""
+        self.promise = ""
+        """Message after the first signal, if the time is not limited."""
+        self.first: signal.Signals | None = None
+        """The first signal. None: there was none."""
+        self._source, self._sink = socket.socketpair()
+        self._sink.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._sink.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._run, name="stop signals", daemon=True).start()
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler of a command that has nothing to save."""
+        raise Stopped(signal.Signals(number))
+
+    def close(self) -> None:
+        """Stop watching, unless a time limit is running."""
+        if self.noticed() is None or not self.limited:
+            signal.set_wakeup_fd(self._before)
+            self._sink.close()
+
+    def _run(self) -> None:
+        if (number := self._next()) is None:
+            return
+        if not self.limited:
+            _say(f"{number.name}: {self.promise}; once more ends it at once")
+        elif not select.select([self._source], [], [], CLOSING_S)[0]:
+            _end_now(number, f"{number.name}: not closed within {CLOSING_S:g} s, so it is ended")
+        if (number := self._next()) is not None:
+            _end_now(number, f"{number.name} again: ended at once")
+
+    def noticed(self) -> signal.Signals | None:
+        """The first signal, even if the thread has not read it yet."""
+        if self.first is None:
+            with contextlib.suppress(OSError):
+                self._note(self._source.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        return self.first
+
+    def _next(self) -> signal.Signals | None:
+        """Wait for a signal. Returns None when the other end of the socket is closed."""
+        while received := self._source.recv(1, socket.MSG_PEEK):
+            number = self._note(received)
+            self._source.recv(1)  # after it is noted, so that `noticed` cannot miss it
+            if number is not None:
+                return number
+        self._source.close()
+        return None
+
+    def _note(self, received: bytes) -> signal.Signals | None:
+        number = signal.Signals(received[0]) if received and received[0] in SIGNALS else None
+        self.first = self.first or number
+        return number
+
+
+_watch: _Watch | None = None
+"""Watch of this process, if its signals are handled here."""
+
+
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """Context of a command. The first SIGINT or SIGTERM raises `Stopped`, also inside an event loop.
+
+    Other errors after the signal become `Stopped` too, because they may follow from it: a library may have replaced the
+    handler, or a child may have received the signal. Only in the main thread. It may be nested.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _watching() as watch:
+        try:
+            yield
+        except BaseException as error:
+            if (number := watch.noticed()) is None or not watch.limited:
+                raise
+            kill_descendants(os.getpid())  # those of contexts that were not entered yet
+            raise Stopped(number) from error
+
+
+@contextmanager
+def _watching() -> Iterator[_Watch]:
+    global _watch
+    if _watch is not None:
+        yield _watch
+        return
+    _watch = watch = _Watch()
+    before = {number: signal.signal(number, watch.stop) for number in SIGNALS}
+    try:
+        yield watch
+    finally:
+        watch.close()
+        _watch = None
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
+def first_signal_calls(handle: Callable[[signal.Signals], None], promise: str) -> Iterator[None]:
+    """Context in which the first signal calls `handle`. A second one ends the process at once, as everywhere.
+
+    Args:
+        handle: Called in the main thread, once it is in Python.
+        promise: What follows, for the user; told at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _watching() as watch:
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            handle(signal.Signals(number))
+
+        watch.limited, watch.promise = False, promise
+        before = {number: signal.signal(number, handler) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, earlier in before.items():
+                signal.signal(number, earlier)
+            if watch.noticed() is None:
+                watch.limited = True
+
+
+def _end_now(number: signal.Signals, message: str) -> None:
+    _say(message)
+    kill_descendants(os.getpid())
+    os._exit(128 + number)
+
+
+def _say(message: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(STDERR, f"{message}\n".encode())  # without locks, which the main thread may hold
