@@ -155,4 +155,16 @@ ROLLOUT_DEFECTS = [
         ],
         [TESTS + "test_rollout_metrics.py::test_pass_at_n_looks_at_the_rewards_of_all_turns"],
     ),
+    Defect(
+        "T15",
+        "special tokens inside a response are kept from the environment",
+        [Edit(ROLLOUTS + "chat.py", "skip_special_tokens=False", "skip_special_tokens=True")],
+        ["tests/train/test_encodings.py::test_only_the_token_that_ends_a_turn_is_dropped_from_the_text_of_a_response"],
+    ),
+    Defect(
+        "T17b",
+        "text after sampled tokens begins with the marker of a start",
+        [Edit(ROLLOUTS + "chat.py", "for anchor in ANCHORS:", "for anchor in ():")],
+        ["tests/train/test_encodings.py::test_text_after_sampled_tokens_begins_without_the_marker_of_a_start"],
+    ),
 ]

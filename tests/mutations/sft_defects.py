@@ -9,6 +9,7 @@ LEFT = "tests/train/test_left_models.py::"
 ROWS = TESTS + "test_sft_rows.py::"
 BATCHES = TESTS + "test_sft_batches.py::"
 CHATS = "tests/train/test_chat_rows.py::"
+ENCODINGS = "tests/train/test_encodings.py::"
 FILES = "tests/train/test_chat_files.py::"
 DATA = "skyrl/train/data/"
 TRAINER = TESTS + "test_sft_trainer.py::"
@@ -198,5 +199,41 @@ SFT_DEFECTS = [
             )
         ],
         ["tests/train/test_other_names.py::test_a_path_of_verl_leads_to_the_field_that_the_page_pairs_it_with"],
+    ),
+    Defect(
+        "T16",
+        "the token that begins a sequence is added to a text that has it",
+        [
+            Edit(
+                SFT + "conversations.py",
+                "return token_ids if token_ids[: len(self._first)] == self._first else [",
+                "return [",
+            )
+        ],
+        [ENCODINGS + "test_special_tokens_that_a_tokenizer_adds_on_both_sides_are_there_once"],
+    ),
+    Defect(
+        "T17",
+        "a completion of text is encoded apart from its prompt",
+        [
+            Edit(
+                SFT + "conversations.py",
+                "self._begun(prompt + completion)",
+                "self._begun(prompt) + self._encode(completion)",
+            )
+        ],
+        [ENCODINGS + "test_the_first_space_of_a_completion_is_there_once"],
+    ),
+    Defect(
+        "T19",
+        "a prompt that shares a token with its answer is refused",
+        [
+            Edit(
+                SFT + "conversations.py",
+                "if agree == len(before) or text.startswith(shorter):",
+                "if agree == len(before):",
+            )
+        ],
+        [MASKS + "test_a_message_whose_first_letters_share_a_token_with_the_prompt_is_trained_on_with_that_token"],
     ),
 ]

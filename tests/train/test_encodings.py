@@ -98,6 +98,12 @@ def test_the_end_of_an_answer_is_trained_on_where_it_shares_a_token_with_the_nex
     assert trained_texts("byte level", lines, messages) == ["One.\n\n\n", "Two.\n"]
 
 
+def test_a_token_after_the_end_of_a_turn_is_not_trained_on_if_it_has_the_start_of_the_next_message():
+    spaced = "{% for m in messages %}{{ m.content + '<|im_end|> ' }}{% endfor %}"
+    messages = [user("Go."), assistant("One."), user("the"), assistant("Two.")]  # " the" is a token
+    assert trained_texts("byte level", spaced, messages) == [" One.<|im_end|>", " Two.<|im_end|>"]
+
+
 @every_kind
 @given(prompt=TEXTS, completion=SAID)
 def test_a_prompt_and_a_completion_of_text_are_tokenized_and_trained_on_as_in_trl(kind, prompt, completion):

@@ -207,12 +207,11 @@ class Conversations:
                     "another role, or use a chat_template with {% generation %} markers"
                 )
             before = self._prefix(text, token_ids, messages[:number], tools, prompt=True)
-            start, end = _agreeing(before, token_ids), len(token_ids)
+            start, upto = _agreeing(before, token_ids), token_ids
             if number < len(messages) - 1:
                 upto = self._prefix(text, token_ids, messages[: number + 1], tools, prompt=False)
-                end = _agreeing(upto, token_ids)
-                end += end < len(upto)  # the next token has the message's last characters and those that follow
-            for at in range(start, self._without_glue(token_ids, start, end)):
+            end, agree = self._without_glue(upto, start), _agreeing(upto, token_ids)
+            for at in range(start, min(end, agree + 1)):  # the last token may also have characters that follow
                 mask[at] = True
         return Masked(token_ids, mask)
 
@@ -249,13 +248,15 @@ class Conversations:
     def _at(self, token_ids: list[int], start: int) -> str:
         return repr(self._tokenizer.decode(token_ids[start : start + 8])) if start < len(token_ids) else "nothing"
 
-    def _without_glue(self, token_ids: list[int], start: int, end: int) -> int:
-        """Return the end of a message, not counting its trailing white space.
+    def _without_glue(self, token_ids: list[int], start: int) -> int:
+        """Return the end of a message that begins at `start`, not counting its trailing white space.
 
-        If only white space follows the message's last special token, this is the place after the token. If not: `end`.
+        If only white space follows the message's last special token, this is the place after the token. If not, it is
+        the end of the tokens.
         """
+        end = len(token_ids)
         last = next((at for at in range(end - 1, start - 1, -1) if token_ids[at] in self._special), end - 1)
-        return end if self._tokenizer.decode(token_ids[last + 1 : end]).strip() else last + 1
+        return end if self._tokenizer.decode(token_ids[last + 1 :]).strip() else last + 1
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool = False) -> str:
         return self._tokenizer.apply_chat_template(
