@@ -96,10 +96,11 @@ def test_what_a_run_would_refuse_is_an_error_of_one_line(check, row, arguments, 
 
 
 def test_the_guide_shows_what_is_printed(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[2] / "docs" / "sft.md").read_text()
+    docs = Path(__file__).parents[2] / "docs"
+    page, first = ((docs / name).read_text() for name in ("sft.md", "sft-on-my-data.md"))
     command, printed = re.search(r"```bash\nskyrl (data check .*?)\n```\n\n```text\n(.*?)```", page, re.DOTALL).groups()
     monkeypatch.chdir(tmp_path)
-    Path("capitals.jsonl").write_text(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
+    Path("capitals.jsonl").write_text(re.search(r"```json\n(.*?)```", first, re.DOTALL)[1])
     assert main(["make-model", "--out", "small", "--hidden", "64", "--layers", "2"]) == 0
     capsys.readouterr()
     assert main(command.split()) == 0
