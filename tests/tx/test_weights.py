@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 
 import jax
@@ -99,6 +100,21 @@ def test_an_unknown_architecture_names_the_known_ones(copy):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(RequestError, match=r"has no config\.json"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text[:-20], "config.json cannot be read as JSON"),
+        (lambda text: "[1]", "config.json is no JSON object"),
+        (lambda text: json.dumps(json.loads(text) | {"hidden_size": "many"}), "cannot read config.json (.*hidden_size"),
+    ],
+)
+def test_a_broken_configuration_is_refused_in_a_line(copy, change, said):
+    (copy / "config.json").write_text(change((copy / "config.json").read_text()))
+    with pytest.raises(RequestError) as error:
+        load_model(copy)
+    assert re.search(said.replace("(", r"\("), str(error.value)) and "\n" not in str(error.value)
 
 
 def test_a_folder_without_safetensors_is_refused(copy):

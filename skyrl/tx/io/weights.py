@@ -24,7 +24,7 @@ from skyrl.tx.design.parameters import Param, parameters
 from skyrl.tx.families import check_known, text_config
 from skyrl.tx.io.peft import adapter_from_peft, adapter_to_peft
 from skyrl.tx.models.decoder import Decoder
-from skyrl.utils.files.hf_files import read_config, text_names, untied_copy
+from skyrl.utils.files.hf_files import read_config, text_names, transformers_config, untied_copy
 from skyrl.utils.files.tensor_file import TensorReader, equal_tensors
 from skyrl.utils.files.weight_files import UNREADABLE, weight_files
 
@@ -61,13 +61,11 @@ def abstract_model(
 
     Raises RequestError for a missing or invalid config.json, ValueError for models that are not implemented.
     """
-    from transformers import AutoConfig
-
     from skyrl.tx.models.configs import ModelConfig
 
     path = Path(path)
     check_known(read_config(path), str(path / "config.json"))
-    whole = AutoConfig.from_pretrained(path, local_files_only=True)
+    whole = transformers_config(path)
     text = whole.get_text_config()
     if text is not whole:
         text = text_config(whole.to_dict()) | {"_name_or_path": str(path)}

@@ -80,6 +80,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def transformers_config(folder: Path) -> Any:
+    """Return transformers' configuration of a model. Raises RequestError, in one line, if transformers rejects it."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of any type, as each configuration class has checks of its own
+        reason = " ".join(str(error).split())
+        raise RequestError(f"{folder}: transformers cannot read {CONFIG} ({reason}); fetch it again") from error
+
+
 def text_config(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Return a config.json for the text part of a multimodal model. `architecture` is the text part's own."""
     tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}  # precedes the text part's
