@@ -65,7 +65,7 @@ class RewardFunctionEnv(Env[NoSettings]):
         if isinstance(score, Vector) and len(score) == 1 != len(self.token_ids):  # a single number of an array library
             (score,) = score
         if not all(map(math.isfinite, score if isinstance(score, list) else [score])):
-            raise EnvError(f"reward function {self.name} returned {_short(score)} for the response {_short(action)}")
+            raise EnvError(f"reward function {self.name} returned {_short(result)} for the response {_short(action)}")
         if not isinstance(score, list):
             reward, token_rewards = score, None
         elif len(score) == len(self.token_ids):
@@ -161,10 +161,12 @@ def summing(terms: tuple[tuple[RewardTerm, type[RewardFunctionEnv]], ...]) -> ty
 def _score(value: Any) -> float | list[float] | None:
     """Convert a value to a reward: one number, or a list with one number per token for a one-dimensional array.
 
-    Returns None for any other value.
+    None, as from a judge that gave no verdict, becomes NaN. Returns None for any other value.
     """
+    if value is None:
+        return math.nan
     if (is_array := getattr(value, "ndim", 0) == 1) or isinstance(value, list | tuple):
-        numbers = [number_of(one) for one in value]
+        numbers = [math.nan if one is None else number_of(one) for one in value]
         return None if None in numbers else (Vector if is_array else list)(one for one in numbers if one is not None)
     return number_of(value)
 

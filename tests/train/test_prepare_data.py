@@ -248,10 +248,10 @@ def test_data_of_another_form_is_refused_although_invalid_rows_are_left_out(tmp_
 @pytest.mark.parametrize(
     ("source", "options", "words"),
     [
-        ("empty", [], "--from=empty: has no .parquet, .json, .jsonl files in it; name a folder that has"),
+        ("empty", [], "--from=empty: has no .parquet, .json, .jsonl, .csv files in it; name a folder that has"),
         ("data", ["--split", "val"], "--split=validation: --from=data has no file of it; there are train (2 files)"),
         ("data/train.jsonl", ["--split", "test"], "--split=test: --from=data/train.jsonl is one file, all of which"),
-        ("data/notes.txt", [], "--from=data/notes.txt: is none of .parquet, .json, .jsonl; name a file"),
+        ("data/notes.txt", [], "--from=data/notes.txt: is none of .parquet, .json, .jsonl, .csv; name a file"),
         ("data", ["--limit", "0"], "--limit=0: at least one row is written; give a number from 1"),
         ("data/none.jsonl", [], "data/none.jsonl: has no rows; name other data"),
         ("nobody/nothing", [], "--from=nobody/nothing: no such file or folder, and the hub does not give a data set"),

@@ -281,6 +281,7 @@ class Recorded:
 
     def __init__(self, client: BackendClient):
         self._client = client
+        self.backend = client.backend
         self.operations: list[Operation] = []
 
     async def run(self, operation: Operation):

@@ -122,6 +122,15 @@ def test_the_tokenizers_own_template_has_lines_too(tokenizer):
     assert "use a tokenizer that has a template" in str(error.value)
 
 
+def test_a_tokenizer_without_a_template_is_told_in_a_line(tokenizer):
+    tokenizer.chat_template = None
+    said = r"chat_template_kwargs=\{\}: the tokenizer has no chat template; [^\n]*set [^\n]*chat_template[^\n]*$"
+    with pytest.raises(ConfigError, match=said):
+        Chat(tokenizer)
+    with pytest.raises(ConfigError, match=said):
+        Conversations(tokenizer, "last_assistant_message").masked(ROW["messages"])
+
+
 def test_a_misspelt_template_has_the_nearest_name():
     with pytest.raises(ConfigError, match=re.escape("did you mean qwen3_with_thinking?; for a file set")):
         load_template(ChatTemplateConfig(name_or_path="qwen3_with_thinkin"))

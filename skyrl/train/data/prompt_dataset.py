@@ -127,6 +127,8 @@ def _prompt(row: Row, instance_id: str, default_env_class: str, fit: Fit, where:
 def _length(prompt_length: Callable[[Prompt], int], prompt: Prompt, where: str) -> int:
     try:
         return prompt_length(prompt)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     except Exception as error:  # templates raise any exception
         said = str(error) if type(error) is TemplateError else f"{type(error).__name__}: {error}"
         raise ConfigError(

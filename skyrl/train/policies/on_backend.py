@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from skyrl.algorithms.checks.arrays import check_token_ids
 from skyrl.algorithms.objective import Objective
 from skyrl.backends.async_client import BackendClient
 from skyrl.backends.backend import AbstractBackend
@@ -95,6 +96,10 @@ class BackendLearner:
     def info(self) -> BackendInfo:
         return self._client.backend.info()
 
+    @cached_property
+    def _vocab_size(self) -> int:
+        return self.info().vocab_size
+
     async def create(self, lora_config: LoraConfig, value_head: bool = False) -> None:
         operation = CreateModel(
             request_id=_new_id(), model_id=self._model_id, lora_config=lora_config, value_head=value_head
@@ -114,6 +119,11 @@ class BackendLearner:
     async def _pass(
         self, data: list[Datum], loss: str | Objective, forward_only: bool, reference: bool = False
     ) -> ForwardBackwardOutput:
+        for name, arrays in (
+            ("tokens", [datum.tokens for datum in data]),
+            ("target_tokens", [datum.loss_fn_inputs["target_tokens"] for datum in data]),
+        ):
+            check_token_ids(name, np.concatenate([ids.reshape(-1) for ids in arrays]), self._vocab_size, arrays)
         operation = ForwardBackward(
             request_id=_new_id(),
             model_id=self._model_id,
@@ -180,6 +190,7 @@ class BackendPolicy(BackendLearner):
         version = self._version
         assert version >= 0, "publish before sampling"
         prompt = np.asarray(prompt_token_ids, np.int32)
+        check_token_ids("prompt", prompt, self._vocab_size)
         entropy = [self._seed, version, zlib.crc32(session_id.encode()), len(prompt)]
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
         operation = Sample(

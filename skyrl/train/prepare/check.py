@@ -108,7 +108,7 @@ def _examples(config: SFTConfig, given: Any) -> Iterator[str]:
             yield f"row {row}{name}: {len(one.token_ids)} tokens, {one.trained_tokens} trained on{cut}"
             yield _shown(tokenizer, one.token_ids.tolist(), one.mask.tolist())
     yield dataset.summary()
-    check_rows(config, [dataset])
+    check_rows(config, [dataset], tokenizer)
 
 
 def _prompts(config: SkyRLTrainConfig, given: Any) -> Iterator[str]:

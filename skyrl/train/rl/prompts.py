@@ -4,13 +4,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.data.epoch_order import OrderState, PromptOrder
 from skyrl.train.data.prompt_dataset import PromptDataset
 from skyrl.train.data.template_form import TemplateForm
+from skyrl.train.data.vocabulary import check_vocabulary
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.episode import Prompt
+from skyrl.train.strategy.base_model import model_sizes
 
 
 class TrainingPrompts:
@@ -71,14 +75,23 @@ def first_prompts(config: SkyRLTrainConfig, chat: Chat, count: int) -> list[Prom
 
 
 def _dataset(config: SkyRLTrainConfig, field: str, sources: list[str], chat: Chat) -> PromptDataset:
+    path, longest = config.trainer.policy.model.path, config.trainer.max_prompt_length
+    vocab_size = None if path is None else model_sizes(path).vocabulary
+
+    def length(prompt: Prompt) -> int:
+        token_ids = chat.render(prompt.messages, prompt.extras.get("tools") or ())
+        if vocab_size is not None and len(token_ids) <= longest:
+            check_vocabulary(np.array(token_ids), vocab_size, f"trainer.policy.model.path={path}", chat.tokenizer)
+        return len(token_ids)
+
     try:
         return PromptDataset(
             sources,
             default_env_class=config.environment.env_class,
             reward=config.environment.reward_id,
-            prompt_length=lambda prompt: len(chat.render(prompt.messages, prompt.extras.get("tools") or ())),
+            prompt_length=length,
             fit=TemplateForm(chat.written).fit,
-            max_prompt_length=config.trainer.max_prompt_length,
+            max_prompt_length=longest,
         )
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from error

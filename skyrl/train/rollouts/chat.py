@@ -52,6 +52,8 @@ class ChatTokenizer(Protocol):
 
     def decode(self, token_ids: Any, **options: bool) -> Any: ...
 
+    def convert_ids_to_tokens(self, ids: int, /) -> Any: ...
+
     def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
 
 
@@ -104,6 +106,10 @@ class Chat:
         """`end_of_turn` if it is not the tokenizer's eos_token. Samplers then need it as an additional stop token."""
         self._ends = {self.end_of_turn, tokenizer.eos_token_id, *ends}
         self._checked: set[tuple[str, ...]] = set()
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        return self._tokenizer
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the tokens of a conversation, up to the start of the model's next message."""

@@ -77,7 +77,7 @@ class Episode:
         without sampling that turn.
 
         Raises all errors of the environment, the template and the sampler. Also raises EnvError for a reward that is
-        not finite, and ConfigError for a reward that is not a number.
+        None or not finite, and ConfigError for a reward of another type than a number.
         """
         config, chat = self._config, self._chat
         limit = config.max_input_length

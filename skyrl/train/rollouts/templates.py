@@ -12,6 +12,8 @@ from skyrl.utils.spelling import did_you_mean
 FOLDER = Path(__file__).parent / "templates"
 LARGEST = 2**20
 """Maximum size of a template file, in bytes."""
+UNSET = "tokenizer.chat_template is not set"
+"""Part of the error of transformers for a tokenizer without a template."""
 
 
 class ChatTemplate(str):
@@ -35,10 +37,13 @@ def template_error(error: Exception, template: str | None) -> str:
         error: Exception during rendering.
         template: Text of the template. None: the tokenizer's own.
     """
+    if template is None and UNSET in str(error):
+        return "the tokenizer has no chat template"
     origin = "the tokenizer's template" if template is None else getattr(template, "origin", "the template")
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
     lines += [error.lineno] if isinstance(error, TemplateSyntaxError) else []
     said = f"{type(error).__name__}: {error.message if isinstance(error, TemplateSyntaxError) else error}"
+    said = " ".join(said.split())
     return f"{origin}, line {lines[-1]}: {said}" if lines else said
 
 

@@ -127,7 +127,7 @@ def checked_rewards(reward: Any, each: Any, tokens: int, whose: str) -> tuple[fl
         whose: Source of the rewards, for the start of error messages.
 
     Raises ConfigError if a value is not a number, if `each` has another length than the response, or if it does not add
-    up to the reward (within float32 rounding). Raises EnvError if a value is not finite.
+    up to the reward (within float32 rounding). Raises EnvError if a value is None or not finite.
     """
     total = _finite(reward, f"{whose}: reward")
     if each is None:
@@ -138,6 +138,8 @@ def checked_rewards(reward: Any, each: Any, tokens: int, whose: str) -> tuple[fl
 
 
 def _finite(value: Any, name: str) -> float:
+    if value is None:  # as from a judge that gave no verdict
+        raise EnvError(f"{name}=None is not a number; give a finite number")
     number = number_of(value)
     if number is None:
         raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}; give a finite number")

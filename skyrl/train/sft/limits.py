@@ -7,18 +7,20 @@ import numpy as np
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig
+from skyrl.train.data.vocabulary import check_vocabulary
+from skyrl.train.rollouts.chat import ChatTokenizer
 from skyrl.train.sft.datasets import Dataset
 from skyrl.train.strategy.base_model import model_sizes
 
 
-def check_rows(config: SFTConfig, datasets: Sequence[Dataset[Any]]) -> None:
+def check_rows(config: SFTConfig, datasets: Sequence[Dataset[Any]], tokenizer: ChatTokenizer) -> None:
     """Raise ConfigError if a row exceeds the limits in the model's config.json. Runs before the model is loaded."""
     assert config.model.path is not None
     sizes = model_sizes(config.model.path)
     if sizes.context is not None:
         check_lengths(datasets, config, sizes.context)
     if sizes.vocabulary is not None:
-        check_token_ids(datasets, config, sizes.vocabulary)
+        check_token_ids(datasets, config, sizes.vocabulary, tokenizer)
 
 
 def check_lengths(datasets: Sequence[Dataset[Any]], config: SFTConfig, limit: int) -> None:
@@ -33,14 +35,14 @@ def check_lengths(datasets: Sequence[Dataset[Any]], config: SFTConfig, limit: in
             )
 
 
-def check_token_ids(datasets: Sequence[Dataset[Any]], config: SFTConfig, vocab_size: int) -> None:
+def check_token_ids(
+    datasets: Sequence[Dataset[Any]], config: SFTConfig, vocab_size: int, tokenizer: ChatTokenizer | None = None
+) -> None:
     """Raise ConfigError for a row with a token that is not in the model's vocabulary."""
     for dataset in datasets:
         for number, example in enumerate(dataset.examples):
             token_ids = np.concatenate([one.token_ids for one in example.sequences])
-            unknown = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
-            if unknown.size:
-                raise ConfigError(
-                    f"{dataset.name}, row {dataset.row(number)}: token id {unknown[0]} is outside the vocabulary "
-                    f"[0, {vocab_size}) of model.path={config.model.path}; use the tokenizer of this model"
-                )
+            try:
+                check_vocabulary(token_ids, vocab_size, f"model.path={config.model.path}", tokenizer)
+            except ConfigError as error:
+                raise ConfigError(f"{dataset.name}, row {dataset.row(number)}: {error}") from None

@@ -41,7 +41,7 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
     load, tokenizer = _checked(config)
     callbacks = load_callbacks(config.callbacks, "callbacks")
     train, evaluation = load_datasets(config, tokenizer, loader)
-    check_rows(config, (*train, *evaluation))
+    check_rows(config, (*train, *evaluation), tokenizer)
     order = checked_order(config, train)
     with ExitStack() as stack:
         models = stack.enter_context(load())
@@ -88,7 +88,7 @@ async def evaluate_sft(config: SFTConfig) -> Metrics:
     """
     load, tokenizer = _checked(config)
     _, evaluation = load_datasets(replace(config, train_datasets=[]), tokenizer)
-    check_rows(config, evaluation)
+    check_rows(config, evaluation, tokenizer)
     where = config.init_from
     with ExitStack() as stack:
         models = stack.enter_context(load())

@@ -88,7 +88,12 @@ def test_a_token_reward_that_is_not_finite_is_named_whatever_the_reward_is(value
         checked_rewards(0.5, [0.25, value], 2, "a step")
 
 
-@pytest.mark.parametrize("value", ["0.5", None, [1.0], 1j, {"score": 1.0}])
+def test_a_missing_token_reward_is_named():
+    with pytest.raises(EnvError, match=r"a step: token_rewards\[0\]=None is not a number"):
+        checked_rewards(0.5, [None, 0.5], 2, "a step")
+
+
+@pytest.mark.parametrize("value", ["0.5", [1.0], 1j, {"score": 1.0}])
 def test_a_reward_that_is_no_number_ends_the_run_and_names_the_environment(chatml, value):
     said = rf"trajectory .*: environment '.*': reward={re.escape(repr(value))} is of type {type(value).__name__}; give"
     with pytest.raises(ConfigError, match=said):

@@ -52,6 +52,7 @@ def failure_of(trajectory: Trajectory) -> Failure:
         ({"script": GOOD, "at_init": "hang"}, "timeout", r"longer than trajectory_timeout_s=60.0 \(at turn 0"),
         ({"script": [TimeoutError("of its own")]}, "env_error", r"TimeoutError\('of its own'\)"),
         ({"script": [Reply(reward=float("nan"))]}, "env_error", r"environment '[^']*': reward=nan is not finite"),
+        ({"script": [Reply(reward=None)]}, "env_error", r"environment '[^']*': reward=None is not a number"),
     ],
 )
 def test_a_failing_environment_is_closed_and_counted_and_the_others_go_on(chatml, columns, kind, message):

@@ -101,7 +101,7 @@ def load_generator(name: str) -> type[Generator]:
 def check_generated(generated: Any, name: str = "the generator") -> Generated:
     """Validate and return the output of the generator `name`.
 
-    Raises ConfigError for an invalid output, EnvError for a reward that is not finite, and ValueError for a
+    Raises ConfigError for an invalid output, EnvError for a reward that is None or not finite, and ValueError for a
     log-probability that is not finite.
     """
     if not isinstance(generated, Generated):
