@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dataset",
         required=True,
         metavar="DATA",
-        help=".jsonl, .json or .parquet file, folder that the datasets library reads, or id of the Hugging Face hub",
+        help=".jsonl, .json, .csv or .parquet file, folder that `datasets` reads, or id of the Hugging Face hub",
     )
     parser.add_argument(
         "--loader",

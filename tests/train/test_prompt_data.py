@@ -13,6 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from skyrl.errors import ConfigError
+from skyrl.train.data.files import read_rows
 from skyrl.train.data.prompt_dataset import PromptDataset
 from skyrl.train.rollouts.episode import Prompt
 
@@ -74,6 +75,13 @@ def as_split(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 
 FORMS = [as_parquet, as_json, as_lines, as_lines_called_json, as_saved, as_split]
+
+
+def test_a_csv_file_gives_what_the_datasets_library_reads(tmp_path):
+    said = [{"prompt": 'say "a, b"', "answer": "two\nlines"}, {"prompt": "é", "answer": "x" * 200_000}]
+    datasets.Dataset.from_list(said).to_csv(tmp_path / "rows.csv")
+    assert list(read_rows(str(tmp_path / "rows.csv"))) == said
+    assert list(read_rows(f"{tmp_path}/rows.csv:train[1:]")) == said[1:]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
@@ -189,6 +197,20 @@ def test_a_damaged_line_is_named(tmp_path):
 def test_a_file_of_another_content_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     assert message in refusal(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a,b\n1,2\n1,2,3\n", "rows.csv, line 3: 3 values for 2 columns; quote"),
+        ('a,b\n1,2\n"1,2\n', "rows.csv, line 3: cannot be read as CSV"),
+        ("a,a\n1,2\n", "rows.csv, line 1: two columns have the same name"),
+    ],
+)
+def test_a_damaged_csv_file_is_refused_with_its_line(tmp_path, content, message):
+    (tmp_path / "rows.csv").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        list(read_rows(str(tmp_path / "rows.csv")))
 
 
 def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path):

@@ -24,7 +24,7 @@ def _gsm8k(split: str) -> list[str]:
 
 @dataclass
 class DataConfig(BaseConfig):
-    """Prompts: .parquet, .json or .jsonl files, or data sets of the Hugging Face hub (name, or name:split)."""
+    """Prompts: .parquet, .json, .jsonl or .csv files, or data sets of the Hugging Face hub (name, or name:split)."""
 
     train_data: OneOrMore = field(default_factory=lambda: _gsm8k("train"))
     """Data to train on. Sources are read in the given order. May be empty ([]) with trainer.eval_only."""

@@ -1,12 +1,15 @@
-"""Rows of data sets: Parquet, JSON and JSON lines files, and sources of the `datasets` library.
+"""Rows of data sets: Parquet, JSON, JSON lines and CSV files, and sources of the `datasets` library.
 
 `read_rows` yields dicts of Python values with all columns. Arrow structs become `Struct`s, because Arrow adds nulls to
 them. JSON columns of Arrow are parsed. To add a format, add a row to `FILE_READERS`. Libraries that only some sources
 need are imported on first use.
 """
 
+import csv
+import io
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,8 +36,9 @@ def read_rows(source: str) -> Iterator[Row]:
     """Yield the rows of `source`, in order.
 
     Args:
-        source: A .parquet, .json or .jsonl file, a data set of the Hugging Face hub, or a folder that `datasets` reads.
-            A .json file has a list of objects, one object, or an object per line. A suffix ":split" selects a split
+        source: A .parquet, .json, .jsonl or .csv file, a data set of the Hugging Face hub, or a folder that `datasets`
+            reads. A .json file has a list of objects, one object, or an object per line. The first line of a .csv file
+            names the columns, and all values are text. A suffix ":split" selects a split
             (default: train). A file has only the split train and its slices, such as train[:100].
 
     Raises:
@@ -143,10 +147,32 @@ def _json_lines(path: Path) -> Iterator[Row]:
     yield from _lines(path, _text(path))
 
 
+def _csv_rows(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)  # of the whole process; the default is 128 kB
+    lines = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
+    try:
+        columns = next(lines, [])
+        if len(set(columns)) < len(columns):
+            raise ConfigError(f"{path}, line 1: two columns have the same name; rename one")
+        for row in lines:
+            if row and len(row) != len(columns):
+                raise ConfigError(
+                    f"{path}, line {lines.line_num}: {len(row)} values for {len(columns)} columns; quote values that "
+                    "contain commas or line breaks"
+                )
+            if row:
+                yield dict(zip(columns, row, strict=True))
+    except csv.Error as error:
+        raise ConfigError(
+            f"{path}, line {lines.line_num}: cannot be read as CSV ({error}); correct the line"
+        ) from error
+
+
 FILE_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".parquet": _parquet_rows,
     ".json": _json_rows,
     ".jsonl": _json_lines,
+    ".csv": _csv_rows,
 }
 """Reader of each file suffix."""
 
@@ -198,8 +224,8 @@ def _library_rows(source: str) -> Iterator[Row]:
             loaded = datasets.load_dataset(str(folder) if folder.is_dir() else name, split=split)
     except (DatasetsError, OSError, ValueError) as error:
         raise ConfigError(
-            f"{source}: cannot be loaded ({error}); name a data set as name or name:split, or a .parquet, .json or "
-            ".jsonl file"
+            f"{source}: cannot be loaded ({error}); name a data set as name or name:split, or a "
+            f"{', '.join(FILE_READERS)} file"
         ) from error
     marks = {name: _feature_marker(feature) for name, feature in loaded.features.items()}
     for row in loaded:
