@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,19 @@ import numpy as np
 import pytest
 
 from skyrl.train.tracking.availability import choose_trackers
-from skyrl.train.tracking.clients import TRACKERS, RunInfo, tracker_clients
-from skyrl.train.tracking.tracker import METRICS_FILE, Tracker, TrackerClient, read_metrics
+from skyrl.train.tracking.clients import TRACKERS, Console, RunInfo, tracker_clients
+from skyrl.train.tracking.tracker import CLOCK, METRICS_FILE, Tracker, TrackerClient, read_metrics
 from tests.waiting import BOUND_S, until
 
 RUN = RunInfo("a project/1", "run 1", "id1", {"trainer": {"lr": 0.5, "path": None}, "names": ["a"]})
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line, parse_constant=refused) for line in (folder / METRICS_FILE).read_text().splitlines()]
+    """Rows without the time of each."""
+    rows = [json.loads(line, parse_constant=refused) for line in (folder / METRICS_FILE).read_text().splitlines()]
+    for row in rows:
+        del row[CLOCK]
+    return rows
 
 
 def refused(constant: str) -> None:
@@ -122,6 +127,20 @@ def logged(folder: Path, steps: list[int], name: str = "a", **options: Any) -> N
     tracker.finish()
 
 
+def test_each_row_has_its_time(tmp_path):
+    begun = time.time()
+    logged(tmp_path, [1, 2])
+    first, second = (row[CLOCK] for row in read_metrics(tmp_path))
+    assert begun <= first <= second <= time.time()
+
+
+def test_the_console_prints_every_nth_step_and_evaluations(capsys):
+    console = Console(RUN._replace(log_interval=3))
+    for step in range(1, 8):
+        console.log({"eval/all/avg_score": 0.5} if step == 5 else {"policy/loss": 0.5}, step)
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["step 3", "step 5", "step 6"]
+
+
 def test_a_resumed_run_goes_on_after_its_checkpoint_and_takes_no_step_twice(tmp_path):
     logged(tmp_path, [1, 2, 3, 4])
     logged(tmp_path, [2, 3], "b", resumed_step=2)
@@ -132,7 +151,7 @@ def test_a_line_that_a_kill_cut_off_is_dropped_by_the_run_that_goes_on(tmp_path)
     logged(tmp_path, [1])
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 2, "a')
-    assert read_metrics(tmp_path) == [{"step": 1, "a": 1}]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
     logged(tmp_path, [2], resumed_step=2)
     assert lines(tmp_path) == [{"step": 1, "a": 1}, {"step": 2, "a": 2}]
 
@@ -148,12 +167,8 @@ def test_a_file_of_something_else_is_kept_under_another_name(tmp_path, content):
 def test_a_run_that_begins_anew_keeps_the_metrics_of_those_before_it(tmp_path):
     for name in "abc":
         logged(tmp_path, [1], name)
-    files = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
-    assert files == {
-        "metrics.1.jsonl": {"step": 1, "a": 1},
-        "metrics.2.jsonl": {"step": 1, "b": 1},
-        METRICS_FILE: {"step": 1, "c": 1},
-    }
+    files = {path.name: json.loads(path.read_text()).keys() - {"step", CLOCK} for path in tmp_path.iterdir()}
+    assert files == {"metrics.1.jsonl": {"a"}, "metrics.2.jsonl": {"b"}, METRICS_FILE: {"c"}}
 
 
 @pytest.mark.parametrize("resumed_step", [None, 1])

@@ -1,9 +1,11 @@
 """Refusals and warnings of settings that are not known, not served or not installed."""
 
 import copy
+import os
 import pickle
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,24 @@ def test_a_setting_of_the_policy_loss_that_is_too_large_is_refused(loss, overrid
     message = refusal(f"{A}policy_loss_type={loss}", f"{A}loss_reduction=token_mean", A + override)
     setting = override.rpartition(".")[2]
     assert f"trainer.algorithm: policy_loss_type='{loss}': {setting} must be a number of at most 1e+09" in message
+
+
+@pytest.mark.parametrize("kind", ["a file", "read-only"])
+def test_a_checkpoint_folder_that_cannot_be_written_is_refused_before_loading(kind):
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        (Path(folder) / "a file").touch()
+        (Path(folder) / "read-only").mkdir(mode=0o555)
+        path, user = Path(folder) / kind / "run", os.geteuid()
+        told = f"ckpt_path={path}: {path.parent} is no folder that this user may write to; name another folder"
+        config = SFTConfig.from_cli_overrides(["train_datasets=[x.jsonl]", f"ckpt_path={path}"]).resolve()
+        os.seteuid(65534 if user == 0 else user)  # root may write everywhere
+        try:
+            assert refusal(f"trainer.ckpt_path={path}") == f"trainer.{told}"
+            with pytest.raises(ConfigError, match=re.escape(told)):
+                validate_sft(config)
+        finally:
+            os.seteuid(user)
 
 
 @pytest.mark.parametrize("name", ["ckpt_path", "export_path"])

@@ -19,9 +19,9 @@ def _two_betas(betas: list[float]) -> list[float]:
 
 
 def _size_or_all(size: int) -> int:
-    if size == -1 or size >= 1:
+    if size >= -1:
         return size
-    raise ValueError("give a number of GPUs from 1, or -1 for all of them")
+    raise ValueError("give a number of GPUs from 1, -1 for all of them, or 0 to decide by memory")
 
 
 @dataclass
@@ -121,7 +121,8 @@ class FSDPConfig(BaseConfig):
     """Reshard parameters after a forward pass. A number: reshard over that many ranks."""
 
     fsdp_size: Annotated[int, AfterValidator(_size_or_all)] = -1
-    """Number of ranks over which one copy of the parameters is sharded. Each such group has a copy. -1: all ranks."""
+    """Number of ranks over which one copy of the parameters is sharded. Each such group has a copy. -1: all ranks.
+    0: 1 if memory has room for a copy on each rank, otherwise all ranks."""
 
     mixed_precision: MixedPrecisionConfig | None = None
     """Number formats. None: bf16 parameters, fp32 reduction."""

@@ -55,8 +55,8 @@ class SFTConfig(BaseConfig):
     """Options of the torch backend, with strategy fsdp2."""
 
     train_datasets: OneOrMore = field(default_factory=list)
-    """Data to train on: .parquet, .json or .jsonl files, or data sets of the Hugging Face hub (name, or name:split).
-    They contain conversations, Alpaca rows or tokens."""
+    """Data to train on: .parquet, .json, .jsonl or .csv files, or data sets of the Hugging Face hub (name, or
+    name:split). They contain conversations, Alpaca rows or tokens."""
 
     train_dataset_weights: list[PositiveFloat] | None = None
     """Relative share of each data set in an epoch. None: each row occurs once per epoch."""
@@ -158,6 +158,9 @@ class SFTConfig(BaseConfig):
     logger: Trackers = "console"
     """Trackers that receive metrics: wandb, mlflow, swanlab, tensorboard or console. Local files always have them."""
 
+    log_interval: PositiveInt = 1
+    """Number of steps between two that are printed and logged. Local files and other trackers get every step."""
+
     eval_only: bool = False
     """Evaluate on eval_datasets and exit. Evaluates the first of these that exists: the checkpoint of resume_from, the
     checkpoint of init_from, the base model."""
@@ -243,8 +246,8 @@ class DPOConfig(SFTConfig):
     """Optimizer of the model. If optimizer_config.lr is unset, it is 5e-6 with adapters and 5e-7 for all weights."""
 
     train_datasets: OneOrMore = field(default_factory=list)
-    """Data to train on: .parquet, .json or .jsonl files, or data sets of the Hugging Face hub (name, or name:split).
-    Each row has prompt, chosen and rejected."""
+    """Data to train on: .parquet, .json, .jsonl or .csv files, or data sets of the Hugging Face hub (name, or
+    name:split). Each row has prompt, chosen and rejected."""
 
     project_name: str = "skyrl_dpo"
     """Name of the project in the tracker."""

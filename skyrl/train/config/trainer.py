@@ -192,6 +192,9 @@ class TrainerConfig(BaseConfig):
     """Trackers that receive metrics: wandb, mlflow, swanlab, tensorboard or console. Local files always have them. The
     console is used if none of the given trackers is usable, or if this field is unset and wandb is not usable."""
 
+    log_interval: PositiveInt = 1
+    """Number of steps between two that are printed and logged. Local files and other trackers get every step."""
+
     dump_data_batch: bool = False
     """Write every training batch and its rollouts to export_path."""
 

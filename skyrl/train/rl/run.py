@@ -321,6 +321,7 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
     store = setup.store
     checkpoint = store.resume(settings.resume_mode, settings.resume_path)
     if checkpoint is not None:
+        log.info("going on from %s", checkpoint.title)
         prompts.order.check(checkpoint.state["source"]["order"])  # before models are loaded
     initial = store.initial(settings.init_from, INIT_FROM) if settings.init_from and checkpoint is None else None
     models = stack.enter_context(setup.load())
@@ -335,7 +336,6 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
     run = Run(config, models, trainer, prompts, evaluation, rollouts, store, callbacks, reference)
     if checkpoint is not None:
         await run.restore(checkpoint)
-        log.info("going on from %s", checkpoint.title)
     else:
         await run.begin(initial)
     await run.create_reference()
@@ -356,7 +356,9 @@ async def train_rl(
     with ExitStack() as stack:
         run = await open_run(config, stack, shape_rewards)
         settings, step = config.trainer, run.trainer.global_step
-        info = RunInfo(settings.project_name, settings.run_name, run.run_id, get_config_as_dict(config))
+        info = RunInfo(
+            settings.project_name, settings.run_name, run.run_id, get_config_as_dict(config), settings.log_interval
+        )
         record = stack.enter_context(
             reporting(
                 settings.ckpt_path,

@@ -67,7 +67,11 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
                 folder,
                 config.logger,
                 RunInfo(
-                    config.project_name, config.run_name, trainer.run_id or config.run_name, get_config_as_dict(config)
+                    config.project_name,
+                    config.run_name,
+                    trainer.run_id or config.run_name,
+                    get_config_as_dict(config),
+                    config.log_interval,
                 ),
                 total_steps=trainer.total_steps,
                 resumed_step=resumed,

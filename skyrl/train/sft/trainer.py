@@ -258,6 +258,7 @@ def checked_order(config: SFTConfig, train: Sequence[Dataset[Any]]) -> DataOrder
     """
     order = DataOrder(config, train)
     if config.ckpt_path and (found := checkpoint_store(config).find(*resume_mode(config.resume_from))) is not None:
+        logger.info("going on from %s", found.title)
         order.check_same(found.state)
     return order
 

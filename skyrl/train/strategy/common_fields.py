@@ -123,6 +123,7 @@ COMMON_SUPPORT: dict[str, Support] = {
     "trainer.dump_data_batch": RUN,
     "trainer.project_name": RUN,
     "trainer.run_name": RUN,
+    "trainer.log_interval": RUN,
     "trainer.logger": VALIDATION,
     # Rollouts.
     "generator": ROLLOUTS,

@@ -5,7 +5,9 @@ and supported strategies. A trainer therefore calls `validate(config)` after `re
 """
 
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from skyrl.algorithms.advantages import AdvantageEstimatorRegistry
@@ -24,7 +26,7 @@ from skyrl.train.lr_schedules import POLYNOMIAL_END, SCHEDULES
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.support import unsupported, unsupported_in_sft
 from skyrl.train.tracking.availability import warn_of_trackers
-from skyrl.utils.files.object_store import check_path
+from skyrl.utils.files.object_store import check_path, is_url
 from skyrl.utils.registry import Registry
 from skyrl.utils.spelling import did_you_mean
 
@@ -106,6 +108,12 @@ def _folder_problems(section: str, config: TrainerConfig | SFTConfig) -> Iterato
             check_path(getattr(config, name))
         except RequestError as error:
             yield f"{section}{name}: {error}"
+    path = config.ckpt_path
+    if path and not is_url(path) and not config.eval_only:  # an evaluation writes nothing there
+        where = Path(path).expanduser().absolute()
+        nearest = next(folder for folder in (where, *where.parents) if os.path.exists(folder))
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):
+            yield f"{section}ckpt_path={path}: {nearest} is no folder that this user may write to; name another folder"
 
 
 def _scheduler_problems(section: str, optimizer: OptimizerConfig) -> Iterator[str]:

@@ -28,6 +28,8 @@ class RunInfo(NamedTuple):
     """Id of the run. A run keeps it when it is resumed."""
     config: Mapping[str, Any]
     """Configuration of the run, as plain nested dicts."""
+    log_interval: int = 1
+    """Steps between two that are printed."""
 
 
 class TrackerNeeds(NamedTuple):
@@ -54,7 +56,7 @@ LINE = 160
 
 
 class Console:
-    """Prints the metrics of each step, without `DETAILS`.
+    """Prints the metrics of every `log_interval`-th step, and of evaluations, without `DETAILS`.
 
     Metrics are grouped by the part of the name before the first slash. A step takes one line if that has at most `LINE`
     characters. Otherwise, each group takes one line.
@@ -63,9 +65,11 @@ class Console:
     needs = None
 
     def __init__(self, run: RunInfo | None = None):
-        pass
+        self._interval = 1 if run is None else run.log_interval
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if step % self._interval and not any(name.startswith("eval/") for name in metrics):
+            return
         groups: dict[str, list[str]] = {}
         for name, value in sorted(metrics.items()):
             if DETAILS.search(name):

@@ -39,7 +39,7 @@ def reporting(
     place = place_of(folder)
     tracker = Tracker(place.folder, tracker_clients(usable_trackers(logger), info), resumed_step=resumed_step)
     try:
-        with RunBar(total_steps, resumed_step or 0, shown) as bar:
+        with RunBar(total_steps, resumed_step or 0, shown, info.log_interval) as bar:
 
             def report(metrics: Metrics, step: int) -> None:
                 tracker.log(metrics, step)

@@ -23,6 +23,8 @@ from skyrl.utils.files.atomic_folders import replace_file
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+CLOCK = "timing/unix_s"
+"""Key of the time at which a row was written, in seconds since 1970. Trackers record their own."""
 QUEUE_LENGTH = 256
 """Maximum number of steps that a tracker may lag behind."""
 
@@ -146,11 +148,11 @@ class _MetricsFile:
         assert step >= self._last["step"], f"step {step} after step {self._last['step']}"
         try:
             if step == self._last["step"]:
-                row = {**self._last, **metrics}
+                row = {**self._last, CLOCK: time.time(), **metrics}
                 lines = self._path.read_bytes().splitlines(keepends=True)
                 replace_file(self._path, b"".join(lines[:-1]) + _line(row))
             else:
-                row = {"step": step, **metrics}
+                row = {"step": step, CLOCK: time.time(), **metrics}
                 _append(self._path, _line(row))
             self._last = row
         except (OSError, StorageError) as error:

@@ -25,7 +25,7 @@ ADDED = {
     "TrainerConfig": {
         *("jax", "fsdp2", "one_step_off", "max_steps", "eval_only", "init_from", "callbacks"),
         *("best_metric", "best_mode", "async_checkpoints", "max_dumps_to_keep", "save_model", "save_merged"),
-        "max_restarts",
+        *("max_restarts", "log_interval"),
     },
     "FullyAsyncConfig": {"enabled", "staleness_policy"},
     "SkyRLGymConfig": {"others"},

@@ -51,6 +51,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "resume": ("resume_from", "resume_path"),
     "resume_from_checkpoint": ("resume_from", "resume_path"),
     "report_to": ("logger",),
+    "logging_steps": ("log_interval",),
     "experiment_name": ("run_name",),
     "reward_funcs": ("environment.reward",),
     "reward_function": ("environment.reward",),
