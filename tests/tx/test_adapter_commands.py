@@ -4,7 +4,10 @@ import json
 import re
 import shutil
 import tarfile
+import threading
 import tracemalloc
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from skyrl.backends.common.models.checkpoint_folder import ON_TIED
 from skyrl.cli import main
 from skyrl.utils.adapters.stored import adapter_tensors
 from tests.tx.family_models import CONFIGS
@@ -118,18 +122,74 @@ def test_a_projection_that_is_tied_and_stored_with_other_values_is_not_merged(
 @pytest.mark.filterwarnings(
     "ignore:Setting `save_embedding_layers`", "ignore:Model (has|with) `tie_word_embeddings=True`"
 )
-def test_pefts_merge_of_a_tied_projection_is_right_as_the_page_does_it_and_wrong_otherwise(
+def test_pefts_merge_of_a_tied_projection_is_right_as_the_readme_does_it_or_untied_and_wrong_otherwise(
     folder, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     Path("base").symlink_to(folder("tied"))
     theirs = saved(folder("tied"), tmp_path / "adapter", target_modules=["lm_head", "o_proj"])
     expected = logits(theirs)
-    (block,) = re.findall(r"```python\n(.*?merge_and_unload.*?)```", PAGE.read_text(), re.DOTALL)
-    exec(block, {})
-    ours = transformers.AutoModelForCausalLM.from_pretrained("merged", dtype=torch.float32)
+    (block,) = re.findall(r"```python\n(.*?merge_and_unload.*?)```", ON_TIED, re.DOTALL)
+    exec(block, made := {})
+    np.testing.assert_allclose(logits(made["merged"]), expected, atol=1e-4)
+    (command,) = re.findall(r"`skyrl (adapter merge --untie [^`]*)`", PAGE.read_text())
+    assert main(command.split()) == 0
+    untied = transformers.AutoModelForCausalLM.from_pretrained("untied", dtype=torch.float32)
+    assert not untied.config.tie_word_embeddings
+    ours = peft.PeftModel.from_pretrained(untied, "adapter").merge_and_unload()
     np.testing.assert_allclose(logits(ours), expected, atol=1e-4)
     assert abs(logits(theirs.merge_and_unload()) - expected).max() > 0.1
+
+
+@pytest.fixture
+def archive(tmp_path) -> Iterator[str]:
+    """Address of a server that gives one archive: an adapter with a README."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            url = f"http://{self.headers['Host']}/archive.tar"
+            content = json.dumps({"url": url}).encode()
+            if self.path == "/archive.tar":
+                content = (tmp_path / "archive.tar").read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *arguments):
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_an_export_keeps_the_readme_and_warns(folder, archive, tmp_path, capfd):
+    saved(folder("tied"), tmp_path / "adapter")
+    (tmp_path / "adapter" / "README.md").write_text(ON_TIED)
+    with tarfile.open(tmp_path / "archive.tar", "w") as tar:
+        tar.add(tmp_path / "adapter", "")
+    command = ["export", "tinker://model/sampler_weights/name", "--url", archive, "--output", str(tmp_path / "out")]
+    assert main(["adapter", *command]) == 0
+    assert (tmp_path / "out" / "README.md").read_text() == ON_TIED
+    *_, last = capfd.readouterr().err.splitlines()
+    assert last.startswith(f"warning: read {tmp_path / 'out' / 'README.md'} before merging")
+
+
+def test_an_adapter_of_other_modules_is_merged_untied_if_asked(folder, tmp_path):
+    expected = logits(saved(folder("tied"), tmp_path / "adapter", target_modules=["o_proj"]))
+    command = ["merge", tmp_path / "adapter", "--untie", "--base", folder("tied"), "--output", tmp_path / "out"]
+    assert main(["adapter", *map(str, command)]) == 0
+    assert "lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    np.testing.assert_allclose(logits(ours), expected, atol=1e-4)
+
+
+def test_a_merge_without_an_adapter_is_refused(folder, tmp_path, capsys):
+    assert "no ADAPTER: name" in error(capsys, "merge", "--base", folder("tied"), "--output", tmp_path / "out")
 
 
 @pytest.mark.parametrize("options", [{"use_rslora": True, "rank_pattern": {"v_proj": 2}}, {"use_rslora": False}])

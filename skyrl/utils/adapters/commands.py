@@ -19,10 +19,10 @@ from skyrl.utils.adapters.merging import merge as merge_adapter
 from skyrl.utils.adapters.merging import rows_of_weights
 from skyrl.utils.adapters.naming import Pairs, last_names, tensors_of
 from skyrl.utils.adapters.plain import plain_adapter
-from skyrl.utils.adapters.stored import CONFIG, TENSORS, StoredAdapter, read_adapter
+from skyrl.utils.adapters.stored import CONFIG, README, TENSORS, StoredAdapter, read_adapter
 from skyrl.utils.arguments import ArgumentParser
-from skyrl.utils.files.atomic_folders import write_folder
-from skyrl.utils.files.hf_files import nested_name, text_name
+from skyrl.utils.files.atomic_folders import Content, write_folder
+from skyrl.utils.files.hf_files import nested_name, text_name, transformers_config
 from skyrl.utils.files.tensor_file import Tensor, tensor_file
 from skyrl.utils.files.weight_files import has_weights
 from skyrl.utils.subcommands import Command, run_subcommand
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 GATED = ("qwen3_5", "qwen3_next")
 """Prefixes of model types. Their q_proj also computes output gates, which have as many rows as the queries."""
 
+ADAPTER = "folder or tar of an adapter, as PEFT saves it"
 LAYERS = ("exclude_modules", "layers_pattern", "layers_to_transform")
 """PEFT options that leave out some of the modules that `target_modules` select."""
 
@@ -46,14 +47,26 @@ def inspect(argv: Sequence[str]) -> int:
 
 def merge(argv: Sequence[str]) -> int:
     """merge an adapter into its base model and write the result in Hugging Face format"""
-    parser = _parser("merge", "Add an adapter to its base model, tensor by tensor, and write the model that it makes.")
+    parser = _new_parser(
+        "merge", "Add an adapter to its base model, tensor by tensor, and write the model that it makes."
+    )
+    parser.add_argument("adapter", type=Path, nargs="?", metavar="ADAPTER", help=f"{ADAPTER}; needed without --untie")
+    parser.add_argument(
+        "--untie",
+        action="store_true",
+        help="give the vocabulary projection weights of its own, also if the adapter does not change it. Without "
+        "ADAPTER, write the base model with this change only, so that PEFT merges adapters of the projection into it",
+    )
     parser.add_argument("--base", type=Path, required=True, metavar="FOLDER", help="base model in Hugging Face format")
     _add_output(parser)
     given = parser.parse_args(argv)
 
     def run() -> None:
         _check_output(given.output)
-        changed = merge_adapter(read_adapter(given.adapter), given.base, given.output)
+        if given.adapter is None and not given.untie:
+            raise RequestError("no ADAPTER: name the folder or tar of one, or write an untied base model with --untie")
+        adapter = None if given.adapter is None else read_adapter(given.adapter)
+        changed = merge_adapter(adapter, given.base, given.output, untie=given.untie)
         print(f"wrote {given.output}: {changed} tensors changed")
 
     return _told("merge", run)
@@ -136,7 +149,7 @@ def export(argv: Sequence[str]) -> int:
         if given.layout != "separate":
             config, pairs = _converted(adapter, given.layout, _nothing_known)
             tensors = tensors_of(pairs)
-        _write(given.output, config, tensors)
+        _write(given.output, config, tensors, adapter.readme)
 
     return _told("export", run)
 
@@ -162,7 +175,7 @@ def _new_parser(name: str, description: str) -> argparse.ArgumentParser:
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
     parser = _new_parser(name, description)
-    parser.add_argument("adapter", type=Path, metavar="ADAPTER", help="folder or tar of an adapter, as PEFT saves it")
+    parser.add_argument("adapter", type=Path, metavar="ADAPTER", help=ADAPTER)
     return parser
 
 
@@ -222,13 +235,22 @@ def _selects_by_last_names(config: Mapping[str, Any]) -> bool:
     )
 
 
-def _write(folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write an adapter to a new folder, and print a message."""
+def _write(
+    folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], readme: bytes | None = None
+) -> None:
+    """Write an adapter to a new folder, with its README if it has one, and print a message."""
     tensors = {name: Tensor(x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()}
-    write_folder(
-        folder, {CONFIG: json.dumps(config, indent=1).encode(), TENSORS: tensor_file(tensors, {"format": "pt"})}
-    )
+    files: dict[str, Content] = {
+        CONFIG: json.dumps(config, indent=1).encode(),
+        TENSORS: tensor_file(tensors, {"format": "pt"}),
+    }
+    write_folder(folder, files | ({} if readme is None else {README: readme}))
     print(f"wrote {folder}: {len(tensors)} tensors")
+    if readme is not None:
+        title = readme.decode(errors="replace").partition("\n")[0].lstrip("# ")
+        print(
+            f"warning: read {folder / README} before merging ({title}): skyrl adapter merge is right", file=sys.stderr
+        )
 
 
 def _check_output(folder: Path) -> None:
@@ -280,12 +302,8 @@ def _text_config(base: Path, stored: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Raises RequestError for a config.json that transformers rejects.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
     if stored.get("model_type") not in CONFIG_MAPPING:  # no defaults are known
         return stored.get("text_config") or stored
-    try:
-        return AutoConfig.from_pretrained(base, local_files_only=True).get_text_config().to_dict()
-    except Exception as error:  # of any type, as each configuration class has checks of its own
-        reason = " ".join(str(error).split())
-        raise RequestError(f"{base}: transformers cannot read config.json ({reason}); fetch it again") from error
+    return transformers_config(base).get_text_config().to_dict()

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from skyrl.errors import RequestError
 from skyrl.utils.adapters.layouts import Rows
 from skyrl.utils.adapters.naming import Pair, not_finite
-from skyrl.utils.adapters.plain import PlainAdapter, plain_adapter
+from skyrl.utils.adapters.plain import plain_adapter
 from skyrl.utils.adapters.stored import StoredAdapter
 from skyrl.utils.files.atomic_folders import Content, write_folder
 from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, read_config, text_name, untied_copy
@@ -30,23 +30,27 @@ NUMBERS = {code: np.dtype(name) for name, code in TYPES.items() if "float" in na
 """Dtypes of weights to which a product can be added."""
 
 
-def merge(adapter: StoredAdapter, base: Path, output: Path) -> int:
+def merge(adapter: StoredAdapter | None, base: Path, output: Path, untie: bool = False) -> int:
     """Merge an adapter into a base model and write the result. Returns the number of changed tensors.
+
+    A projection that is tied to the embedding gets its own weights if the adapter changes it, or with `untie`. Without
+    an adapter, nothing else changes.
 
     Raises RequestError for a module without a tensor in the base model, for mismatched shapes and unsupported dtypes,
     and for an adapter with numbers that are not finite.
     """
-    if wrong := not_finite(adapter.tensors):
+    if adapter is not None and (wrong := not_finite(adapter.tensors)):
         raise RequestError(
             f"{adapter.where}: tensor {wrong[0]} has numbers that are not finite, which would spoil the merged model; "
             "train the adapter again, or use an earlier checkpoint"
         )
     with ExitStack() as stack:
         weights = _Weights(base, stack)
-        plain = plain_adapter(adapter.tensors, adapter.config, weights.rows, adapter.where)
-        config = read_config(base)
-        products = _by_tensor(adapter.where, weights, plain.pairs)
-        files, untied = _changed(weights, products, plain, config)
+        config, products, scaling = read_config(base), {}, 0.0
+        if adapter is not None:
+            plain = plain_adapter(adapter.tensors, adapter.config, weights.rows, adapter.where)
+            products, scaling = _by_tensor(adapter.where, weights, plain.pairs), plain.alpha / plain.rank
+        files, untied = _changed(weights, products, scaling, config, untie)
         content: dict[str, Content] = dict(files_beside(base))
         content[CONFIG] = json.dumps(_untied(config) if untied else config, indent=2).encode()
         for file, tensors in files.items():
@@ -87,7 +91,7 @@ def _by_tensor(where: Path, weights: "_Weights", pairs: dict[str, Pair]) -> dict
 
 
 def _changed(
-    weights: "_Weights", products: dict[str, Pair], plain: PlainAdapter, config: dict[str, Any]
+    weights: "_Weights", products: dict[str, Pair], scaling: float, config: dict[str, Any], untie: bool
 ) -> tuple[dict[str, dict[str, Tensor]], bool]:
     """Return the merged model's tensors by file.
 
@@ -96,17 +100,18 @@ def _changed(
     files: dict[str, dict[str, Tensor]] = {}
     for name, file in weights.places.items():
         files.setdefault(file, {})[name] = weights.tensor(name)
-    is_tied = PROJECTION in products and (PROJECTION not in weights.places or bool(config.get("tie_word_embeddings")))
-    if is_tied:
+    is_tied = PROJECTION not in weights.places or bool(config.get("tie_word_embeddings"))
+    untied = is_tied and (untie or PROJECTION in products)
+    if untied:
         weights.check_copy()
         file = weights.places.get(PROJECTION, weights.places[weights.embedding])
         files[file][PROJECTION] = weights.tensor(weights.embedding)
     for tensors in files.values():
         for name in tensors.keys() & products.keys():
             shape, dtype, _ = tensors[name]
-            make = partial(_added, tensors[name], products[name], np.float32(plain.alpha / plain.rank))
+            make = partial(_added, tensors[name], products[name], np.float32(scaling))
             tensors[name] = Tensor(shape, np.dtype(np.float32), make).astype(dtype)
-    return files, is_tied
+    return files, untied
 
 
 def _added(tensor: Tensor, pair: Pair, scaling: np.float32) -> np.ndarray:

@@ -13,7 +13,7 @@ from skyrl.errors import RequestError
 from skyrl.utils.adapters.naming import COPY
 from skyrl.utils.files.tensor_file import NAMES, read_tensors
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, TENSORS, README = "adapter_config.json", "adapter_model.safetensors", "README.md"
 PICKLE = "adapter_model.bin"
 MOST_COMPRESSED = 100
 """Maximum ratio of a file's size to the size of its archive."""
@@ -27,6 +27,8 @@ class StoredAdapter:
     """Path of the folder or tar."""
     config: dict[str, Any]
     tensors: dict[str, np.ndarray]
+    readme: bytes | None = None
+    """README.md of an archive. Servers write instructions for merging into it, if merging by PEFT would be wrong."""
 
 
 def read_adapter(where: Path) -> StoredAdapter:
@@ -48,7 +50,7 @@ def read_adapter(where: Path) -> StoredAdapter:
         tensors = dict(sorted(read_tensors(files[TENSORS]).items()))  # stored in any order
     except (SafetensorError, KeyError) as error:
         raise RequestError(f"{where}: {TENSORS} cannot be read ({error}); save the adapter again") from error
-    return StoredAdapter(where, config, tensors)
+    return StoredAdapter(where, config, tensors, files.get(README))
 
 
 def adapter_tensors(path: Path) -> dict[str, np.ndarray]:
@@ -82,9 +84,9 @@ def _tar_files(archive: Path) -> dict[str, bytes]:
         with tarfile.open(archive) as tar:
             for member in tar:
                 name = Path(member.name).name
-                if not member.isfile() or name not in (CONFIG, TENSORS, PICKLE):
+                if not member.isfile() or name not in (CONFIG, TENSORS, README, PICKLE):
                     continue
-                if name in files:
+                if name in files and name != README:
                     raise RequestError(f"{archive} holds {name} more than once; give a tar of one adapter")
                 if member.size > MOST_COMPRESSED * archive.stat().st_size:
                     raise RequestError(
