@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch_models import GROUPED, VOCAB, save
+from torch_models import GROUPED, VOCAB, make_model, save
 
 import oracle
 from skyrl.backends.torch.base_model.attention import Packed
@@ -91,3 +91,18 @@ def test_short_factors_are_for_a_server_of_short_sequences(tmp_path, kind):
 def test_models_with_limits_are_packed_and_sampled(tmp_path, kind):
     model = loaded(save(tmp_path, LIMITED[kind]()))
     assert model.packs and len(model.cache_shapes) == 2
+
+
+def test_a_model_that_attends_twice_in_a_layer_is_packed_and_not_sampled(tmp_path, monkeypatch, caplog):
+    """The second call would replace the keys of the first one in the cache."""
+    attention = transformers.models.llama.modeling_llama.LlamaAttention
+    forward = attention.forward
+
+    def twice(self, hidden_states, **options):
+        (first, weights), (second, _) = (forward(self, x, **options) for x in (hidden_states, hidden_states.flip(-1)))
+        return first + second, weights
+
+    monkeypatch.setattr(attention, "forward", twice)
+    model = loaded(make_model(tmp_path, "llama"))
+    assert (model.packs, model.cache_shapes) == (True, ())
+    assert "llama is not sampled: a layer has no cache of its own" in caplog.text

@@ -114,6 +114,11 @@ def test_an_explicit_share_is_kept(model_8b, fsdp_size):
     assert plan_for(model_8b, 80, 4, ShardOptions(fsdp_size=fsdp_size)).fsdp_size == fsdp_size
 
 
+@pytest.mark.parametrize(("total", "fits"), [(80, True), (24, False)])
+def test_workers_that_share_are_told_if_a_copy_each_would_fit(model_8b, total, fits):
+    assert (plan_for(model_8b, total, 4, ShardOptions(fsdp_size=4)).copies is not None) is fits
+
+
 @pytest.mark.parametrize("how", [{"cpu_offload": True}, {"reshard_after_forward": False}])
 def test_who_says_how_weights_are_shared_has_them_shared(model_8b, how):
     assert plan_for(model_8b, 80, 4, ShardOptions(fsdp_size=0, **how)).fsdp_size == 4

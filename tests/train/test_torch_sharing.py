@@ -114,6 +114,11 @@ def test_a_run_keeps_options_about_shards_that_are_given_in_the_section_of_the_b
     assert sharded(options(*(f"trainer.{one}" for one in given))) == wanted
 
 
+def test_an_explicit_0_decides_by_memory():
+    assert problems(f"{FSDP}fsdp_size=0") == []
+    assert sharded(options(f"{FSDP}fsdp_size=0")) == (0, True)
+
+
 def test_a_critic_that_is_trained_as_a_whole_on_the_policys_workers_is_sharded():
     assert sharded(options(f"{LORA}rank=8", CRITIC)) == IN_FLOAT32
     assert sharded(options(f"{LORA}rank=8", CRITIC, "trainer.critic.model.lora.rank=8")) == BY_MEMORY

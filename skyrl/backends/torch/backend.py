@@ -56,6 +56,9 @@ from skyrl.types import BackendInfo, LoraConfig
 from skyrl.utils.adapters.fitting import Features
 from skyrl.utils.tokenizer import Tokenizer
 
+FULL_MODEL = Kind(LoraConfig(rank=0), value_head=True)
+"""Largest kind of model of which all weights are trained."""
+
 
 class TorchBackend(ModelBackend[TorchState, TorchVersion]):
     """`AbstractBackend` on torch. `base_model` is a hub id or a model folder.
@@ -112,6 +115,12 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         except RequestError:
             self.group.close()
             raise
+        whole = config.full_models and config.full_models * self.stored_bytes(FULL_MODEL)
+        if (copies := facts.decided.copies) is not None and copies.left >= whole:
+            progress(
+                "a copy of the base weights on each worker would fit; with fsdp_size=1 (fsdp2.fsdp_size of trainers), "
+                "no pass waits for weights of other workers, and each worker samples a share of the requests"
+            )
         self._models = ModelOffload[TorchState](
             MemoryBudget(room, 0),
             lambda path, state: self._storage.write_state(path, state),
@@ -165,7 +174,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
     def _held_bytes(self) -> int:
         """Bytes that `full_models` models take on a worker."""
         count = self.config.full_models
-        return count and count * self.nbytes_of(Kind(LoraConfig(rank=0), value_head=True))
+        return count and count * self.nbytes_of(FULL_MODEL)
 
     @property
     def _cache_bytes(self) -> int:

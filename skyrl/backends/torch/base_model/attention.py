@@ -200,7 +200,6 @@ class Attention:
         attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
-        sliding_window: int | None = None,
         softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
@@ -212,17 +211,19 @@ class Attention:
         if self.recorded is not None:
             shape = key.shape[1], key.shape[3], value.shape[3]
             self.recorded.append((getattr(module, "layer_idx", None), shape))
-        if sliding_window is None:  # some models tell it to their mask only, which is not created
-            sliding_window = getattr(module, "sliding_window", None)
+        # Qwen2-MoE tells the window to its mask only, which is not created.
+        window: int | None = (
+            others["sliding_window"] if "sliding_window" in others else getattr(module, "sliding_window", None)
+        )
         call = _attend(scaling, softcap)
         if isinstance(self.view, Packed):
             kernel = self.kernel if softcap is None else None  # varlen_attn has no soft cap
-            return _packed(call, query, key, value, self.view, sliding_window, scaling, kernel), None
+            return _packed(call, query, key, value, self.view, window, scaling, kernel), None
         layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
         if isinstance(self.view, Paged):
-            return _paged(call, query, key, value, self.view, layer, sliding_window), None
+            return _paged(call, query, key, value, self.view, layer, window), None
         parts = zip(self.view.parts, *(x.split(self.view.lengths, 2) for x in (query, key, value)), strict=True)
-        return torch.cat([_paged(call, q, k, v, part, layer, sliding_window) for part, q, k, v in parts], 1), None
+        return torch.cat([_paged(call, q, k, v, part, layer, window) for part, q, k, v in parts], 1), None
 
 
 def _attend(scaling: float | None, softcap: float | None) -> Attend:

@@ -127,7 +127,7 @@ def skeleton(folder: Path, device: torch.device, options: LoadOptions) -> Any:
 
     config, dtype = _settings(folder, device, options)
     try:
-        with _Unfilled():
+        with Unfilled():
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # of any type, as each class has checks of its own
         raise _cannot_load(folder, error) from error
@@ -301,7 +301,7 @@ def _cannot_load(folder: Path, error: Exception) -> RequestError:
     )
 
 
-class _Unfilled(TorchFunctionMode):
+class Unfilled(TorchFunctionMode):
     """Mode in which `torch.empty` allocates on the meta device. Computed tensors are unaffected."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

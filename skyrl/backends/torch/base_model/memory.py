@@ -108,6 +108,8 @@ class WorkerMemory(NamedTuple):
     gradient_checkpointing: bool
     notes: tuple[str, ...]
     """Decisions, to report when workers start."""
+    copies: Plan | None = None
+    """Plan with a copy of the base weights on each rank, if ranks were told to share them although copies fit."""
 
 
 def device_of(asked: str | None, rank: int, first: int = 0, gpus: int | None = None) -> torch.device:
@@ -243,13 +245,23 @@ def decided(
             f"{size_of(plan.left + plan.training)} that are left; set gradient_checkpointing, or a smaller "
             "max_context_length"
         )
-    return WorkerMemory(plan, fsdp_size, again, tuple(notes))
+    copies = None
+    if shards.fsdp_size > 1 and _may_copy(shards, place.world):
+        copies, _ = sizes.plan(1, asked)
+        if copies.left < copies.model or not copies.fits_beside_engines:
+            copies = None
+    return WorkerMemory(plan, fsdp_size, again, tuple(notes), copies)
 
 
 def _may_share(shards: ShardOptions, world: int) -> bool:
     """Return True if the plan decides whether ranks share the base weights."""
+    return shards.fsdp_size == AUTO and _may_copy(shards, world)
+
+
+def _may_copy(shards: ShardOptions, world: int) -> bool:
+    """Return True if each rank may have a copy of the base weights, unless `fsdp_size` forbids it."""
     says_how = shards.cpu_offload or shards.reshard_after_forward is not True
-    return shards.fsdp_size == AUTO and world > 1 and shards.tensor_parallel_size == 1 and not says_how
+    return world > 1 and shards.tensor_parallel_size == 1 and not says_how
 
 
 def _asked_size(shards: ShardOptions, world: int) -> int:
@@ -368,10 +380,16 @@ class Sizes:
 
 def _token_bytes(config: Any, item: int, ranks: int) -> int:
     """Bytes of KV cache per token in all layers."""
+    layers = [config] * int(getattr(config, "num_hidden_layers", None) or 1)
+    if getattr(config, "is_heterogeneous", False):  # such a configuration has no common values
+        layers = config.per_layer_config
+    return sum(2 * item * _key_width(layer, ranks) for layer in layers)
+
+
+def _key_width(config: Any, ranks: int) -> int:
     queries = int(getattr(config, "num_attention_heads", None) or 1)
     heads = int(getattr(config, "num_key_value_heads", None) or queries) // ranks
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
-    return 2 * item * int(getattr(config, "num_hidden_layers", None) or 1) * heads * width
+    return heads * int(getattr(config, "head_dim", None) or config.hidden_size // queries)
 
 
 def _linear_maps(model: nn.Module) -> list[nn.Linear]:

@@ -97,13 +97,13 @@ class ModelCheck:
         hidden = self._forward.hidden(torch.cat(list(rows), 1), torch.cat(list(places), 1), Packed(lengths))
         return self._forward.logits(hidden)[0].float()
 
-    def _alone(self) -> Tensor:
-        """Logits of each sequence in a row of its own, before padding."""
-        rows, places = self.rows, self.places
+    def _alone(self, padding: int) -> Tensor:
+        """Logits of each sequence in a row of its own, before this number of other tokens."""
+        after, places_after = self.rows[0][:, :padding], self.places[0][:, :padding]
         return torch.cat(
             [
-                self.logits((row, rows[0]), (place, places[0]), row.shape[1:])[: row.shape[1]]
-                for row, place in zip(rows, places, strict=True)
+                self.logits((row, after), (place, places_after), row.shape[1:])[: row.shape[1]]
+                for row, place in zip(self.rows, self.places, strict=True)
             ]
         )
 
@@ -137,7 +137,8 @@ class ModelCheck:
         """Reason why a model cannot use this attention; empty if it can. Leaves the attention selected."""
         try:
             self._forward.hf.set_attn_implementation(attention)
-            return "" if self._agree(self._alone()) else "its logits are not what transformers computes"
+            agree = all(self._agree(self._alone(padding)) for padding in (2, self.lengths[0]))
+            return "" if agree else "its logits are not what transformers computes"
         except UNSUPPORTED as error:
             return _line(error)
 
@@ -175,7 +176,11 @@ class ModelCheck:
         try:
             shapes = self._forward.called_shapes()
             agree = bool(shapes) and self._agree(self._sampled(shapes))
-            why = "its state is more than the keys and values of each layer" if shapes else "layers share a cache"
+            why = (
+                "its state is more than the keys and values of each layer"
+                if shapes
+                else "a layer has no cache of its own"
+            )
         except UNSUPPORTED as error:
             agree, why = False, _line(error)
         if not agree:

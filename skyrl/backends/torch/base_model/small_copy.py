@@ -6,13 +6,16 @@ names; relations between them that an architecture needs are kept by trying seve
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import gcd
 from typing import Any
 
 import torch
 from torch import nn
 
-LIMIT, LONGEST, ORIGINAL = 8, 64, 16
+from skyrl.backends.torch.base_model.loading import Unfilled
+
+LIMIT, LONGEST, ORIGINAL = 8, 128, 16
 """Windows and chunks, sequences, and original lengths of rotary embeddings of a small copy, in tokens."""
 VOCAB, EXPERTS, WIDTH = 128, 8, 64
 MAX_PARAMETERS = 2**27
@@ -22,6 +25,8 @@ HEADS = re.compile(r"(heads|n_head|num_query_groups)(_per_layer)?$")
 WIDTHS = re.compile(
     r"(hidden_size|d_model|n_embd|emb_dim|embedding_dim|embed_proj_dim|embedding_size|d_ssm|lru_width)$"
 )
+INSIDE = re.compile(r"(head_dim|head_size|d_head|kv_channels|rotary_dim|lora_rank)$")
+"""Widths inside of heads, or of what they share."""
 INNER = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|intermediate_size_mlp|dff|dim_ff|n_inner|d_inner)$")
 LAYERS = re.compile(r"(hidden_layers|n_layers?|num_layers|coder_layers|num_blocks)$")
 LIMITS = re.compile(
@@ -34,8 +39,6 @@ FEW = re.compile(r"(experts_per_tok|experts_per_token|moe_topk|moe_k|n_group|exp
 VARYING = re.compile(r"(idx|id|index|number|num)$")
 """Names of attributes of layers that differ between layers of a kind."""
 
-Reduction = Callable[[Mapping[str, Any], int], dict[str, Any]]
-
 
 def small_copy(model: Any, layers: Sequence[nn.Module]) -> Any | None:
     """Create a small random copy of a model on the CPU, in float32. None: the architecture has other needs.
@@ -47,13 +50,15 @@ def small_copy(model: Any, layers: Sequence[nn.Module]) -> Any | None:
     config = model.config
     count = _layers_needed(layers) or int(getattr(config, "num_hidden_layers", None) or 1)
     whole = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
-    for reduced in (_narrow, _divided, _short):
+    for reduced in (partial(_narrow, 8), partial(_narrow, 1), _divided, _short):
         try:
             small = type(config).from_dict(reduced(whole, count))
-            with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            with torch.random.fork_rng(devices=[]), Unfilled():
                 size = sum(x.numel() for x in _new(type(model), small).parameters())
             if size <= MAX_PARAMETERS:
-                return _filled(type(model), small)
+                copy = _filled(type(model), small)
+                copy(input_ids=torch.ones(1, 2, dtype=torch.int64), use_cache=False)
+                return copy
         except Exception:  # of any type, as each architecture has checks of its own
             continue
     return None
@@ -96,18 +101,11 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
     return tuple(described())
 
 
-def _mapped(given: Any, change: Callable[[str, int], int], count: int, layers: int, name: str = "") -> Any:
-    """Change all numbers of a configuration, by name, and cut lists with an item for each layer."""
-    if isinstance(given, Mapping):
-        return {key: _mapped(value, change, count, layers, str(key)) for key, value in given.items()}
-    if isinstance(given, list | tuple):
-        items = list(given)[:count] if len(given) == layers else given
-        return [_mapped(value, change, count, layers, name) for value in items]
-    return change(name, given) if isinstance(given, int) and not isinstance(given, bool) else given
+def _reduced(whole: Mapping[str, Any], count: int, own: Callable[[str, int], int], part: int = 1) -> dict[str, Any]:
+    """Reduce a configuration to `count` layers and small limits, and its other sizes by `own`.
 
-
-def _reduced(whole: Mapping[str, Any], count: int, own: Callable[[str, int], int]) -> dict[str, Any]:
-    """Reduce a configuration to `count` layers and small limits, and its other sizes by `own`."""
+    `part` is the number by which `own` divides widths of heads.
+    """
 
     def change(name: str, value: int) -> int:
         for pattern, most in (
@@ -120,30 +118,41 @@ def _reduced(whole: Mapping[str, Any], count: int, own: Callable[[str, int], int
             (re.compile(r"^topk_group$"), 1),
             (MANY, EXPERTS),
             (FEW, 2),
+            (re.compile(r"n_groups$"), 1),
         ):
             if pattern.search(name):
                 return min(value, most)
         return own(name, value)
 
     layers = next((value for name, value in whole.items() if LAYERS.search(name) and isinstance(value, int)), 0)
-    return _mapped(whole, change, count, layers)
+
+    def mapped(given: Any, name: str = "") -> Any:
+        if isinstance(given, Mapping):
+            return {key: mapped(value, str(key)) for key, value in given.items()}
+        if isinstance(given, list | tuple):
+            size = count if len(given) == layers else len(given) // part if name.endswith("_factor") else len(given)
+            return [mapped(value, name) for value in given[:size]]
+        return change(name, given) if isinstance(given, int) and not isinstance(given, bool) else given
+
+    return mapped(whole)
 
 
-def _narrow(whole: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Four heads of the same width, and narrow feed-forward layers."""
-    heads = next(
-        (whole[name] for name in ("num_attention_heads", "n_head", "n_heads", "num_heads") if name in whole), 1
-    )
+def _narrow(part: int, whole: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Four heads of a part of the width, and narrow feed-forward layers."""
+    names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+    heads = next((whole[name] for name in names if name in whole), 1)
     keys = whole.get("num_key_value_heads") or heads
 
     def own(name: str, value: int) -> int:
         if HEADS.search(name):
             return min(value, 2 if name.endswith(("key_value_heads", "kv_heads")) and keys < heads else 4)
         if WIDTHS.search(name):
-            return (whole.get("head_dim") or value // heads) * min(heads, 4)
+            return (whole.get("head_dim") or value // heads) * min(heads, 4) // part
+        if INSIDE.search(name):
+            return value // part if value % (2 * part) == 0 else value
         return min(value, WIDTH) if INNER.search(name) else value
 
-    return _reduced(whole, count, own)
+    return _reduced(whole, count, own, part)
 
 
 def _divided(whole: Mapping[str, Any], count: int) -> dict[str, Any]:
