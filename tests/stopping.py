@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
+from skyrl.utils.process_tree import kill_descendants
 from tests.live import make_tiny_model
 from tests.waiting import BOUND_S, until
 
@@ -260,9 +261,10 @@ def waiting(phase: Callable[[Started, ExitStack], None], folder: Path) -> Iterat
     with ExitStack() as stack:
         one = Started(folder)
         phase(one, stack)
-        one.run()
         try:
+            one.run()
             yield one
         finally:
+            kill_descendants(one.running.pid)
             one.running.kill()
             one.running.wait()

@@ -99,6 +99,33 @@ _watch: _Watch | None = None
 """Watch of this process, if its signals are handled here."""
 
 
+_forking = threading.local()
+"""Signal mask of this thread before it forks."""
+
+
+def _before_fork() -> None:
+    """Block signals, so that a child gets none before it has its own handlers."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _in_child() -> None:
+    """Restore the default handlers. With the inherited ones, a child's signals would reach its parent's watch."""
+    global _watch
+    if _watch is not None:
+        _watch = None
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
+
+
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
     """Context of a command. The first SIGINT or SIGTERM raises `Stopped`, also inside an event loop.
