@@ -20,6 +20,7 @@ from tests.tinker.test_launcher import wait_for_end
 
 MINE, OTHERS = "tml-mine", "tml-others"
 PUBLIC = {
+    "/",
     "/livez",
     "/readyz",
     "/version",
@@ -58,6 +59,16 @@ def routes(server: LiveServer) -> list[tuple[str, str]]:
         if path not in PUBLIC
         for method in methods
     ]
+
+
+def test_the_schema_needs_a_key_and_no_page_loads_scripts(server):
+    assert server.http.get(server.url + "/openapi.json").json()["info"]["title"] == "SkyRL Tinker server"
+    del server.http.headers["X-API-Key"]
+    try:
+        codes = [server.http.get(server.url + path).status_code for path in ("/", "/openapi.json", "/docs", "/redoc")]
+    finally:
+        server.http.headers["X-API-Key"] = MINE
+    assert codes == [200, 401, 404, 404]
 
 
 @pytest.mark.parametrize("key", [None, "", "tml-wrong", "eyJ.not.a-token", MINE + "x", "é" * 1000])

@@ -52,7 +52,8 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
         finally:
             await server.stop()
 
-    app = FastAPI(title="SkyRL Tinker server", lifespan=lifespan)
+    # FastAPI's pages of the document load scripts from other servers.
+    app = FastAPI(title="SkyRL Tinker server", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
     # Routes are matched in this order, so the most frequent ones come first.
     modules = (

@@ -90,7 +90,8 @@ def complete(app: FastAPI, prefix: str, routers: Iterable[APIRouter]) -> None:
 
     lock, text = asyncio.Lock(), cache(lambda: strict_json.dumps(openapi()))
 
-    async def document(_: Request) -> Response:
+    async def document(request: Request) -> Response:
+        await _reads_key(request)
         async with lock:
             return Response(await asyncio.to_thread(text), media_type=JSON)
 

@@ -25,6 +25,18 @@ PATIENCE_S = 2.0
 """Time limit for an answer of the database in seconds."""
 
 
+@router.get("/")
+async def root() -> dict[str, str]:
+    """Name of the server and its entry points."""
+    return {
+        "server": "SkyRL, a server of the Tinker API",
+        "clients": "the tinker SDK, with TINKER_BASE_URL set to this address",
+        "state": READYZ,
+        "schema": "/openapi.json",
+        "documentation": "docs/server.md in SkyRL's repository",
+    }
+
+
 @router.get(LIVEZ)
 async def livez() -> dict[str, str]:
     """The process responds.
