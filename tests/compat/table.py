@@ -6,6 +6,7 @@ replace the ones in the page.
 
 import argparse
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +20,32 @@ OWN = {"run": "The script runs to its end.", "values": "All numbers equal those 
 
 
 def as_markdown(summary: dict[str, Any]) -> str:
-    """The matrix: a row for each check, a column for each SDK."""
+    """The matrix: a row for each check, with the first line of its docstring and the SDKs that pass it."""
     sdks = summary["sdks"]
-    names = list(dict.fromkeys(name for result in sdks.values() for name in result["checks"]))
     lines = [
-        f"Run of {summary['date']}, Python {summary['python']}. `-`: the SDK does not have this feature.",
+        f"Run of {summary['date']}, Python {summary['python']}, with SDK {', '.join(sdks)}.",
         "",
-        f"| check | {' | '.join(sdks)} |",
-        f"| --- |{' --- |' * len(sdks)}",
+        "| check | meaning | SDKs |",
+        "| --- | --- | --- |",
     ]
-    for name in names:
-        marks = [MARKS[result["checks"].get(name, {"status": "absent"})["status"]] for result in sdks.values()]
-        lines.append(f"| {name} | {' | '.join(marks)} |")
+    for name in dict.fromkeys(name for result in sdks.values() for name in result["checks"]):
+        text = OWN.get(name) or (getattr(Checks, name).__doc__ or "").split("\n")[0]
+        statuses = {sdk: result["checks"].get(name, {"status": "absent"})["status"] for sdk, result in sdks.items()}
+        lines.append(f"| `{name}` | {text} | {ranges(statuses)} |")
     return "\n".join(lines)
 
 
-def legend(summary: dict[str, Any]) -> str:
-    """Describe each check by the first line of its docstring."""
-    names = dict.fromkeys(name for result in summary["sdks"].values() for name in result["checks"])
-    texts = {name: OWN.get(name) or (getattr(Checks, name).__doc__ or "").split("\n")[0] for name in names}
-    return "\n".join(f"- `{name}`: {text}" for name, text in texts.items())
+def ranges(statuses: dict[str, str]) -> str:
+    """Return the SDKs that pass or fail a check, as ranges of versions; SDKs without its feature are left out."""
+    if set(statuses.values()) == {"ok"}:
+        return "all"
+    parts = []
+    for status, group in groupby(statuses, key=statuses.__getitem__):
+        first, *others = group
+        versions = " to ".join([first, *others[-1:]])
+        if status != "absent":
+            parts.append(versions if status == "ok" else f"{versions} {MARKS[status]}")
+    return ", ".join(parts)
 
 
 def recipes_as_markdown(summary: dict[str, Any]) -> str:
@@ -74,10 +81,7 @@ def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for path in arguments.run:
         summary = json.loads(path.read_text())
-        if "sdks" in summary:
-            text = f"{as_markdown(summary)}\n\n{legend(summary)}\n"
-        else:
-            text = f"{recipes_as_markdown(summary)}\n"
+        text = f"{as_markdown(summary) if 'sdks' in summary else recipes_as_markdown(summary)}\n"
         before, _, after = block(page, path.name)
         page = before + text + after
         if not arguments.write:

@@ -11,7 +11,7 @@ import pytest
 from skyrl.tinker.local_server import LocalServer
 from tests.compat import run
 from tests.compat.conformance import CHECKS
-from tests.compat.table import OWN, PAGE, block
+from tests.compat.table import OWN, PAGE, block, ranges
 
 
 def result(status: str = "ok", name: str = "train", **values) -> dict:
@@ -103,10 +103,23 @@ def test_errors_in_the_log_are_found_with_their_tracebacks(tmp_path: Path):
 
 def test_the_page_shows_every_sdk_and_every_check_and_nothing_failed():
     _, shown, _ = block(PAGE.read_text(encoding="utf-8"), "matrix.json")
-    header, _, *rows = [line for line in shown.splitlines() if line.startswith("|")]
-    assert header == f"| check | {' | '.join(run.VERSIONS)} |"
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == [*CHECKS, *OWN]
-    assert "failed" not in "".join(rows)
+    rows = [line for line in shown.splitlines() if line.startswith("| `")]
+    assert f"with SDK {', '.join(run.VERSIONS)}." in shown
+    assert [row.split("`")[1] for row in rows] == [*CHECKS, *OWN]
+    assert "**failed**" not in "".join(rows)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "shown"),
+    [
+        (["ok", "ok", "ok"], "all"),
+        (["absent", "ok", "ok"], "0.36.0 to 0.38.0"),
+        (["ok", "failed", "ok"], "0.34.0, 0.36.0 **failed**, 0.38.0"),
+        (["failed", "failed", "absent"], "0.34.0 to 0.36.0 **failed**"),
+    ],
+)
+def test_sdks_that_pass_or_fail_are_shown_as_ranges(statuses: list[str], shown: str):
+    assert ranges(dict(zip(["0.34.0", "0.36.0", "0.38.0"], statuses, strict=True))) == shown
 
 
 def test_a_python_that_is_not_there_is_said_and_nothing_is_tested():
