@@ -68,19 +68,14 @@ prefixes, and `prompt_cache_hit_tokens` is 0.
 Each family is tested with a small random model of nine layers that transformers wrote
 (`tests/backends/test_families.py`):
 
-- logits of sequences whose positions start at 0 and at 20,000, and log-probabilities of those that start at 20,000,
-  against transformers, in float32, to 1e-4;
-- prompts in chunks, decoding with the paged cache, and packed sequences, against one full forward pass;
-- gradients of an adapter against PEFT and torch, with and without gradient checkpointing;
-- logits of our adapters in PEFT (`PeftModel.from_pretrained`), and of PEFT's adapters on all linear
-  layers here;
+- against transformers, in float32, to 1e-4: logits at positions from 0 and from 20,000 on, and log-probabilities from
+  20,000 on;
+- against `generate`: greedy samples, with shared prefixes (except for gated DeltaNet) and several adapters together;
+- against one full forward pass: prompts in chunks, the paged cache, packed sequences, several samples of a prompt, and
+  evicted cache pages (`tests/backends/test_family_sampling.py`);
+- against PEFT: gradients (also with checkpointing), initial weights, and logits of adapters in both directions;
 - exports: equal to the checkpoint bit for bit without an adapter; with a merged adapter, equal results;
-- the distribution of the initial weights of adapters, against PEFT;
-- greedy samples against `generate`, with shared prefixes (except for gated DeltaNet) and several adapters together;
-- new adapters with four residual streams against one stream, packed and with the cache
-  (`tests/tx/models/test_streams.py`);
-- several samples of a prompt, and the same prompt after its cache pages were evicted, against one full forward pass
-  (`tests/backends/test_family_sampling.py`).
+- four residual streams against one (`tests/tx/models/test_streams.py`).
 
 To add a family, see [Add a model](add-a-model.md).
 """
