@@ -69,6 +69,8 @@ def _head(now: Look, rate: Look | None, url: str, width: int) -> Iterator[str]:
     if memory.get("cache_pages"):
         parts.append(f"KV cache {100 * memory['cache_pages_used'] / memory['cache_pages']:.0f}%")
     yield "memory    " + "; ".join(parts)
+    for call in now.get("slow_calls", ()):  # missing in older servers
+        yield f"waits for {call}"
     stored = ", ".join(f"{kind}s {size(count)}" for kind, count in disk["stored"].items())
     yield f"disk      {stored or 'not looked at yet'}; {size(disk['free'])} free"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.errors import RequestError
+from skyrl.utils.slow_calls import calling
 from skyrl.utils.spelling import did_you_mean
 
 DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt")
@@ -156,7 +157,8 @@ def _found(base_model: str, download: Callable[[bool], str], field: str = "base_
 
     silence = hub_silence()
     try:
-        return Path(download(silence is not None))
+        with calling("model hub", f"download {base_model}"):
+            return Path(download(silence is not None))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         built_in = ", or leave it out for the built-in model" if field == "base_model" else ""
         raise RequestError(

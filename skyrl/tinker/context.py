@@ -28,6 +28,7 @@ from skyrl.tinker.redaction import Redaction
 from skyrl.tinker.wire.sharing.body_quota import BodyQuota
 from skyrl.tinker.wire.sharing.decode_pool import DecodePool
 from skyrl.types import BackendInfo
+from skyrl.utils.slow_calls import SlowCall, slow_calls
 
 BUILTIN_MODEL = "tiny-qwen3"
 """Name of the built-in model."""
@@ -50,6 +51,9 @@ class Engine(Protocol):
 
     @property
     def statistics(self) -> Statistics: ...
+
+    @property
+    def slow_calls(self) -> tuple[SlowCall, ...]: ...
 
     @property
     def pid(self) -> int | None: ...
@@ -103,7 +107,7 @@ class Service:
         self.answers = Answers(database, self.decode_pool)
         self.body_quota = BodyQuota()
         self.redact = Redaction(config)
-        self.metrics = ServerMetrics(config.key_names, lambda: self.engine)
+        self.metrics = ServerMetrics(config.key_names, lambda: self.engine, self.slow_calls)
         self.database_probe: asyncio.Task[bool] | None = None
         """Task of the last database health check."""
         self.became_ready = asyncio.Event()
@@ -130,6 +134,10 @@ class Service:
         """Handle the start of an engine: the base model is known."""
         self.became_ready.set()
         self._waited.set()
+
+    def slow_calls(self) -> tuple[SlowCall, ...]:
+        """Return the calls to services, of this process and of the engine, that take longer than expected."""
+        return slow_calls() + self.engine.slow_calls
 
     def release_waiters(self) -> None:
         """End all current and future waits for the base model, because the server stops."""

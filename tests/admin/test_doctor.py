@@ -21,6 +21,7 @@ from skyrl import cli
 from skyrl.tinker.checkpoints.transfer.uploads import Upload
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.local_server import reserve_port
+from tests.buckets import environment
 from tests.tinker.harness import empty_database
 from tests.tinker.processes import running
 
@@ -213,6 +214,23 @@ def ask_where_no_server_is(site: Site) -> None:
     site.options["base-url"] = ABSENT
 
 
+def use_a_bucket(site: Site, endpoint: str) -> None:
+    for name, value in environment(endpoint, 0.1).items():
+        site.monkeypatch.setenv(name, value)
+    site.monkeypatch.setenv("SKYRL_DATA", str(site.folder / "data"))
+    site.options["checkpoints-base"] = "s3://bucket/server"
+
+
+def use_a_bucket_that_hangs(site: Site) -> None:
+    site.monkeypatch.setattr("skyrl.admin.doctor.state.BUCKET_S", 0.2)
+    listener = site.stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    use_a_bucket(site, f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+
+def use_a_bucket_whose_store_is_down(site: Site) -> None:
+    use_a_bucket(site, ABSENT)
+
+
 FAULTS: list[tuple[Callable[[Site], None], str, str]] = [
     (truncate_weights, "weights", "model.safetensors cannot be read (it has "),
     (
@@ -239,6 +257,8 @@ FAULTS: list[tuple[Callable[[Site], None], str, str]] = [
     (lose_the_device, "devices", "JAX finds no device"),
     (have_too_little_memory, "memory", "0.5 of 0.5 GiB are free, and a server needs 1.0 at least"),
     (set_the_clock_to_before_the_build, "clock", "before this version was made"),
+    (use_a_bucket_that_hangs, "bucket", "s3://bucket/server has not answered for 0 s"),
+    (use_a_bucket_whose_store_is_down, "bucket", "cannot list s3://bucket/server/doctor"),
     (ask_where_no_server_is, "alive", f"nothing answers at {ABSENT}"),
 ]
 

@@ -49,6 +49,7 @@ class ThreadEngine:
         self.info: BackendInfo | None = None
         self.metrics: dict[str, int] = {}
         self.statistics: dict[str, int] = {}
+        self.slow_calls = ()
         self.pid: int | None = None
         self.sent: list[ToEngine] = []
         self.done: list[str] = []

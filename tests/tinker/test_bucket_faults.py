@@ -1,12 +1,17 @@
 """A bucket that refuses, is slow or goes away: saves say so, nothing that was acknowledged is lost, nothing is half."""
 
+import re
 import signal
+import threading
 import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
+from skyrl.utils import slow_calls
 from skyrl.utils.files.object_store import ObjectStore
 from tests.buckets import Proxy, contents
 from tests.tinker.harness import LiveServer, wait_until_ready
@@ -15,6 +20,7 @@ from tests.tinker.test_api_checkpoints import load, load_as_new
 from tests.tinker.test_rest_checkpoints import listed, url
 from tests.tinker.test_rest_copies import copy
 from tests.tinker.test_rest_downloads import archive_url, export
+from tests.waiting import BOUND_S, until
 
 
 @pytest.fixture
@@ -63,6 +69,31 @@ def test_training_goes_on_while_a_save_is_slow(tmp_path, bucket, s3_proxy: Proxy
         server.train(model, 2)
         assert server.poll(request).status_code == 408, "the save is not done yet"
         assert server.result(request)["path"].endswith("/weights/a")
+
+
+def test_a_bucket_that_hangs_is_told_to_operators(tmp_path, bucket, s3_proxy: Proxy, monkeypatch, caplog):
+    with server_of(tmp_path, bucket) as server, ExitStack() as stack:
+        wait_until_ready(server)
+        model, answers = server.model(), threading.Event()
+        stack.callback(answers.set)
+        monkeypatch.setattr(slow_calls, "EXPECTED_S", 0.0)
+        s3_proxy.trouble = lambda method, path: None if "state.json" not in path or answers.wait(BOUND_S) else "refuse"
+        request = submit_save(server, model, 1, "a")
+        get = partial(server.http.get, timeout=BOUND_S)
+
+        def reason() -> str:
+            found = get(f"{server.url}/operator/requests").json()["requests"]
+            return next(one["waits_for"] or "" for one in found if one["request_id"] == request)
+
+        until(lambda: re.fullmatch(r"the bucket, for \d+ s so far", reason()), "the reason of the request")
+        assert any(call.startswith("the bucket, for ") for call in get(f"{server.url}/status").json()["slow_calls"])
+        assert get(f"{server.url}/readyz").json()["slow"]["bucket"] >= 0
+        assert 'skyrl_slow_call_seconds{service="bucket"} 0.0\n' not in get(f"{server.url}/metrics").text
+        warning = rf"the bucket has not answered for \d+ s: write {bucket}/server/.*/weights/a@1"
+        until(lambda: re.search(warning, caplog.text), "the warning")
+        answers.set()
+        server.result(request)
+        until(lambda: get(f"{server.url}/readyz").json() == {"status": "ok"}, "the end of the slow call")
 
 
 def test_a_load_while_the_store_is_down_fails_with_the_reason_and_the_model_goes_on(

@@ -68,6 +68,9 @@ def ready(server: Server) -> Finding | None:
         return None
     answer = server.http.get("/readyz", timeout=PATIENCE_S)
     if answer.status_code == 200:
+        slow = ", ".join(f"the {name} for {seconds:.0f} s" for name, seconds in answer.json().get("slow", {}).items())
+        if slow:
+            return warning(f"ready, but services have not answered: {slow}", "its log names the calls, as /status does")
         return ok("the engine and the database work")
     return problem(
         f"{answer.json().get('detail', answer.text)}; what has come is in its log and waits",

@@ -5,13 +5,14 @@ import os
 import shutil
 import socket
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import cached_property
 from pathlib import Path
 
 from skyrl.admin.doctor.finding import Finding, ok, problem, warning
-from skyrl.errors import RequestError
+from skyrl.errors import RequestError, StorageError
 from skyrl.tinker.checkpoints import state_id, trash
 from skyrl.tinker.checkpoints.disk_budget import GIB, LOCK, MIB, stored_bytes
 from skyrl.tinker.checkpoints.guard import nameless_folders
@@ -19,11 +20,14 @@ from skyrl.tinker.checkpoints.transfer.uploads import stored_uploads
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.database import sqlite_file
 from skyrl.tinker.database.read_only import ReadOnlyDatabase
+from skyrl.utils.files.object_store import ObjectStore
 from skyrl.utils.locks.lease import holder
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 NEARLY_FULL = 0.9
+BUCKET_S = 10.0
+"""Seconds that the bucket has to respond."""
 SCARCE = 10
 """Multiple of `min_free_disk_mib` below which the disk counts as nearly full."""
 
@@ -52,7 +56,31 @@ class State:
         with closing(ReadOnlyDatabase(self.config.database_url)) as database:
             yield database
 
+    @cached_property
+    def bucket_trouble(self) -> str | None:
+        """Reason why the bucket cannot be read, or None, also if there is no bucket."""
+        if self.config.checkpoints_bucket is None:
+            return None
+        found: list[str | None] = []
+
+        def look(bucket: str) -> None:
+            try:
+                ObjectStore(bucket).list("doctor")  # no objects, but an error if there is no such bucket
+                found.append(None)
+            except (StorageError, RequestError) as error:
+                found.append(str(error))
+
+        thread = threading.Thread(target=look, args=[self.config.checkpoints_bucket], daemon=True)
+        thread.start()
+        thread.join(BUCKET_S)
+        return found[0] if found else f"{self.config.checkpoints_bucket} has not answered for {BUCKET_S:.0f} s"
+
     @property
+    def is_complete(self) -> bool:
+        """True if there are both a database of this version and its files, so that they can be compared."""
+        return self.is_ours and self.base.is_dir() and self.bucket_trouble is None
+
+    @cached_property
     def is_ours(self) -> bool:
         """True if there is a database of this version, which needs no migration."""
         if not self.has_database:
@@ -147,9 +175,21 @@ def database(state: State) -> Finding:
         return ok(f"revision {opened.revision}, {opened.url}")
 
 
+def bucket(state: State) -> Finding | None:
+    """Check that the bucket can be read and responds."""
+    if state.config.checkpoints_bucket is None:
+        return None
+    if (why := state.bucket_trouble) is not None:
+        return problem(
+            f"{why}; saves and loads wait for it or fail",
+            "check its name, credentials (AWS_*, GOOGLE_*, AZURE_*) and endpoint, and the network",
+        )
+    return ok(state.config.checkpoints_bucket)
+
+
 def state_belongs_together(state: State) -> Finding | None:
     """Check that folder and database have the same id."""
-    if not state.is_ours or not state.base.is_dir():
+    if not state.is_complete:
         return None
     with state.database() as opened:
         why = state_id.refusal(state.config, opened)
@@ -166,7 +206,7 @@ def state_belongs_together(state: State) -> Finding | None:
 
 def orphaned_files(state: State) -> Finding | None:
     """Check for folders that the database does not name."""
-    if not state.is_ours or not state.base.is_dir():
+    if not state.is_complete:
         return None
     with state.database() as opened:
         found = nameless_folders(state.config, opened)
@@ -181,7 +221,7 @@ def orphaned_files(state: State) -> Finding | None:
 def disk_limit(state: State) -> Finding | None:
     """Check the size of checkpoints, trash and uploads against `max_disk_gib`."""
     limit = state.config.max_disk_gib
-    if not state.is_ours or limit == 0:
+    if not state.is_ours or state.bucket_trouble is not None or limit == 0:
         return None
     with state.database() as opened:
         used = sum(opened.read_now(stored_bytes).values())
@@ -208,6 +248,7 @@ CHECKS = (
     port,
     disk_space,
     database,
+    bucket,
     state_belongs_together,
     orphaned_files,
     disk_limit,

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 
 import uvloop
@@ -35,6 +36,7 @@ from skyrl.errors import RequestError, StorageError
 from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.backoff import pause_s
 from skyrl.utils.failpoints import crash_point
+from skyrl.utils.slow_calls import calling
 
 log = logging.getLogger(__name__)
 
@@ -178,21 +180,10 @@ class Fleet:
 
     async def _watch(self, engine: Engine) -> None:
         """Admit an engine whenever it answers, and detect when it is lost."""
-        failures = 0
         while True:
-            try:
-                admitted = await self._sleep.while_awake(partial(self._admit_awake, engine))
-            except (EngineDown, EngineFailed, Mismatch) as error:
-                self._in_trouble(engine, error)
-                await asyncio.sleep(pause_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
-                failures += 1
-                continue
-            except Exception as error:
-                log.exception("sampling engine %s cannot be admitted", engine.name)
-                self._in_trouble(engine, error)
-                await asyncio.sleep(LONGEST_PAUSE_S)
-                continue
-            failures = 0
+            launching = engine.name not in self.known and self._expects(engine.name)  # which is logged by its launcher
+            with nullcontext() if launching else calling("sampling engine", engine.name):
+                admitted = await self._admitted(engine)
             self.troubles.pop(engine.name, None)
             self.engines[engine.name] = self.known[engine.name] = admitted
             self._gone[engine.name] = asyncio.Event()
@@ -210,6 +201,21 @@ class Fleet:
             self._pump()
             await self._until_gone(engine)
             self._lose(engine)
+
+    async def _admitted(self, engine: Engine) -> Admitted:
+        """Admit an engine, as soon as it answers."""
+        failures = 0
+        while True:
+            try:
+                return await self._sleep.while_awake(partial(self._admit_awake, engine))
+            except (EngineDown, EngineFailed, Mismatch) as error:
+                self._in_trouble(engine, error)
+                await asyncio.sleep(pause_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
+                failures += 1
+            except Exception as error:
+                log.exception("sampling engine %s cannot be admitted", engine.name)
+                self._in_trouble(engine, error)
+                await asyncio.sleep(LONGEST_PAUSE_S)
 
     async def _admit_awake(self, engine: Engine) -> Admitted:
         if self._options.colocated:  # a killed driver may have left it asleep

@@ -30,6 +30,7 @@ from skyrl.tinker.database import tables
 from skyrl.tinker.database.fence import TRY_LOCK, WRITES, Fence, Superseded, writing
 from skyrl.tinker.errors import DatabaseFull
 from skyrl.utils.locks.lease import Lease, in_use
+from skyrl.utils.slow_calls import calling
 
 if TYPE_CHECKING:
     from alembic.config import Config as AlembicConfig
@@ -137,7 +138,7 @@ class Database:
 
     def read_now(self, job: Job[T]) -> T:
         """Run `job` in this thread."""
-        with Session(self._engine, expire_on_commit=False) as session:
+        with calling("database", f"read {self.url}"), Session(self._engine, expire_on_commit=False) as session:
             return job(session)
 
     async def give_back(self) -> None:
@@ -195,7 +196,7 @@ class Database:
     def _commit(self, group: list[_Queued]) -> None:
         """Run a group of jobs in one transaction. A failed job is rolled back alone."""
         try:
-            with Session(self._writing, expire_on_commit=False) as session:
+            with calling("database", f"write {self.url}"), Session(self._writing, expire_on_commit=False) as session:
                 self.fence.check(session)
                 outcomes = _attempt(session, [queued.job for queued in group])
                 session.commit()

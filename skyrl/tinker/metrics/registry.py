@@ -1,8 +1,9 @@
 """All metrics of a server, and their text format."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import prometheus_client
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
 from skyrl.tinker.metrics.engine_metrics import EngineFacts, EngineMetrics
@@ -10,6 +11,7 @@ from skyrl.tinker.metrics.http_metrics import HttpMetrics
 from skyrl.tinker.metrics.request_metrics import RequestMetrics
 from skyrl.tinker.metrics.storage_metrics import StorageMetrics
 from skyrl.tinker.metrics.tenants import TenantLabels
+from skyrl.utils.slow_calls import SERVICES, SlowCall
 
 
 class ServerMetrics:
@@ -18,16 +20,36 @@ class ServerMetrics:
     Args:
         tenants: Tenants of the server's keys.
         engine: Returns the current engine.
+        slow_calls: Returns the calls to services that take longer than expected.
     """
 
-    def __init__(self, tenants: Iterable[str], engine: Callable[[], EngineFacts]):
+    def __init__(
+        self,
+        tenants: Iterable[str],
+        engine: Callable[[], EngineFacts],
+        slow_calls: Callable[[], Sequence[SlowCall]] = tuple,
+    ):
         prometheus_client.disable_created_metrics()  # an unused extra line per series
         self._registry = prometheus_client.CollectorRegistry()
         self.http = HttpMetrics(self._registry)
         self.requests = RequestMetrics(self._registry, TenantLabels(tenants))
         self.engine = EngineMetrics(self._registry, engine)
         self.storage = StorageMetrics(self._registry)
+        self._slow_calls = slow_calls
+        self._registry.register(self)  # pyright: ignore[reportArgumentType] (a class with `collect` is enough)
         prometheus_client.ProcessCollector(registry=self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric of slow calls, measured now."""
+        longest = GaugeMetricFamily(
+            "skyrl_slow_call_seconds",
+            "Seconds of the longest call in progress that takes longer than expected; 0 if there is none.",
+            labels=["service"],
+        )
+        calls = self._slow_calls()
+        for service in SERVICES:
+            longest.add_metric([service], max((call.seconds for call in calls if call.service == service), default=0.0))
+        yield longest
 
     def text(self, accept: str) -> tuple[bytes, str]:
         """Return (text of all metrics, media type). The format is OpenMetrics if `accept` lists it, or Prometheus text.

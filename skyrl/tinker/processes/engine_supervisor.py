@@ -32,6 +32,7 @@ from skyrl.tinker.processes.messages import (
 )
 from skyrl.types import BackendInfo
 from skyrl.utils.backoff import pause_s
+from skyrl.utils.slow_calls import SlowCall
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,8 @@ class EngineSupervisor:
         """Number of programs that the running engine's backend has compiled, by name of the counter."""
         self.statistics: Statistics = {}
         """Statistics that the running engine has reported."""
+        self.slow_calls: tuple[SlowCall, ...] = ()
+        """Calls of the running engine to services that take longer than expected."""
         self.restarts = 0
         self._on_frame = on_frame
         self._on_crash = on_crash
@@ -180,7 +183,7 @@ class EngineSupervisor:
                 became_ready = await self._converse(channel, watch)
                 await _end(process)
             finally:
-                self._channel = None
+                self._channel, self.slow_calls = None, ()
                 process.signal(signal.SIGKILL)
                 await channel.close()
                 status = await process.wait()
@@ -211,6 +214,7 @@ class EngineSupervisor:
         async for frame in channel.frames():
             if isinstance(frame, Alive):
                 watch.heard(frame, asyncio.get_running_loop().time())
+                self.slow_calls = frame.slow_calls
                 continue
             if isinstance(frame, Ready):
                 became_ready = True

@@ -15,6 +15,7 @@ from contextlib import suppress
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.processes.channel import ChannelClosed, EngineChannel
 from skyrl.tinker.processes.messages import Alive
+from skyrl.utils.slow_calls import slow_calls
 
 LONGEST_INTERVAL_S = 5.0
 PER_TIMEOUT = 6
@@ -68,7 +69,7 @@ def start(channel: EngineChannel, config: EngineConfig, step_began: Callable[[],
     def beat() -> None:
         with suppress(ChannelClosed):
             while not channel.closed:
-                channel.send(Alive(stopwatch.seconds(step_began(), time.monotonic())))
+                channel.send(Alive(stopwatch.seconds(step_began(), time.monotonic()), slow_calls()))
                 time.sleep(interval_s(config))
 
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()

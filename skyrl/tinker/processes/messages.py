@@ -6,6 +6,7 @@ from skyrl.backends.operations import ModelOperation, Operation, Rejected
 from skyrl.backends.statistics import Statistics
 from skyrl.tinker.config import EngineConfig
 from skyrl.types import BackendInfo, Result
+from skyrl.utils.slow_calls import SlowCall
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ class Alive:
 
     step_s: float
     """Seconds that the current step has taken; 0.0 between steps."""
+    slow_calls: tuple[SlowCall, ...] = ()
+    """Calls of the engine process that take longer than expected."""
 
 
 @dataclass(frozen=True)

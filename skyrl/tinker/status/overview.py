@@ -52,6 +52,7 @@ def overview(
         ],
         "models_left_out": len(loads) + len(others) - len(listed),
         "memory": _memory(service),
+        "slow_calls": [str(call) for call in service.slow_calls()],
         "disk": {"stored": service.metrics.storage.stored, "free": service.metrics.storage.free},
     }
 

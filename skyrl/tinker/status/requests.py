@@ -10,12 +10,13 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from skyrl.tinker.context import Service
-from skyrl.tinker.identity.ids import SAMPLE, model_of_version
+from skyrl.tinker.identity.ids import SAMPLE, folder_of_model, model_of_version
 from skyrl.tinker.metrics.tenants import EVERYBODY
 from skyrl.tinker.requests.futures import PendingFuture
 from skyrl.tinker.requests.pending import PendingRequest
 from skyrl.tinker.requests.queue import RequestQueue
 from skyrl.tinker.requests.samples import WaitingSample
+from skyrl.utils.slow_calls import SlowCall
 
 State = Literal["waiting", "running"]
 """State of a request. Running: the engine has started it."""
@@ -81,6 +82,7 @@ class Requests:
         self._engine_trouble: str | None = None
         if service.engine.state != "ready":
             self._engine_trouble = f"the engine: {service.redact(service.engine.progress)}"
+        self._slow_calls = service.slow_calls()
         self.now = time.monotonic()
 
     def __iter__(self) -> Iterator[Queued]:
@@ -161,7 +163,9 @@ class Requests:
         }
 
     def waits_for(self, one: Queued) -> str | None:
-        """Return the reason why a request waits, or None."""
+        """Return the reason why a request waits, or None. A running request may wait for a service."""
+        if (slow := self._slow_call(one)) is not None:
+            return str(slow)
         if one.future.runs:
             return None
         if self._engine_trouble is not None:
@@ -180,6 +184,13 @@ class Requests:
         if one.ahead:
             return f"{one.ahead} earlier request{'s' * (one.ahead > 1)} of its model"
         return "its turn"
+
+    def _slow_call(self, one: Queued) -> SlowCall | None:
+        """Return the slow call for which a request waits: one on files of its model, or any one of the database."""
+        files = folder_of_model(one.model_id)
+        return next(
+            (call for call in self._slow_calls if call.service == "database" or (files and files in call.what)), None
+        )
 
     def shown(self, tenant: str) -> str:
         """Return the display name of a tenant: the name of its key, or a common name on a server without keys."""

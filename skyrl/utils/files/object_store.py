@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from skyrl.errors import RequestError, StorageError
+from skyrl.utils.slow_calls import calling
 
 if TYPE_CHECKING:
     from obstore import PutMode
@@ -148,8 +149,9 @@ class ObjectStore:
         """Upload a file in parts, with its hash. `parts_of` says how much memory this takes."""
         import obstore
 
-        with self._failing("write", key):
-            part_bytes, at_once = parts_of(path.stat().st_size)
+        size = path.stat().st_size
+        with self._failing("write", key, size):
+            part_bytes, at_once = parts_of(size)
             obstore.put(
                 self._store,
                 key,
@@ -174,7 +176,7 @@ class ObjectStore:
         import obstore
 
         for start in range(0, size, PART_BYTES):
-            with self._failing("read", key):
+            with self._failing("read", key, PART_BYTES):
                 part = bytes(obstore.get_range(self._store, key, start=start, end=min(start + PART_BYTES, size)))
             yield part
 
@@ -217,7 +219,7 @@ class ObjectStore:
         import obstore
 
         found = self.find(key) if self.url.startswith("s3://") else None
-        with self._failing("write", to):
+        with self._failing("write", to, found.size if found else 0):
             if found is None or found.size <= COPIED_BYTES:
                 obstore.copy(self._store, key, to)
                 return
@@ -251,13 +253,14 @@ class ObjectStore:
             return None
 
     @contextmanager
-    def _failing(self, verb: str, key: str) -> Iterator[None]:
-        """Context that converts errors of the library, except FileNotFoundError when reading."""
+    def _failing(self, verb: str, key: str, nbytes: int = 0) -> Iterator[None]:
+        """Context of a call that converts errors of the library, except FileNotFoundError when reading."""
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
         where = f"{self.url}/{key}" if key else self.url
         try:
-            yield
+            with calling("bucket", f"{verb} {where}", nbytes):
+                yield
         except (AlreadyExistsError, PreconditionError, FileExistsError) as error:
             raise PreconditionFailed(f"{where} was written by another process meanwhile") from error
         except FileNotFoundError as error:

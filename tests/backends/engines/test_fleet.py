@@ -18,6 +18,7 @@ from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.http_engine import HttpEngine
 from skyrl.backends.engines.protocol import Drawn, EngineDown, EngineFailed, Mismatch, NoEngine
 from skyrl.errors import RequestError
+from skyrl.utils import slow_calls
 from tests.backends.engines.engine_server import SECRET, EngineProcess, engine_process
 from tests.backends.engines.marked import BASE, OPTIONS, fleet_of, ticket, write_marker
 from tests.backends.engines.numpy_models import MarkerModel
@@ -195,6 +196,18 @@ def test_an_engine_that_is_stopped_is_noticed_by_its_silence(one, two, folder):
         answers.wait(20)
         answers.until(lambda: set(fleet.engines), {two.url})
         os.kill(one.process.pid, signal.SIGCONT)
+
+
+def test_an_engine_out_of_use_is_a_slow_call_until_it_is_back(one, folder, monkeypatch):
+    monkeypatch.setattr(slow_calls, "EXPECTED_S", 0.0)
+    options = options_of(one, connect_timeout_s=0.3, health_interval_s=0.05)
+    listed = lambda: (call[:2] for call in slow_calls.slow_calls())  # noqa: E731
+    with fleet_of(http(options), folder, options) as (fleet, answers):
+        os.kill(one.process.pid, signal.SIGSTOP)
+        answers.until(lambda: ("sampling engine", one.url) in listed(), True)
+        os.kill(one.process.pid, signal.SIGCONT)
+        answers.until(lambda: ("sampling engine", one.url) in listed(), False)
+        answers.until(lambda: set(fleet.engines), {one.url})
 
 
 def test_an_engine_that_refuses_stays_in_use_and_another_draws(one, two, folder):

@@ -5,6 +5,7 @@ import platform
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -47,13 +48,19 @@ async def livez() -> dict[str, str]:
 
 
 @router.get(READYZ, response_model=None)
-async def readyz(service: ServiceDependency) -> dict[str, str] | JSONResponse:
-    """The server processes requests: the engine is ready and the database responds."""
+async def readyz(service: ServiceDependency) -> dict[str, Any] | JSONResponse:
+    """The server processes requests: the engine is ready and the database responds.
+
+    `slow` has the seconds for which other services, such as a bucket, have not answered. Clients can do without them.
+    """
     if (reason := engine_trouble(service.engine)) is not None:
         return unready(reason)
     if not await _answers(service):
         return unready("the database does not answer")
-    return {"status": "ok"}
+    slow: dict[str, float] = {}
+    for call in service.slow_calls():
+        slow[call.service] = max(round(call.seconds, 1), slow.get(call.service, 0.0))
+    return {"status": "ok", "slow": slow} if slow else {"status": "ok"}
 
 
 @router.get(VERSION)
