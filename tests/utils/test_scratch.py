@@ -1,5 +1,6 @@
 """Folders that go with their process, also when that is killed."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,11 +57,23 @@ def test_what_is_not_such_a_folder_stays(tmp_path):
         (tmp_path / name).mkdir()
     for name in ("other-prefix", "elsewhere"):
         (tmp_path / name / ".lock").touch()
+        (tmp_path / name / "kept").touch()
     (tmp_path / "models-link").symlink_to(elsewhere)
     (tmp_path / "models-file").touch()
     before = sorted(tmp_path.rglob("*"))
     ScratchFolder(tmp_path, "models-").remove()
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_stays(tmp_path):
+    theirs = tmp_path / "models-theirs"
+    theirs.mkdir()
+    for path in (theirs / ".lock", theirs / "kept", theirs):
+        path.touch()
+        os.chown(path, 65534, 65534)
+    ScratchFolder(tmp_path, "models-").remove()
+    assert (theirs / "kept").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):

@@ -25,6 +25,7 @@ class FileLock:
         path: The file. It is created if necessary, and stays after the release.
         mode: Permissions of a new file.
         flags: Flags for opening the file, in addition to reading and writing.
+        folder: Descriptor of the folder that `path` is relative to.
         of_process: The process owns the lock, not the open file. It may take the lock twice, forked children do not
             share it, and closing any file descriptor of the file in this process releases the lock.
 
@@ -32,9 +33,17 @@ class FileLock:
         OSError: The file cannot be opened.
     """
 
-    def __init__(self, path: Path, *, mode: int = 0o600, flags: int = os.O_CREAT, of_process: bool = False):
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        mode: int = 0o600,
+        flags: int = os.O_CREAT,
+        folder: int | None = None,
+        of_process: bool = False,
+    ):
         self._lock = fcntl.lockf if of_process else fcntl.flock
-        self._handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, mode)
+        self._handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, mode, dir_fd=folder)
 
     def take(self) -> bool:
         """Take the lock without waiting. Returns False if another process holds it.

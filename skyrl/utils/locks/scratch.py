@@ -1,13 +1,16 @@
 """Temporary folders that are removed after their process ends.
 
 The process holds a lock on a file in its folder. A process that creates another folder there first removes folders
-whose locks are free.
+whose locks are free. The parent may be writable for other users. Folders are therefore opened without following links,
+and only those of this user are emptied, through the open descriptor.
 """
 
 import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from skyrl.utils.locks.file_lock import FileLock
@@ -39,7 +42,9 @@ class ScratchFolder:
 
     def remove(self) -> None:
         """Remove the folder with its contents. If another process still writes into it, a later process removes it."""
-        _remove(self.path)
+        with contextlib.suppress(OSError), _opened(self.path) as handle:
+            _empty(handle)
+            self.path.rmdir()
         self._lock.release()
 
 
@@ -59,24 +64,41 @@ def _locked(folder: Path) -> FileLock:
     return lock
 
 
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Context with a descriptor of a folder. Raises OSError for a link and for a folder of another user."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(handle).st_uid != os.geteuid():
+            raise PermissionError(f"{folder} belongs to another user")
+        yield handle
+    finally:
+        os.close(handle)
+
+
 def _remove_unheld(folder: Path) -> None:
     """Remove an abandoned folder. Skips folders in use, of other users, or without a lock (new folders)."""
-    with contextlib.suppress(OSError):
-        lock = FileLock(folder / LOCK, flags=os.O_NOFOLLOW)
+    with contextlib.suppress(OSError), _opened(folder) as handle:
+        lock = FileLock(LOCK, flags=os.O_NOFOLLOW, folder=handle)
         try:
             if lock.take():
-                _remove(folder)
+                _empty(handle)
+                folder.rmdir()
         finally:
             lock.release()
 
 
-def _remove(folder: Path) -> None:
-    """Remove a folder, its lock last and only with everything else. A later process finds the folder by its lock."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            elif entry.name != LOCK:
-                os.unlink(entry.path)
-        if os.listdir(folder) == [LOCK]:
-            shutil.rmtree(folder, ignore_errors=True)
+def _empty(handle: int) -> None:
+    """Remove the contents of an open folder, its lock last, so that a later process finds what cannot be removed.
+
+    Raises OSError if something is left.
+    """
+    with os.scandir(handle) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name != LOCK]
+    for name, is_folder in found:
+        if is_folder:
+            shutil.rmtree(name, ignore_errors=True, dir_fd=handle)
+        else:
+            os.unlink(name, dir_fd=handle)
+    if os.listdir(handle) == [LOCK]:
+        os.unlink(LOCK, dir_fd=handle)
