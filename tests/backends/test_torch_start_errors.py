@@ -38,6 +38,12 @@ def test_a_gpu_beyond_the_last_one_is_refused():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
+        (
+            {"attn_implementation": "org/kernel"},
+            "attn_implementation='org/kernel', which would run code of a model hub",
+        ),
+        ({"attn_implementation": {"": "org/kernel@v1"}}, "attn_implementation='org/kernel@v1', which would run code"),
+        ({"text_config": {"_experts_implementation": "org/experts"}}, "_experts_implementation='org/experts', which"),
         ({"model_type": "nope"}, "model_type='nope', unknown to transformers"),
         ({"num_attention_heads": 0}, "num_attention_heads=0, which must be at least 1; fetch"),
         ({"hidden_size": 30}, "(The hidden size (30) is not a multiple of the number of attention heads (4).); fetch"),

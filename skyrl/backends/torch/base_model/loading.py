@@ -5,7 +5,7 @@ with the next layer.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -276,7 +276,7 @@ def has_nested_names(folder: Path) -> bool:
 
 
 def _check_config(folder: Path) -> None:
-    """Raise `RequestError` for a config.json with an unknown type of model, or with sizes below 1."""
+    """Raise `RequestError` for a config.json that transformers cannot read, or that names code of a model hub."""
     from transformers import CONFIG_MAPPING, __version__
 
     config = config_of(str(folder))
@@ -285,12 +285,27 @@ def _check_config(folder: Path) -> None:
             f"base_model={folder}: config.json has model_type={kind!r}, unknown to transformers {__version__}; use "
             "another model, or another version of transformers"
         )
+    for name, value in _implementations(config):
+        if "/" in value:
+            raise RequestError(
+                f"base_model={folder}: config.json has {name}={value!r}, which would run code of a model hub; remove it"
+            )
     for name in SIZES:
         size = config.get(name)
         if isinstance(size, int) and size < 1:
             raise RequestError(
                 f"base_model={folder}: config.json has {name}={size}, which must be at least 1; fetch the file again"
             )
+
+
+def _implementations(config: Mapping[str, Any], field: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (field, value) of all choices of an implementation, such as `attn_implementation`."""
+    for name, value in config.items():
+        chosen = field or (name if name.endswith("_implementation") else "")
+        if isinstance(value, Mapping):
+            yield from _implementations(value, chosen)
+        elif chosen and isinstance(value, str):
+            yield chosen, value
 
 
 def _cannot_load(folder: Path, error: Exception) -> RequestError:
