@@ -25,9 +25,11 @@ from skyrl.backends.engines.protocol import (
     EngineDown,
     EngineFacts,
     EngineFailed,
+    OwnAddress,
     Refused,
 )
 from skyrl.types import Origin
+from skyrl.utils.listeners import belongs_to_this_user
 
 LONGEST_MESSAGE = 500
 IDLE_S = 2.0
@@ -42,14 +44,15 @@ class HttpEngine(Engine):
     """An engine at a URL.
 
     Args:
-        name: Name for messages. It is also the URL if `address` is None.
+        name: Name for messages. It is also the URL if `own` is None.
         options: Key, limits and timeouts.
-        address: Returns the present URL, for an engine whose URL changes when it is restarted.
+        own: Returns the present address of an engine that was launched here. It changes when the engine is restarted,
+            and replaces the key in `options`, which is sent only if the engine belongs to this user.
     """
 
-    def __init__(self, name: str, options: EngineOptions, address: Callable[[], str] | None = None):
+    def __init__(self, name: str, options: EngineOptions, own: Callable[[], OwnAddress] | None = None):
         self.name = name
-        self._address = address or (lambda: name)
+        self._own = own
         self._url = self._address()
         self.max_requests, self.max_loras = options.max_requests, options.max_loras
         self.max_logprobs = options.max_logprobs
@@ -63,7 +66,8 @@ class HttpEngine(Engine):
         """Time of the last chunk of any sample, or of the start of the first stream, on the loop's clock."""
         self._client = httpx.AsyncClient(
             base_url=self._url,
-            headers={"Authorization": f"Bearer {options.key}"} if options.key else {},
+            headers=_authorization(options.key),
+            event_hooks={"request": [] if own is None else [_only_to_this_user]},
             timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=options.max_requests + 8, keepalive_expiry=IDLE_S
@@ -73,7 +77,10 @@ class HttpEngine(Engine):
 
     async def facts(self) -> EngineFacts:
         self._base, self._fingerprint, self.base_id = None, None, ""
-        self._client.base_url = self._url = self._address()
+        if self._own is not None:
+            self._url, key = self._own()
+            self._client.base_url = self._url
+            self._client.headers.update(_authorization(key))
         served = (await self._call("GET", "/v1/models", self._options.timeout_s))["data"]
         version = (await self._call("GET", "/version", self._options.timeout_s))["version"]
         base = next((card for card in served if card.get("parent") is None), None)
@@ -82,6 +89,9 @@ class HttpEngine(Engine):
         self._base = base["id"]
         adapters = {card["id"]: card["root"] for card in served if card.get("parent") is not None}
         return EngineFacts(base["id"], base.get("root") or base["id"], base["max_model_len"], version, adapters)
+
+    def _address(self) -> str:
+        return self.name if self._own is None else self._own().url
 
     async def health(self) -> None:
         await self._call("GET", "/health", self._options.connect_timeout_s)
@@ -230,6 +240,24 @@ class HttpEngine(Engine):
         if answer.status_code == 404:
             return AdapterMissing(message)
         return EngineDown(message) if answer.status_code == 503 else EngineFailed(message)
+
+
+def _authorization(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+async def _only_to_this_user(request: httpx.Request) -> None:
+    """Have httpcore check each new connection before the request is sent."""
+
+    async def check(event: str, info: Mapping[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            stream = info["return_value"]
+            port = stream.get_extra_info("server_addr")[1]
+            if not await asyncio.to_thread(belongs_to_this_user, port):
+                await stream.aclose()
+                raise EngineDown(f"port {port} of this machine is not of this user; its engine has ended")
+
+    request.extensions["trace"] = check
 
 
 async def _chunks(answer: httpx.Response) -> AsyncIterator[Any]:

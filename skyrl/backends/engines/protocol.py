@@ -6,7 +6,7 @@ Every call has a timeout. After `EngineDown`, the engine has to be admitted agai
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -79,6 +79,13 @@ class Drawn:
     """Prompt tokens served from the prefix cache, if the engine reports them."""
     origins: tuple[Origin, ...] = ()
     """Origins reported by the engine; `version` is the adapter name in its response."""
+
+
+class OwnAddress(NamedTuple):
+    """Address of an engine that was launched here."""
+
+    url: str
+    key: str
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -195,19 +195,18 @@ class EngineSampler(Generic[Version]):
 
     def _engine(self, name: str) -> Engine:
         launcher = self._launcher
-        address = None if launcher is None or name not in launcher.names else partial(launcher.url, name)
+        address = None if launcher is None or name not in launcher.names else partial(launcher.address, name)
         engine = HttpEngine(name, self.options_of(name), address)
         return ReservedEngine(engine) if self._options.whole else engine
 
     def options_of(self, name: str) -> EngineOptions:
-        """Options for an engine; engines that we launched have their own key."""
+        """Options for an engine."""
         launcher = self._launcher
         if launcher is None or name not in launcher.names:
             return self._options
-        own: dict[str, Any] = {"api_key": launcher.key}
-        if self._options.launch is not None and self._options.launch.python is not None:
-            own["reload_method"] = RELOAD
-        return self._options.model_copy(update=own)
+        if self._options.launch is None or self._options.launch.python is None:
+            return self._options
+        return self._options.model_copy(update={"reload_method": RELOAD})
 
     # -- SamplerLoop --------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Engines that we start: they serve, are ended with us, replaced when they end, and found again by the next of us."""
 
+import asyncio
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from skyrl.backends.engines.http_engine import HttpEngine
 from skyrl.backends.engines.launcher.hangs import Replacing
 from skyrl.backends.engines.launcher.launcher import Launcher
 from skyrl.backends.engines.launcher.options import LaunchOptions
+from skyrl.backends.engines.protocol import EngineDown, OwnAddress
 from skyrl.backends.operations import Publish
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.errors import RequestError
@@ -30,6 +32,7 @@ from tests.backends.engines.engine_server import ROOT
 from tests.backends.engines.marked import OPTIONS, admit, fleet_of, ticket, write_marker
 from tests.backends.engines.test_backend_with_engines import check, done, sample, train
 from tests.live import make_tiny_model
+from tests.users import listener_of_another_user, needs_root
 from tests.waiting import BOUND_S
 
 SERVER = [sys.executable, "-m", "tests.backends.engines.engine_server", "{port}"]
@@ -49,12 +52,12 @@ def launched(folder: Path, command: list[str], count: int = 1) -> Iterator[Launc
 
 
 def options_of(launcher: Launcher, **changes: Any) -> EngineOptions:
-    given = OPTIONS.model_dump() | {"api_key": launcher.key, "max_loras": 2, "max_requests": 8}
+    given = OPTIONS.model_dump() | {"max_loras": 2, "max_requests": 8}
     return EngineOptions.model_validate(given | changes)
 
 
 def engines_of(launcher: Launcher, options: EngineOptions) -> list[HttpEngine]:
-    return [HttpEngine(name, options, partial(launcher.url, name)) for name in launcher.names]
+    return [HttpEngine(name, options, partial(launcher.address, name)) for name in launcher.names]
 
 
 def processes(folder: Path) -> dict[int, ProcessIdentity]:
@@ -78,7 +81,7 @@ def test_engines_that_we_start_serve_and_end_with_us(tmp_path):
     with launched(tmp_path / "engines", SERVER, 2) as launcher:
         options = options_of(launcher)
         with fleet_of(engines_of(launcher, options), folder, options, wait=False) as (fleet, answers):
-            before = launcher.url(launcher.names[0])
+            before = launcher.address(launcher.names[0])
             answers.until(lambda: set(fleet.engines), set(launcher.names), 240)
             fleet.submit([ticket(f"{number} {name}", name) for number in range(5) for name in versions])
             answers.wait(15)
@@ -89,7 +92,8 @@ def test_engines_that_we_start_serve_and_end_with_us(tmp_path):
             fleet.submit([ticket(f"after {number}", name) for number, name in enumerate(versions)])
             answers.wait(18)
             answers.until(lambda: set(fleet.engines), set(launcher.names), 240)
-            assert launcher.url(launcher.names[0]) != before
+            again = launcher.address(launcher.names[0])
+            assert again.url != before.url and again.key != before.key
             fleet.submit([ticket(f"again {number}", prompt=(number,)) for number in range(40)])
             answers.wait(58)
             assert {answers.drawn(f"again {number}").origins[0].engine for number in range(40)} == set(launcher.names)
@@ -104,7 +108,8 @@ def test_engines_of_a_driver_that_was_killed_are_taken_over_or_ended(tmp_path, s
     program = (
         "import os, signal, sys; from pathlib import Path; from skyrl.backends.engines.launcher.launcher import *;"
         f"launcher = Launcher(LaunchOptions(command={tuple(SLEEPS)}, count=2, env={ALONE}), Path(sys.argv[1]));"
-        "launcher.start(); print(launcher.key, *map(launcher.url, launcher.names), flush=True); sys.stdin.read()"
+        "launcher.start(); print(*(part for name in launcher.names for part in launcher.address(name)), flush=True);"
+        "sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     environment = {**os.environ, **ALONE}
@@ -112,7 +117,7 @@ def test_engines_of_a_driver_that_was_killed_are_taken_over_or_ended(tmp_path, s
         command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as driver:
         assert driver.stdout is not None
-        key, *urls = driver.stdout.readline().split()
+        addresses = driver.stdout.readline().split()
         until(lambda: len(processes(tmp_path)) == 2)
         before = processes(tmp_path)
         driver.kill()
@@ -120,7 +125,8 @@ def test_engines_of_a_driver_that_was_killed_are_taken_over_or_ended(tmp_path, s
     with launched(tmp_path, SLEEPS if same else [*SLEEPS, "other"], 2) as launcher:
         until(lambda: len(processes(tmp_path)) == 2)
         assert (processes(tmp_path) == before) is same
-        assert (launcher.key == key, [*map(launcher.url, launcher.names)] == urls) == (same, same)
+        now_there = [part for name in launcher.names for part in launcher.address(name)]
+        assert [one == other for one, other in zip(now_there, addresses, strict=True)] == [same] * 4
         assert all(process.runs is same for process in before.values())
         now = processes(tmp_path)
         os.kill(now[0].pid, signal.SIGKILL)
@@ -167,8 +173,8 @@ def test_an_engine_that_finds_its_port_taken_gets_another_at_its_next_start(tmp_
         with socket.create_server(("127.0.0.1", int(ports.read_text()))):
             (tmp_path / "taken").touch()
             (name,) = launcher.names
-            until(lambda: not launcher.url(name).endswith(f":{ports.read_text().strip()}"))
-            until(lambda: _accepts(launcher.url(name)))
+            until(lambda: not launcher.address(name).url.endswith(f":{ports.read_text().strip()}"))
+            until(lambda: _accepts(launcher.address(name).url))
 
 
 def _accepts(url: str) -> bool:
@@ -177,6 +183,28 @@ def _accepts(url: str) -> bool:
     except OSError:
         return False
     return True
+
+
+@needs_root
+def test_the_key_of_an_engine_is_not_sent_to_another_user():
+    async def ask(port: int) -> None:
+        engine = HttpEngine("launched-0", OPTIONS, lambda: OwnAddress(f"http://127.0.0.1:{port}", "secret"))
+        try:
+            await asyncio.wait_for(engine.facts(), BOUND_S)
+        finally:
+            await engine.close()
+
+    with listener_of_another_user() as (port, process):
+        with pytest.raises(EngineDown, match=f"port {port} of this machine is not of this user"):
+            asyncio.run(ask(port))
+        assert process.stdout is not None and process.stdout.readline() == "\n"
+
+
+def test_records_are_not_read_from_a_folder_that_was_prepared(tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "engines").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RequestError, match="engines: is no folder of this user"):
+        Launcher(LaunchOptions(command=tuple(SLEEPS)), tmp_path / "engines")
 
 
 def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(tmp_path):

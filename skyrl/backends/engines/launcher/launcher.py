@@ -1,9 +1,9 @@
 """Launched engines: adopted after a restart of the driver, restarted if they exit, stopped on shutdown.
 
 An engine is a command that listens on a port of this machine. Each start chooses a new port, because nothing reserves a
-port until the engine has loaded its model. Its record is a file with its process identity, port, key, and hash of the
-command. Loading a model takes minutes, so a driver adopts a running engine whose record has the same command. It kills
-all other engines that a killed driver left.
+port until the engine has loaded its model, and a new key. Its record is a file with its process identity, port, key,
+and hash of the command. Loading a model takes minutes, so a driver adopts a running engine whose record has the same
+command. It kills all other engines that a killed driver left.
 """
 
 import contextlib
@@ -26,8 +26,10 @@ from typing import Any
 
 from skyrl.backends.engines.launcher.options import API_KEY_VARIABLE, LaunchOptions
 from skyrl.backends.engines.launcher.vllm import devices_of
+from skyrl.backends.engines.protocol import OwnAddress
 from skyrl.utils.backoff import pause_s
 from skyrl.utils.files.atomic_folders import replace_file
+from skyrl.utils.files.private_folders import private_folder
 from skyrl.utils.process_identity import ProcessIdentity, end_group
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class _Launched:
 
     number: int
     port: int
+    key: str
     folder: Path
     identity: ProcessIdentity | None = None
     child: "subprocess.Popen[bytes] | None" = None
@@ -65,10 +68,6 @@ class _Launched:
         return f"launched-{self.number}"
 
     @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
-
-    @property
     def record(self) -> Path:
         return self.folder / f"engine-{self.number}.json"
 
@@ -83,13 +82,13 @@ class Launcher:
     Args:
         options: Command and number of engines.
         folder: Folder for records and logs. Only one driver at a time may use it.
+
+    Raises RequestError for a folder that other users could have prepared.
     """
 
     def __init__(self, options: LaunchOptions, folder: Path):
         self._options, self._folder = options, folder
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.key = secrets.token_hex(16)
-        """API key of the engines."""
+        private_folder(folder)  # records have keys, and name processes to kill
         self._stop, self._stopped = os.pipe()
         """Pipe whose read end becomes readable on shutdown."""
         self._closing = False
@@ -101,9 +100,6 @@ class Launcher:
         """Adopt running engines, start the others, and restart any that exit. Returns the names of all engines."""
         records = {path: _record(path) for path in sorted(self._folder.glob("engine-*.json"))}
         usable = [record for record in records.values() if self._is_ours(record)][: self._options.count]
-        if usable:
-            self.key = usable[0]["key"]
-            usable = [record for record in usable if record["key"] == self.key]
         for path, record in records.items():
             if record not in usable:
                 _end(record)
@@ -111,8 +107,9 @@ class Launcher:
         taken = {record["number"]: record for record in usable}
         for number in range(self._options.count):
             record = taken.get(number)
-            engine = _Launched(number, 0 if record is None else record["port"], self._folder)
+            engine = _Launched(number, 0, "", self._folder)
             if record is not None:
+                engine.port, engine.key = record["port"], record["key"]
                 engine.identity = _identity(record)
                 log.info("sampling engine %s is taken over (process %d)", engine.name, record["pid"])
             else:
@@ -150,9 +147,10 @@ class Launcher:
         """Return True if an engine is ours and has not failed to start `TRIES` times in a row."""
         return name in self.names and self._named(name).unused_starts < TRIES
 
-    def url(self, name: str) -> str:
+    def address(self, name: str) -> OwnAddress:
         """Present address of an engine."""
-        return self._named(name).url
+        engine = self._named(name)
+        return OwnAddress(f"http://{HOST}:{engine.port}", engine.key)
 
     @property
     def names(self) -> list[str]:
@@ -219,14 +217,14 @@ class Launcher:
         return self._stop in readable
 
     def _launch(self, engine: _Launched) -> None:
-        engine.port = _free_port()
+        engine.port, engine.key = _free_port(), secrets.token_hex(16)
         start = secrets.token_hex(8)
-        facts = {"number": engine.number, "port": engine.port, "key": self.key, "command": self._hash, "start": start}
+        facts = {"number": engine.number, "port": engine.port, "key": engine.key, "command": self._hash, "start": start}
         replace_file(engine.record, json.dumps(facts).encode())
         places = {"{port}": str(engine.port), "{number}": str(engine.number)}
         command = [_filled(part, places) for part in self._options.command]
         devices = devices_of(self._options, engine.number)
-        environment = {**os.environ, **devices, **self._options.env, API_KEY_VARIABLE: self.key}
+        environment = {**os.environ, **devices, **self._options.env, API_KEY_VARIABLE: engine.key}
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         with engine.log.open("ab") as output:
             engine.child = subprocess.Popen(

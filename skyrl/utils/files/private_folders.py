@@ -1,0 +1,38 @@
+"""Folders that only this user can open, in places where other users may have prepared something else."""
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from skyrl.errors import RequestError
+
+WAY_OUT = "remove it, or name another folder"
+
+
+def private_folder(path: Path) -> Path:
+    """Create a folder with mode 0700, or check the one that is there. Returns the path.
+
+    A folder of this user that others can read loses this permission.
+
+    Raises:
+        RequestError: The path is a link or a file, belongs to another user, or other users could write to it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise RequestError(f"{path}: is no folder of this user ({error.strerror}); {WAY_OUT}") from error
+    try:
+        status = os.fstat(handle)
+        if status.st_uid != os.geteuid():
+            raise RequestError(f"{path}: belongs to another user (uid {status.st_uid}); {WAY_OUT}")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            mode = stat.S_IMODE(status.st_mode)
+            raise RequestError(f"{path}: other users can write to it (mode {mode:04o}); {WAY_OUT}")
+        os.fchmod(handle, 0o700)
+    finally:
+        os.close(handle)
+    return path
