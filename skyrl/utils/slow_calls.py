@@ -92,8 +92,8 @@ def _start_watch() -> None:
 
 def _warn() -> None:
     """Log each slow call, at intervals that double."""
-    while True:
-        time.sleep(INTERVAL_S)
+    never = threading.Event()
+    while not never.wait(INTERVAL_S):
         now = time.monotonic()
         for call in list(_calls.values()):
             if now - call.began > call.warn_after_s:
