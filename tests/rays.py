@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from skyrl.utils.files.private import private_files
+
 CPUS = 8
 """Of each node, whatever the machine has."""
 SETTINGS = {"worker_niceness": 0}
@@ -30,7 +32,8 @@ def ray_cluster(*nodes: Mapping[str, Any]) -> Iterator[str]:
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.delenv("RAY_AUTH_MODE", raising=False)  # `ray.init` sets it for good, and this home has no token
         handler = signal.getsignal(signal.SIGTERM)
-        cluster = Cluster(True, head_node_args=sizes | nodes[0] | {"_system_config": SETTINGS})
+        with private_files():  # Ray leaves a token
+            cluster = Cluster(True, head_node_args=sizes | nodes[0] | {"_system_config": SETTINGS})
         try:
             for node in nodes[1:]:
                 cluster.add_node(**sizes | node)

@@ -9,8 +9,8 @@ import os
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
@@ -27,6 +27,7 @@ from skyrl.tinker.config import EngineConfig, options_parser, read_config, witho
 from skyrl.tinker.database.database import sqlite_file
 from skyrl.tinker.database.read_only import ReadOnlyDatabase
 from skyrl.utils.files.object_store import is_url
+from skyrl.utils.files.private import private_files
 
 CHECKPOINTS, DATABASE, DUMP = "checkpoints", "tinker.db", "tinker.dump"
 """Names in the backup's folder. The database is an SQLite file, or a dump for pg_restore."""
@@ -68,22 +69,12 @@ def back_up(config: EngineConfig, target: Path, say: Say) -> None:
     if target.resolve().is_relative_to(base.resolve()):
         raise RequestError(f"to={target}: it is below checkpoints_base={base}; name one outside of it")
     try:
-        with _private():
+        with private_files():
             copied = _copy(config, file, target)
     except OSError as error:
         raise RequestError(f"to={target}: {error.strerror or error}; use a folder that can be written") from error
     left = f"; what is in {config.checkpoints_bucket} is not copied" if config.checkpoints_bucket else ""
     say(f"{copied} saved folders and the database are in {target}{left}")
-
-
-@contextmanager
-def _private() -> Iterator[None]:
-    """Context with umask 077: only the user can access files created in it."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 def _copy(config: EngineConfig, file: Path | None, target: Path) -> int:

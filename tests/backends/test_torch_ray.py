@@ -102,6 +102,28 @@ def test_a_cluster_that_wants_a_token_is_refused_by_its_address(tmp_path):
     assert "token" in ended.stderr
 
 
+def test_a_token_that_others_can_read_is_refused(tmp_path, monkeypatch):
+    token = tmp_path / "token"
+    token.write_text("0" * 64)
+    token.chmod(0o644)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    with pytest.raises(RequestError, match=rf"can read or change Ray's token, {token} \(mode 0644\)"):
+        Connection().join("127.0.0.1:1", 1)
+
+
+def test_a_cluster_of_our_own_is_closed_to_other_users(tmp_path):
+    """Also where the umask is open. Ray opens its own folder to all users."""
+    code = (
+        f"import os; os.umask(0); from {Connection.__module__} import Connection; c = Connection(); c.join(None, 1); "
+    )
+    code += "print(c._folder.path, oct(c._folder.path.stat().st_mode)); c.leave()"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = {**kept, "HOME": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.split()[-1] == "0o40700", ended.stdout
+    assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
+
+
 def test_ranks_are_numbered_node_by_node(apart):
     first, second = apart.group.places
     assert first.node < second.node

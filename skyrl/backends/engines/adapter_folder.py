@@ -31,6 +31,8 @@ from skyrl.utils.files.atomic_folders import (
     tidy,
     write_folder,
 )
+from skyrl.utils.files.paths import data_folder
+from skyrl.utils.files.private import private_folder
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,10 @@ class AdapterFolder:
 
     def __init__(self, path: str, max_bytes: int):
         self._path = Path(path).expanduser().absolute()
-        self._path.mkdir(parents=True, exist_ok=True)
+        if self._path.is_relative_to(data_folder()):
+            private_folder(self._path)
+        else:  # the user named it, perhaps for engines of another user
+            self._path.mkdir(parents=True, exist_ok=True)
         tidy(self._path)
         for left in self._path.glob(f"{INCOMING}*"):  # left by a process that was killed during a write
             remove_folder(left)

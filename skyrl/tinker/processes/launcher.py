@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from skyrl.utils.backoff import pause_s
+from skyrl.utils.files.private import PRIVATE
 
 HELLO, READY, ENDS = b"h", b"r", b"e"
 """Messages of the API process. HELLO: it accepts orders (the message carries the listening socket if the process has
@@ -35,8 +36,6 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 STEADY_S = 2.0
 """Seconds after `READY` after which the process counts as stable, so a later crash restarts with the shortest pause."""
-PRIVATE = 0o077
-"""Umask of the server's processes: other users have no access to files, which contain data, results and secrets."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -66,7 +65,7 @@ class Launcher:
 
     def run(self) -> int:
         """Serve until the API process exits in an orderly way or crashes too often. Returns the exit status."""
-        os.umask(PRIVATE)
+        os.umask(PRIVATE)  # of files of all processes, which contain data, results and secrets
         self._waker.setblocking(False)
         self._wake.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 from skyrl.train.config.machinery.base import BaseConfig
 from skyrl.train.config.machinery.fields import one_of
 from skyrl.train.config.megatron import MegatronConfig
+from skyrl.utils.files.paths import data_folder
 
 DType = Annotated[str, one_of("bf16", "fp16", "fp32")]
 
@@ -37,7 +38,7 @@ class SkyRLLoraConfig(BaseConfig):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability with which each input value of an adapter is dropped in training."""
 
-    lora_sync_path: str = "/tmp/skyrl_lora_sync"
+    lora_sync_path: str = field(default_factory=lambda: str(data_folder() / "lora_sync"))
     """Folder through which adapters reach the inference engines. If they run on other machines, it must be shared."""
 
     target_modules: str | list[str] = "all-linear"

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import socket
+import stat
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.errors import RequestError
+from skyrl.utils.files.private import is_open_to_others, private_files
 from skyrl.utils.locks.scratch import ScratchFolder
 
 PATIENCE = "SKYRL_RAY_PG_TIMEOUT_IN_S"
@@ -118,14 +120,16 @@ class Connection:
                 "num_cpus": max(os.cpu_count() or 1, math.ceil(cpus)),
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
-                "_temp_dir": str(self._folder.path),
+                "_temp_dir": str(self._folder.path / "ray"),  # Ray opens this folder to all users
                 "_system_config": OWN_CLUSTER,
             }
+        _check_token()
         handler = signal.getsignal(signal.SIGTERM)
         try:
             if where not in (LOCAL, "auto"):
                 _knock(where)
-            ray.init(configure_logging=False, **options)
+            with private_files():  # Ray may create its token
+                ray.init(configure_logging=False, **options)
         except (OSError, ValueError, RuntimeError, RayError) as error:
             self._forget_folder()
             raise RequestError(
@@ -140,6 +144,20 @@ class Connection:
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
+
+
+def _check_token() -> None:
+    """Raise `RequestError` if other users can read the token with which anybody can run code on the cluster."""
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if "RAY_AUTH_TOKEN" in os.environ or os.environ.get("RAY_AUTH_MODE") == "disabled" or not path.exists():
+        return
+    status = path.stat()
+    if is_open_to_others(status):
+        raise RequestError(
+            f"workers=ray: other users can read or change Ray's token, {path} (mode "
+            f"{stat.S_IMODE(status.st_mode):04o}), and run code with it; remove it, or write a new token there with "
+            "umask 077, on all nodes"
+        )
 
 
 def _knock(address: str) -> None:

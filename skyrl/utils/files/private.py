@@ -1,13 +1,35 @@
-"""Folders that only this user can open, in places where other users may have prepared something else."""
+"""Folders and files that only this user can open, in places where other users may have prepared something else."""
 
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from skyrl.errors import RequestError
 
 WAY_OUT = "remove it, or name another folder"
+PRIVATE = 0o077
+"""Umask of files that only this user can access."""
+OPEN_TO_OTHERS = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Context with the umask `PRIVATE`, for files that a library creates."""
+    before = os.umask(PRIVATE)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def is_open_to_others(status: os.stat_result) -> bool:
+    """Return True if other users can read or change a file with secrets.
+
+    Files of root may be readable by their group, as mounted secrets of containers are: root chose the group.
+    """
+    return bool(status.st_mode & (OPEN_TO_OTHERS if status.st_uid == 0 else OPEN_TO_OTHERS | stat.S_IRGRP))
 
 
 def private_folder(path: Path) -> Path:
