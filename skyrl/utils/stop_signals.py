@@ -2,8 +2,9 @@
 
 The first signal raises `Stopped` in the main thread, so that open contexts are closed. A main thread that waits inside
 a library (a compiler, a store, a cluster) may not return to Python for minutes. Therefore a second thread reads the
-signals too, and ends the process with all its descendants when the time is up. A command that has work to save calls
-`first_signal_calls`: then its first signal has no time limit.
+signals too, and ends the process with all its descendants when the time is up. The time limit ends with the outermost
+context, unless the process exits after it. A command that has work to save calls `first_signal_calls`: then its first
+signal has no time limit.
 """
 
 import contextlib
@@ -57,10 +58,9 @@ class _Watch:
         raise Stopped(signal.Signals(number))
 
     def close(self) -> None:
-        """Stop watching, unless a time limit is running."""
-        if self.noticed() is None or not self.limited:
-            signal.set_wakeup_fd(self._before)
-            self._sink.close()
+        """Stop watching. A time limit that is running ends."""
+        signal.set_wakeup_fd(self._before)
+        self._sink.close()
 
     def _run(self) -> None:
         if (number := self._next()) is None:
@@ -127,16 +127,19 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_c
 
 
 @contextmanager
-def ending_on_signals() -> Iterator[None]:
+def ending_on_signals(exits: bool = False) -> Iterator[None]:
     """Context of a command. The first SIGINT or SIGTERM raises `Stopped`, also inside an event loop.
 
     Other errors after the signal become `Stopped` too, because they may follow from it: a library may have replaced the
     handler, or a child may have received the signal. Only in the main thread. It may be nested.
+
+    Args:
+        exits: The process exits after this context, so its exit is part of the limited time. Only for the outermost.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with _watching() as watch:
+    with _watching(exits) as watch:
         try:
             yield
         except BaseException as error:
@@ -147,7 +150,7 @@ def ending_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _watching() -> Iterator[_Watch]:
+def _watching(exits: bool = False) -> Iterator[_Watch]:
     global _watch
     if _watch is not None:
         yield _watch
@@ -157,7 +160,8 @@ def _watching() -> Iterator[_Watch]:
     try:
         yield watch
     finally:
-        watch.close()
+        if not (exits and watch.limited and watch.noticed()):
+            watch.close()
         _watch = None
         for number, earlier in before.items():
             signal.signal(number, earlier)

@@ -15,14 +15,15 @@ def run_program(argv: Sequence[str] | None, commands: Mapping[str, Command], *, 
     """Run a subcommand of a program; Ctrl-C or SIGTERM ends it. Returns the exit status.
 
     Args:
-        argv: Arguments; None: the process's.
+        argv: Arguments; None: the process's, which exits afterwards. Its exit is then part of the limited time after a
+            signal.
         commands: Functions by name.
         prog: Name of the program.
         description: Description for `--help`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with ending_on_signals():
+        with ending_on_signals(exits=argv is None):
             return run_subcommand(arguments, commands, prog=prog, description=description, kind="command")
     except Stopped as ended:
         print(f"{prog}: {ended}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Signals of forked children are not those of the command that forked them."""
+"""Signals of a command: what they end, and what they leave alone."""
 
 import os
 import signal
@@ -44,3 +44,38 @@ def test_a_signal_to_a_command_and_its_forked_child_is_one_signal(number):
         os.killpg(running.pid, number)
         assert running.communicate(timeout=60)[0] == f"{-number} {number} went on\n"
     assert running.returncode == 0
+
+
+COMMAND = """
+import os, signal, threading
+from skyrl.utils import stop_signals
+from skyrl.utils.subcommands import run_program
+
+def wait(argv):
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+
+stop_signals.CLOSING_S = 0.1
+status = run_program({argv}, {{"wait": wait}}, prog="program", description="")
+for thread in threading.enumerate():
+    if thread is not threading.main_thread():
+        thread.join()
+print(status, "and goes on")
+"""
+
+
+def ended(argv: list[str] | None) -> subprocess.CompletedProcess[str]:
+    """A process that calls a program with these arguments. It gets a SIGINT, and then waits for all threads."""
+    command = [sys.executable, "-c", COMMAND.format(argv=argv), "wait"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_a_process_that_calls_a_program_outlives_its_end():
+    caller = ended(argv=["wait"])
+    assert (caller.stdout, caller.returncode) == (f"{128 + signal.SIGINT} and goes on\n", 0), caller.stderr
+
+
+def test_a_program_that_has_ended_exits_within_the_limit():
+    program = ended(argv=None)
+    assert (program.stdout, program.returncode) == ("", 128 + signal.SIGINT)
+    assert program.stderr.splitlines()[-1] == "SIGINT: not closed within 0.1 s, so it is ended"
