@@ -132,6 +132,11 @@ class Started:
 
         self.arguments = command(self.folder, **options)[2:]
 
+    def stuck_import(self, module: str) -> None:
+        """Wait at the import of a module."""
+        reached = str(self.folder / "reached")
+        (self.folder / "sitecustomize.py").write_text(STUCK_IMPORT.format(module=module, reached=reached))
+
     def run(self) -> None:
         """Start it, and return once it waits."""
         paths = os.pathsep.join(map(str, (self.folder, ROOT, ROOT / "tests" / "train")))
@@ -164,8 +169,17 @@ class Started:
 def _import(module: str) -> Callable[[Started, ExitStack], None]:
     def start(one: Started, stack: ExitStack) -> None:
         one.sft()
-        reached = str(one.folder / "reached")
-        (one.folder / "sitecustomize.py").write_text(STUCK_IMPORT.format(module=module, reached=reached))
+        one.stuck_import(module)
+
+    return start
+
+
+def old_name(program: str) -> Callable[[Started, ExitStack], None]:
+    """A phase: a program under an older name imports the modules of its command."""
+
+    def start(one: Started, stack: ExitStack) -> None:
+        one.arguments = [program]
+        one.stuck_import("skyrl.train.commands")
 
     return start
 
@@ -231,8 +245,7 @@ def _server_launched(one: Started, stack: ExitStack) -> None:
 
 def _server_import(one: Started, stack: ExitStack) -> None:
     one.serve()
-    reached = str(one.folder / "reached")
-    (one.folder / "sitecustomize.py").write_text(STUCK_IMPORT.format(module="uvicorn", reached=reached))
+    one.stuck_import("uvicorn")
 
 
 ADAPTER, ADAPTERS = "trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.lora_sync_path"

@@ -3,12 +3,18 @@
 import sys
 from collections.abc import Sequence
 
-from skyrl.train import commands
+from skyrl.utils.subcommands import run_until_signal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train with `argv` (default: the process's arguments). Returns the exit status."""
-    return commands.sft(sys.argv[1:] if argv is None else argv)
+    return run_until_signal(_sft, argv, "skyrl train sft")
+
+
+def _sft(argv: Sequence[str]) -> int:
+    from skyrl.train import commands
+
+    return commands.sft(argv)
 
 
 if __name__ == "__main__":

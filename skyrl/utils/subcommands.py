@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.stop_signals import Stopped, ending_on_signals
@@ -12,19 +13,30 @@ Command = Callable[[Sequence[str]], int]
 
 
 def run_program(argv: Sequence[str] | None, commands: Mapping[str, Command], *, prog: str, description: str) -> int:
-    """Run a subcommand of a program; Ctrl-C or SIGTERM ends it. Returns the exit status.
+    """Run a subcommand of a program as `run_until_signal` does. Returns the exit status.
 
     Args:
-        argv: Arguments; None: the process's, which exits afterwards. Its exit is then part of the limited time after a
-            signal.
+        argv: Arguments; None: the process's.
         commands: Functions by name.
         prog: Name of the program.
         description: Description for `--help`.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    subcommand = partial(run_subcommand, commands=commands, prog=prog, description=description, kind="command")
+    return run_until_signal(subcommand, argv, prog)
+
+
+def run_until_signal(command: Command, argv: Sequence[str] | None, prog: str) -> int:
+    """Run a command; Ctrl-C or SIGTERM ends it. Returns the exit status.
+
+    Args:
+        command: Function of the arguments.
+        argv: Arguments; None: the process's, which exits afterwards. Its exit is then part of the limited time after a
+            signal.
+        prog: Name of the command.
+    """
     try:
         with ending_on_signals(exits=argv is None):
-            return run_subcommand(arguments, commands, prog=prog, description=description, kind="command")
+            return command(sys.argv[1:] if argv is None else argv)
     except Stopped as ended:
         print(f"{prog}: {ended}", file=sys.stderr)
         return ended.status

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -16,10 +17,16 @@ from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.config.machinery.help import describe_fields
 from skyrl.train.entrypoints import main_base, main_generate
+from tests.stopping import old_name, waiting
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "coming-from.md").read_text()
 METRICS = (DOCS / "metrics.md").read_text()
+MODULES = {
+    "skyrl.train.entrypoints.main_base": SkyRLTrainConfig,
+    "skyrl.train.entrypoints.main_generate": SkyRLTrainConfig,
+    "skyrl.train.main_sft": SFTConfig,
+}
 ROOTS = ("data.", "environment.", "generator.", "trainer.")
 
 
@@ -96,17 +103,17 @@ def test_the_entry_point_of_skyrl_that_generates_evaluates_the_model_as_it_is(ro
     assert "eval/all/avg_score" in json.loads(results.read_text())
 
 
-@pytest.mark.parametrize(
-    ("module", "cls"),
-    [
-        ("skyrl.train.entrypoints.main_base", SkyRLTrainConfig),
-        ("skyrl.train.entrypoints.main_generate", SkyRLTrainConfig),
-        ("skyrl.train.main_sft", SFTConfig),
-    ],
-)
+@pytest.mark.parametrize(("module", "cls"), MODULES.items())
 def test_a_module_of_skyrls_is_a_command_with_the_fields_of_its_configuration(module, cls):
     said = subprocess.run([sys.executable, "-m", module, "--fields"], check=True, capture_output=True, text=True).stdout
     assert all(field.path in said for field in describe_fields(cls()))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_ctrl_c_during_the_imports_of_a_module_of_skyrls_is_told_in_one_line(module, tmp_path):
+    with waiting(old_name(module), tmp_path) as program:
+        assert program.end(signal.SIGINT)[0] == 128 + signal.SIGINT
+        assert re.fullmatch("skyrl train (sft|rl): ended by SIGINT\n", program.said.read_text())
 
 
 def test_a_class_of_skyrls_entry_point_is_refused_with_what_to_write():

@@ -4,12 +4,18 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from skyrl.train import commands
+from skyrl.utils.subcommands import run_until_signal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train with `argv` (default: the process's arguments). Returns the exit status."""
-    return commands.rl(sys.argv[1:] if argv is None else argv)
+    return run_until_signal(_rl, argv, "skyrl train rl")
+
+
+def _rl(argv: Sequence[str]) -> int:
+    from skyrl.train import commands
+
+    return commands.rl(argv)
 
 
 def __getattr__(name: str) -> NoReturn:
