@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -28,6 +29,8 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / (WORKER or ""))
 os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"  # else what a program is found by contains its folder
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script; commands of tests inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["TINKER_TELEMETRY"] = "0"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch: the suite's processes share the cores, and idle threads spin
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"

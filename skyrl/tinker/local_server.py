@@ -155,16 +155,16 @@ class LocalServer:
         return _kill(self.pids().engine)
 
     def stop(self) -> None:
-        """Stop the server as with Ctrl-C. Sends a second SIGINT after 30 seconds, and SIGKILL after 10 more."""
+        """Stop the server as with Ctrl-C. Sends a second SIGTERM after 30 seconds, and SIGKILL after 10 more."""
         if self.process is None:
             return
         process, self.process = self.process, None
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # not SIGINT, which the server ignores if this process does
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # the second one does not wait for open requests
+            process.terminate()  # the second one does not wait for open requests
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:

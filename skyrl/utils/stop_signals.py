@@ -4,7 +4,7 @@ The first signal raises `Stopped` in the main thread, so that open contexts are 
 a library (a compiler, a store, a cluster) may not return to Python for minutes. Therefore a second thread reads the
 signals too, and ends the process with all its descendants when the time is up. The time limit ends with the outermost
 context, unless the process exits after it. A command that has work to save calls `first_signal_calls`: then its first
-signal has no time limit.
+signal has no time limit. A signal that is ignored, as SIGINT is in a background command of a script, stays ignored.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from skyrl.utils.process_tree import kill_descendants
 
@@ -118,8 +119,9 @@ def _in_child() -> None:
     if _watch is not None:
         _watch = None
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, default)
     _after_fork()
 
 
@@ -156,7 +158,7 @@ def _watching(exits: bool = False) -> Iterator[_Watch]:
         yield _watch
         return
     _watch = watch = _Watch()
-    before = {number: signal.signal(number, watch.stop) for number in SIGNALS}
+    before = _handle(watch.stop)
     try:
         yield watch
     finally:
@@ -165,6 +167,12 @@ def _watching(exits: bool = False) -> Iterator[_Watch]:
         _watch = None
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
+    """Install a handler of the signals that are not ignored. Returns their earlier handlers."""
+    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
 
 
 @contextmanager
@@ -184,7 +192,7 @@ def first_signal_calls(handle: Callable[[signal.Signals], None], promise: str) -
             handle(signal.Signals(number))
 
         watch.limited, watch.promise = False, promise
-        before = {number: signal.signal(number, handler) for number in SIGNALS}
+        before = _handle(handler)
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import select
 import signal
 import socket
@@ -228,6 +229,20 @@ def test_stop_while_it_starts_is_clean(tmp_path):
         process.send_signal(signal.SIGINT)
         output = process.stdout.read()
     assert process.returncode == 0 and "Traceback" not in output
+
+
+def test_sigint_that_is_ignored_at_the_start_stays_ignored(tmp_path):
+    environment = {**os.environ, **deadly_imports(tmp_path / "imports", "print('starting', flush=True)")}
+    process = subprocess.Popen(
+        ["sh", "-c", 'trap "" INT; exec "$0" "$@"', *command(tmp_path)],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "starting\n"
+        [ignored] = re.findall(r"^SigIgn:\s+(\w+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+        process.terminate()
+        process.stdout.read()
+    assert int(ignored, 16) & 1 << signal.SIGINT - 1
 
 
 def test_api_process_that_fails_is_started_again(tmp_path):

@@ -79,3 +79,29 @@ def test_a_program_that_has_ended_exits_within_the_limit():
     program = ended(argv=None)
     assert (program.stdout, program.returncode) == ("", 128 + signal.SIGINT)
     assert program.stderr.splitlines()[-1] == "SIGINT: not closed within 0.1 s, so it is ended"
+
+
+IGNORING = """
+import os, signal
+from skyrl.utils.stop_signals import ending_on_signals, first_signal_calls
+
+heard = []
+with ending_on_signals():
+    os.kill(os.getpid(), signal.{name})
+    with first_signal_calls(heard.append, "saved"):
+        os.kill(os.getpid(), signal.{name})
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.{name})
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+os.kill(os.getpid(), signal.{name})
+print(os.waitstatus_to_exitcode(status), heard)
+"""
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored(name):
+    shell = ["sh", "-c", f'trap "" {name}; exec "$0" "$@"', sys.executable, "-c", IGNORING.format(name=f"SIG{name}")]
+    command = subprocess.run(shell, capture_output=True, text=True, timeout=60)
+    assert (command.stdout, command.stderr, command.returncode) == ("0 []\n", "", 0)

@@ -70,7 +70,8 @@ class Launcher:
         self._wake.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, _noticed)
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, _noticed)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # children inherit this until they install a handler
         while True:
             try:
