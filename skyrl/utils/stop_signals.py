@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from skyrl.utils.process_tree import kill_descendants
 
@@ -66,10 +65,10 @@ class _Watch:
     def _run(self) -> None:
         if (number := self._next()) is None:
             return
-        if not self.limited:
-            _say(f"{number.name}: {self.promise}; once more ends it at once")
-        elif not select.select([self._source], [], [], CLOSING_S)[0]:
+        if self.limited and not select.select([self._source], [], [], CLOSING_S)[0] and self.limited:
             _end_now(number, f"{number.name}: not closed within {CLOSING_S:g} s, so it is ended")
+        if not self.limited:  # perhaps since a moment after the signal, which was for the new handler
+            _say(f"{number.name}: {self.promise}; once more ends it at once")
         if (number := self._next()) is not None:
             _end_now(number, f"{number.name} again: ended at once")
 
@@ -158,21 +157,27 @@ def _watching(exits: bool = False) -> Iterator[_Watch]:
         yield _watch
         return
     _watch = watch = _Watch()
-    before = _handle(watch.stop)
     try:
-        yield watch
+        with _handling(watch.stop):
+            yield watch
     finally:
         if not (exits and watch.limited and watch.noticed()):
             watch.close()
         _watch = None
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
-def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
-    """Install a handler of the signals that are not ignored. Returns their earlier handlers."""
-    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in heard}
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Context with a handler of the signals that are not ignored."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    heard = [number for number, earlier in before.items() if earlier != signal.SIG_IGN]
+    try:
+        for number in heard:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
 
 
 @contextmanager
@@ -191,13 +196,11 @@ def first_signal_calls(handle: Callable[[signal.Signals], None], promise: str) -
         def handler(number: int, frame: FrameType | None) -> None:
             handle(signal.Signals(number))
 
-        watch.limited, watch.promise = False, promise
-        before = _handle(handler)
         try:
-            yield
+            with _handling(handler):
+                watch.promise, watch.limited = promise, False
+                yield
         finally:
-            for number, earlier in before.items():
-                signal.signal(number, earlier)
             if watch.noticed() is None:
                 watch.limited = True
 

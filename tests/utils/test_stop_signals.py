@@ -105,3 +105,48 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored(name):
     shell = ["sh", "-c", f'trap "" {name}; exec "$0" "$@"', sys.executable, "-c", IGNORING.format(name=f"SIG{name}")]
     command = subprocess.run(shell, capture_output=True, text=True, timeout=60)
     assert (command.stdout, command.stderr, command.returncode) == ("0 []\n", "", 0)
+
+
+INSTALLING = """
+import signal, sys, threading
+from skyrl.utils.stop_signals import SIGNALS, ending_on_signals, first_signal_calls
+
+before = [signal.getsignal(number) for number in SIGNALS]
+heard, calls = [], []
+
+def interrupt(frame, event, arg):
+    if event == "call" and frame.f_code is signal.signal.__code__:
+        calls.append(frame)
+        if len(calls) == {call}:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+try:
+    sys.setprofile(interrupt)
+    with ending_on_signals(), first_signal_calls(heard.append, "saved"):
+        print("goes on,", end=" ")
+except KeyboardInterrupt as ended:
+    print(type(ended).__name__, end=" ")
+finally:
+    sys.setprofile(None)
+for thread in threading.enumerate():
+    if thread is not threading.main_thread():
+        thread.join()
+print(*heard, before == [signal.getsignal(number) for number in SIGNALS])
+"""
+PROMISE = "SIGINT: saved; once more ends it at once\n"
+
+
+@pytest.mark.parametrize(
+    ("call", "printed", "message"),
+    [
+        (1, "KeyboardInterrupt True", ""),
+        (2, "Stopped True", ""),
+        (3, "Stopped True", ""),
+        (4, "goes on, 2 True", PROMISE),
+    ],
+)
+def test_a_signal_between_two_handlers_is_for_the_one_that_is_installed(call, printed, message):
+    command = [sys.executable, "-c", INSTALLING.format(call=call)]
+    program = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (program.stdout, program.stderr, program.returncode) == (f"{printed}\n", message, 0)
