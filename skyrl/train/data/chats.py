@@ -10,6 +10,7 @@ To accept another format, add it here, and add a row to the table of tests/train
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ The value of a `function_call` is JSON text: `{"name": ..., "arguments": {...}}`
 REASONING = "reasoning_content"
 REASONING_NAMES = (REASONING, "reasoning", "thinking")
 """Names that published data use for the field with a model's reasoning."""
+PYTHON_CHAT = re.compile(r"\s*\[\s*\{\s*'(role|content)'\s*:")
+"""Start of a list of messages as Python prints it, and as pandas writes it to CSV files."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that contain text."""
 
@@ -50,6 +53,28 @@ def read_chat(value: Any, column: str) -> list[Message]:
             f'{column}={short(value)}: give a list of messages, such as [{{"role": "user", "content": "..."}}]'
         )
     return [_message(message, f"{column}[{number}]") for number, message in enumerate(value)]
+
+
+def chat_or_text(value: Any, column: str) -> Any:
+    """Return the list if `value` is JSON text of a list of messages, as CSV files have it. Otherwise return `value`.
+
+    Text is a chat if each object of the list has a known `role`, and `content` or `tool_calls`. Raises ConfigError for
+    a list of messages in Python's notation.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    if PYTHON_CHAT.match(value):
+        return parsed(value, column)
+    try:
+        chat = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return chat if chat and all(map(_is_message, chat)) else value
+
+
+def _is_message(value: Any) -> bool:
+    role = value.get("role") if isinstance(value, dict) else None
+    return isinstance(role, str) and role in (*ROLES, *ELSEWHERE) and ("content" in value or "tool_calls" in value)
 
 
 def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.data.chats import checked_text, columns_of, read_chat, read_tools, short
+from skyrl.train.data.chats import chat_or_text, checked_text, columns_of, read_chat, read_tools, short
 from skyrl.train.sft.conversations import Conversations, Masked
 
 IGNORED = -100
@@ -100,7 +100,7 @@ class RowReader:
     def answered(self, prompt: Any, answer: Any, row: Mapping[str, Any], name: str) -> Example | str:
         """Return the example of a prompt and an answer, or the reason to skip the row.
 
-        Prompt and answer are both text, or both are lists of messages.
+        Prompt and answer are both text, or both are lists of messages or JSON text of such a list.
 
         Args:
             prompt: Value of the column `prompt`.
@@ -108,10 +108,11 @@ class RowReader:
             row: All columns of the row.
             name: Name of the column with the answer.
         """
+        prompt, answer = chat_or_text(prompt, "prompt"), chat_or_text(answer, name)
         if isinstance(prompt, list) and isinstance(answer, list):
             said = self._chat(answer, name, row)
             return self._conversation([*self._chat(prompt, "prompt", row), *said], row, len(said))
-        also = f"; prompt and {name} may both be lists of messages"
+        also = f"; prompt and {name} may both be lists of messages, or JSON text of them"
         return self._cut(self.conversations.completed(_text(prompt, "prompt", also), _text(answer, name, also)))
 
     def _chat(self, value: Any, column: str, row: Mapping[str, Any]) -> list[Message]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.data.chats import columns_of, read_chat, short
+from skyrl.train.data.chats import chat_or_text, columns_of, read_chat, short
 from skyrl.train.sft.examples import Example, RowReader
 
 SAME = "have the same answer as chosen and as rejected"
@@ -40,16 +40,16 @@ class Pair:
 class PairReader:
     """Converts rows in TRL's format (https://huggingface.co/docs/trl/dataset_formats) into pairs.
 
-    The columns are `chosen`, `rejected` and optionally `prompt`. All are text, or all are lists of messages. The lists
-    `chosen` and `rejected` may both start with the prompt. The column `prompt` is then missing, or has the text of the
-    last prompt message.
+    The columns are `chosen`, `rejected` and optionally `prompt`. All are text, or all are lists of messages or JSON
+    text of such a list. The lists `chosen` and `rejected` may both start with the prompt. The column `prompt` is then
+    missing, or has the text of the last prompt message.
     """
 
     rows: RowReader
 
     def example(self, row: Mapping[str, Any]) -> Pair | str:
         """Return the pair, or the reason to skip the row. Raises ConfigError for a malformed row."""
-        chosen, rejected = row.get("chosen"), row.get("rejected")
+        chosen, rejected, prompt = (chat_or_text(row.get(name), name) for name in ("chosen", "rejected", "prompt"))
         if chosen is None or rejected is None:
             raise ConfigError(f"columns {columns_of(row)}: no pair of answers; give prompt, chosen and rejected")
         if type(chosen) is not type(rejected):
@@ -58,7 +58,6 @@ class PairReader:
             )
         if chosen == rejected:
             return SAME
-        prompt = row.get("prompt")
         if isinstance(chosen, list):
             chosen, rejected = read_chat(chosen, "chosen"), read_chat(rejected, "rejected")
             if not isinstance(prompt, list):

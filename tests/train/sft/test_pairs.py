@@ -1,5 +1,7 @@
 """Rows of preferences: against TRL, what is left out, and what is refused."""
 
+import json
+
 import datasets
 import pytest
 from chats import assistant, reader, tokenizer, user
@@ -63,6 +65,17 @@ def test_the_prompt_is_what_trl_takes_out_of_two_conversations():
 def test_a_prompt_as_text_beside_two_conversations_is_their_last_message():
     row = {"prompt": "More.", "chosen": ASKED + CHOSEN, "rejected": ASKED + REJECTED}
     assert plain(pair(row)) == plain(pair({"prompt": ASKED, "chosen": CHOSEN, "rejected": REJECTED}))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": ASKED, "chosen": CHOSEN, "rejected": REJECTED},
+        {"chosen": ASKED + CHOSEN, "rejected": ASKED + REJECTED},
+    ],
+)
+def test_messages_may_be_json_text(row):
+    assert plain(pair({name: json.dumps(messages) for name, messages in row.items()})) == plain(pair(row))
 
 
 def test_pairs_of_which_nothing_can_be_learnt_are_left_out_and_counted():

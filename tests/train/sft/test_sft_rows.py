@@ -88,6 +88,19 @@ def test_all_that_an_assistant_says_in_a_completion_is_trained_on_and_nothing_in
     assert plain(example(row, what=what)) == golden("chatml", "".join(pieces))
 
 
+@pytest.mark.parametrize("written", [("prompt",), ("completion",), ("prompt", "completion")])
+def test_a_prompt_and_its_completion_may_be_json_text_of_messages(written):
+    row = {"prompt": LONG[:3], "completion": LONG[3:]}
+    as_text = {name: f" {json.dumps(row[name])}\n" for name in written}
+    assert plain(example(row | as_text)) == plain(example(row))
+
+
+@pytest.mark.parametrize("completion", ['[{"role": "CEO", "content": "x"}]', '[{"role": "user"}]', "[1]", "[]", "[{"])
+def test_other_json_is_the_text_of_a_completion(completion):
+    found = example({"prompt": "As JSON: ", "completion": completion})
+    assert tokenizer("chatml").decode(found.token_ids) == f"As JSON: {completion}<|im_end|>"
+
+
 def test_all_tokens_of_a_prompt_and_its_completion_may_be_trained_on():
     found = example({"prompt": TALK[:1], "completion": TALK[1:]}, what="all_tokens")
     assert plain(found) == plain(example({"messages": TALK}, what="all_tokens"))
@@ -222,6 +235,8 @@ def test_a_row_that_is_refused_is_named():
         ({"words": "Go."}, "unsupported type in columns: words"),
         ({"text": 3}, "text=3: give a string"),
         ({"prompt": [user("Go.")], "completion": "One."}, "prompt=.*may both be lists of messages"),
+        ({"prompt": "Go.", "completion": json.dumps(TALK[1:])}, "completion=.*may both be .* or JSON text of them"),
+        ({"prompt": str(TALK[:1]), "completion": str(TALK[1:])}, "prompt=.*: this text is not JSON"),
         ({"conversations": [{"from": "bot", "value": "Go."}]}, r"conversations\[0\].from='bot': known: system, human"),
         ({"messages": []}, r"messages=\[\]: give a list of messages"),
         ({"messages": [system("A"), *TALK], "system": "B"}, "the messages begin with a system message"),
