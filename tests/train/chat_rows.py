@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from skyrl.train.data.files import read_rows
-from skyrl.train.data.prompt_dataset import PromptDataset
+from skyrl.train.data.prompt_dataset import PromptDataset, PromptReader
 from skyrl.train.data.template_form import TemplateForm
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.sft import Conversations, Example, RowReader
@@ -66,13 +66,8 @@ def prompts(*sources: str | Path, template: str = QWEN3) -> list[list[int]]:
     def rendered(prompt: Any) -> list[int]:
         return chat(template).render(prompt.messages, prompt.extras.get("tools") or ())
 
-    data = PromptDataset(
-        [str(source) for source in sources],
-        default_env_class="default",
-        prompt_length=lambda prompt: len(rendered(prompt)),
-        max_prompt_length=10**6,
-        fit=TemplateForm(chat(template).written).fit,
-    )
+    reader = PromptReader("default", lambda prompt: len(rendered(prompt)), TemplateForm(chat(template).written).fit)
+    data = PromptDataset([str(source) for source in sources], reader, max_prompt_length=10**6)
     return [rendered(prompt) for prompt in data]
 
 

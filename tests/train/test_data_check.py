@@ -22,13 +22,13 @@ def model(tiny_model, tmp_path) -> Path:
 
 @pytest.fixture
 def check(model, tmp_path, capsys, monkeypatch):
-    def run(rows: list, *arguments: str, status: int = 0) -> str:
-        """Output of the command about these rows. For another status than 0, its errors."""
+    def run(rows: list, *arguments: str, status: int = 0, whole: bool = False) -> str:
+        """Output of the command about these rows. For another status than 0, its errors; `whole`: both."""
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         monkeypatch.chdir(tmp_path)
         assert main(["data", "check", "rows.jsonl", "--model", str(model), *arguments]) == status
         captured = capsys.readouterr()
-        return captured.err if status else captured.out
+        return captured.out + captured.err if whole else captured.err if status else captured.out
 
     return run
 
@@ -51,6 +51,21 @@ def test_a_row_that_is_left_out_has_its_reason_and_is_counted(check):
     told = check([{"messages": TALK}, {"messages": TALK[:1]}], "--row", "1")
     assert "row 1: left out, with the rows that do not end with an assistant's message\n" in told
     assert "1 left out that do not end with an assistant's message (row 1)" in told and "row 0:" not in told
+
+
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+def test_rows_that_can_be_read_are_printed_before_the_error_of_one_that_cannot(check, column):
+    good = {column: TALK, "env_class": "gsm8k", "reward_spec": {"ground_truth": "1"}}
+    bad = {**good, column: [{"role": "gpt", "content": "a"}]}
+    told = check([good, bad, good, good, bad], status=1, whole=True).splitlines()
+    assert [line.partition(":")[0] for line in told if line.startswith("row ")] == ["row 0", "row 2"]
+    assert told[-1].startswith("skyrl data check: error: ") and f"row 1: {column}[0].role='gpt': known:" in told[-1]
+
+
+def test_rows_are_printed_if_all_are_left_out(check):
+    told = check([{"messages": TALK[:1]}], status=1, whole=True).splitlines()
+    assert told[1] == "row 0: left out, with the rows that do not end with an assistant's message"
+    assert told[2].startswith("skyrl data check: error: rows.jsonl: 0 of 1 rows used")
 
 
 def test_both_answers_of_a_pair_are_printed(check):

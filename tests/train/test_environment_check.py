@@ -11,7 +11,7 @@ import pytest
 from skyrl.envs.env import Env, NoSettings, StepResult
 from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.data.prompt_dataset import PromptDataset
+from skyrl.train.data.prompt_dataset import PromptDataset, PromptReader
 from skyrl.train.rl.environment_check import check_rows
 
 GIVEN = {"prompt": [{"role": "user", "content": "3 + 4"}], "reward_spec": {"ground_truth": "7"}}
@@ -44,9 +44,7 @@ def level(response: str, level: str) -> float:
 def check(folder: Path, rows: list[dict[str, Any]], env_class: str) -> None:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = PromptDataset(
-        [str(path)], default_env_class=env_class, prompt_length=lambda prompt: 1, max_prompt_length=1
-    )
+    prompts = PromptDataset([str(path)], PromptReader(env_class, lambda prompt: 1), max_prompt_length=1)
     config = SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=jax"]).resolve()
     asyncio.run(check_rows(config, prompts))
 

@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from skyrl.cli import main
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.data.prompt_dataset import PromptDataset
+from skyrl.train.data.prompt_dataset import PromptDataset, PromptReader
 from tests.envs.episodes import reward
 
 GSM8K = [
@@ -84,7 +84,7 @@ def golds(rows: list[dict[str, Any]]) -> list[str]:
 
 def scored(path: Path, *answers: str) -> list[float]:
     """Reward of an answer to each row, as a run reads the rows and makes their environments."""
-    data = PromptDataset([str(path)], default_env_class="none", prompt_length=lambda prompt: 1, max_prompt_length=1)
+    data = PromptDataset([str(path)], PromptReader("none", lambda prompt: 1), max_prompt_length=1)
     return [reward(prompt.env_class, None, prompt.extras, answer) for prompt, answer in zip(data, answers, strict=True)]
 
 

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from skyrl.errors import ConfigError
 from skyrl.train.data.files import read_rows
-from skyrl.train.data.prompt_dataset import PromptDataset
+from skyrl.train.data.prompt_dataset import PromptDataset, PromptReader
 from skyrl.train.rollouts.episode import Prompt
 
 
@@ -30,12 +30,7 @@ def characters(prompt: Prompt) -> int:
 
 
 def load(*sources: str | Path, longest: int = 100, length=characters) -> PromptDataset:
-    return PromptDataset(
-        [str(source) for source in sources],
-        default_env_class="default",
-        prompt_length=length,
-        max_prompt_length=longest,
-    )
+    return PromptDataset([str(source) for source in sources], PromptReader("default", length), longest)
 
 
 def refusal(*sources: str | Path, **options: Any) -> str:
@@ -135,9 +130,8 @@ def test_the_length_of_a_prompt_may_depend_on_its_tools(tmp_path):
 def test_equal_data_has_an_equal_fingerprint_in_another_process(tmp_path):
     source = as_parquet(tmp_path, ROWS)
     code = f"""
-from skyrl.train.data.prompt_dataset import PromptDataset
-options = dict(default_env_class="default", prompt_length=lambda prompt: 1, max_prompt_length=1)
-print(PromptDataset([{source!r}], **options).fingerprint)
+from skyrl.train.data.prompt_dataset import PromptDataset, PromptReader
+print(PromptDataset([{source!r}], PromptReader("default", lambda prompt: 1), 1).fingerprint)
 """
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert other.stdout.strip() == load(source).fingerprint

@@ -7,7 +7,7 @@ import pytest
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import ChatTemplateConfig, SFTConfig
-from skyrl.train.data.prompt_dataset import PromptDataset
+from skyrl.train.data.prompt_dataset import PromptDataset, PromptReader
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.templates import load_template
 from skyrl.train.sft import load_datasets
@@ -107,12 +107,7 @@ def test_a_row_of_rl_that_a_template_does_not_take_is_named_too(tokenizer, templ
     chat = Chat(tokenizer, template(text + "{% endif %}{{ message.content }}<|im_end|>{% endfor %}"))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "system", "content": "S"}]}))
     with pytest.raises(ConfigError, match=r"rows\.jsonl, row 0: .*\(own\.jinja, line 3: TemplateError: no system\)"):
-        PromptDataset(
-            ["rows.jsonl"],
-            default_env_class="gsm8k",
-            prompt_length=lambda prompt: len(chat.render(prompt.messages)),
-            max_prompt_length=64,
-        )
+        PromptDataset(["rows.jsonl"], PromptReader("gsm8k", lambda prompt: len(chat.render(prompt.messages))), 64)
 
 
 def test_the_tokenizers_own_template_has_lines_too(tokenizer):

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -26,6 +26,38 @@ logger = logging.getLogger(__name__)
 Fit = Callable[[Sequence[Message], str, Sequence[Any] | None], list[Message]]
 
 
+@dataclass(frozen=True)
+class PromptReader:
+    """Converts rows into prompts."""
+
+    default_env_class: str
+    """Environment of rows without `env_class`."""
+
+    prompt_length: Callable[[Prompt], int]
+    """Returns a prompt's number of tokens. The prompt is rendered as in training, with its row's tools."""
+
+    fit: Fit = lambda messages, column, tools: list(messages)
+    """Converts messages to the format that the chat template reads, such as `TemplateForm.fit`."""
+
+    reward: str | None = None
+    """Reward function that replaces the environments of all rows. None: each row's environment is used."""
+
+    def read(self, row: Row, number: int, where: str) -> tuple[Prompt, int]:
+        """Return the prompt of a row and its number of tokens. Raises ConfigError for an unusable row.
+
+        Args:
+            row: All columns of the row.
+            number: Number of the row among all rows of all sources.
+            where: Source of the row and its number there.
+        """
+        try:
+            prompt = _prompt(row, str(number), self.default_env_class, self.fit, where)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        prompt = prompt if self.reward is None else replace(prompt, env_class=self.reward)
+        return prompt, _length(self.prompt_length, prompt, where)
+
+
 class PromptDataset:
     """The rows of all sources, one source after another. Rows whose prompts are too long are left out.
 
@@ -33,31 +65,20 @@ class PromptDataset:
 
     Args:
         sources: Files and data sets, in the form that `data.files.read_rows` accepts.
-        default_env_class: Environment of rows without `env_class`.
-        prompt_length: Returns a prompt's number of tokens. The prompt is rendered as in training, with its row's tools.
-        fit: Converts messages to the format that the chat template reads, such as `TemplateForm.fit`.
+        reader: Reader of the rows.
         max_prompt_length: Maximum number of tokens of a prompt. Longer prompts are left out, counted and logged.
-        reward: Reward function that replaces the environments of all rows. None: each row's environment is used.
 
     Raises:
         ConfigError: A source cannot be read, a row has no usable prompt or environment, or no rows are left.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[str],
-        *,
-        default_env_class: str,
-        prompt_length: Callable[[Prompt], int],
-        max_prompt_length: int,
-        fit: Fit = lambda messages, column, tools: list(messages),
-        reward: str | None = None,
-    ):
+    def __init__(self, sources: Sequence[str], reader: PromptReader, max_prompt_length: int):
         self._prompts: list[Prompt] = []
         self.dropped = 0
         """Number of prompts that were too long."""
-        for where, prompt in _prompts(sources, default_env_class, fit, reward):
-            if _length(prompt_length, prompt, where) <= max_prompt_length:
+        for number, (where, row) in enumerate(_rows(sources)):
+            prompt, length = reader.read(row, number, where)
+            if length <= max_prompt_length:
                 self._prompts.append(prompt)
             else:
                 self.dropped += 1
@@ -92,20 +113,11 @@ class PromptDataset:
         return digest.hexdigest()
 
 
-def _prompts(
-    sources: Sequence[str], default_env_class: str, fit: Fit, reward: str | None
-) -> Iterator[tuple[str, Prompt]]:
-    """Yield (source and number of the row, prompt) for every row."""
-    number = 0
+def _rows(sources: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Yield (source of the row and its number there, row) for every row."""
     for source in sources:
         for index, row in enumerate(read_rows(source)):
-            where = f"{source}, row {index}"
-            try:
-                prompt = _prompt(row, str(number), default_env_class, fit, where)
-            except ConfigError as error:
-                raise ConfigError(f"{where}: {error}") from error
-            yield where, prompt if reward is None else replace(prompt, env_class=reward)
-            number += 1
+            yield f"{source}, row {index}", row
 
 
 def _prompt(row: Row, instance_id: str, default_env_class: str, fit: Fit, where: str) -> Prompt:

@@ -14,7 +14,7 @@ from typing import Any
 
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
-from skyrl.train.data.files import read_rows
+from skyrl.train.data.files import Row, read_rows
 from skyrl.utils.arguments import ArgumentParser
 
 PROG = "skyrl data check"
@@ -88,32 +88,36 @@ def _config(cls: type[SFTConfig | SkyRLTrainConfig], given: Any) -> SFTConfig | 
 
 def _examples(config: SFTConfig, given: Any) -> Iterator[str]:
     """Yield the lines about examples or pairs: the wanted rows, then a summary of all."""
-    from skyrl.train.sft.datasets import load_datasets
+    from skyrl.train.sft.datasets import load_datasets, row_reader
     from skyrl.train.sft.limits import check_rows
     from skyrl.train.strategy.base_model import check_model_given, load_tokenizer
 
     assert config.model.path is not None  # or the configuration would not have resolved
     check_model_given(config.model, "model.path", config.example)
     tokenizer = load_tokenizer(config.model.path, "model.path")
-    dataset = load_datasets(config, tokenizer)[0][0]
-    reasons = {row: reason for reason, rows in dataset.left_out.items() for row in rows}
-    used = dict(zip((row for row in range(dataset.rows) if row not in reasons), dataset.examples, strict=True))
-    for row in _wanted(given, dataset.rows):
-        if row in reasons:
-            yield f"row {row}: left out, with the rows that {reasons[row]}"
+    reader = row_reader(config, tokenizer)
+    for number, row in _wanted(given):
+        try:
+            example = reader.example(row)
+        except ConfigError:  # of the first such row, reading all rows raises it
             continue
-        sequences = used[row].sequences
+        if isinstance(example, str):
+            yield f"row {number}: left out, with the rows that {example}"
+            continue
+        sequences = example.sequences
         for name, one in zip(("",) if len(sequences) == 1 else (" chosen", " rejected"), sequences, strict=True):
             cut = ", cut to max_length" if one.truncated else ""
-            yield f"row {row}{name}: {len(one.token_ids)} tokens, {one.trained_tokens} trained on{cut}"
+            yield f"row {number}{name}: {len(one.token_ids)} tokens, {one.trained_tokens} trained on{cut}"
             yield _shown(tokenizer, one.token_ids.tolist(), one.mask.tolist())
+    dataset = load_datasets(config, tokenizer)[0][0]
+    _check_row(given, dataset.rows)
     yield dataset.summary()
     check_rows(config, [dataset], tokenizer)
 
 
 def _prompts(config: SkyRLTrainConfig, given: Any) -> Iterator[str]:
     """Yield the lines about prompts: the wanted rows, then a summary of all."""
-    from skyrl.train.rl.prompts import training_data
+    from skyrl.train.rl.prompts import prompt_reader, training_data
     from skyrl.train.rl.setup import BASE_MODEL, check_environments
     from skyrl.train.rollouts.rollouts import chat_of
     from skyrl.train.strategy.base_model import check_model_given, load_tokenizer
@@ -123,30 +127,38 @@ def _prompts(config: SkyRLTrainConfig, given: Any) -> Iterator[str]:
     check_model_given(model, BASE_MODEL, config.example)
     tokenizer = load_tokenizer(model.path, BASE_MODEL)
     chat = chat_of(config.generator, tokenizer)
-    dataset = training_data(config, chat)
-    used = {int(prompt.instance_id): prompt for prompt in dataset}
-    rows = len(dataset) + dataset.dropped
-    too_long = f"longer than trainer.max_prompt_length={config.trainer.max_prompt_length}"
-    for row in _wanted(given, rows):
-        if row not in used:
-            yield f"row {row}: left out, with the prompts that are {too_long}"
+    reader, longest = prompt_reader(config, chat), config.trainer.max_prompt_length
+    too_long = f"longer than trainer.max_prompt_length={longest}"
+    for number, row in _wanted(given):
+        try:
+            prompt, length = reader.read(row, number, given.file)
+        except ConfigError:  # of the first such row, reading all rows raises it
             continue
-        tools = used[row].extras.get("tools") or ()
-        token_ids = chat.render(used[row].messages, tools)
-        yield f"row {row}: {len(token_ids)} tokens, {len(tools)} tools, environment {used[row].env_class}"
-        yield _shown(tokenizer, token_ids, [False] * len(token_ids))
+        if length > longest:
+            yield f"row {number}: left out, with the prompts that are {too_long}"
+            continue
+        tools = prompt.extras.get("tools") or ()
+        yield f"row {number}: {length} tokens, {len(tools)} tools, environment {prompt.env_class}"
+        yield _shown(tokenizer, chat.render(prompt.messages, tools), [False] * length)
+    dataset = training_data(config, chat)
+    rows = len(dataset) + dataset.dropped
+    _check_row(given, rows)
     left_out = f"; {dataset.dropped} left out that are {too_long}" if dataset.dropped else ""
     yield f"{given.file}: {len(dataset)} of {rows} rows used{left_out}"
     asyncio.run(check_environments(config, list(dataset)))
 
 
-def _wanted(given: Any, rows: int) -> Sequence[int]:
-    """Return the numbers of the rows to print."""
-    if given.row is None:
-        return range(min(given.rows, rows))
-    if not 0 <= given.row < rows:
+def _wanted(given: Any) -> Iterator[tuple[int, Row]]:
+    """Yield the rows to print, with their numbers."""
+    start, count = (0, given.rows) if given.row is None else (given.row, 1)
+    if start >= 0 and count > 0:
+        yield from itertools.islice(enumerate(read_rows(given.file)), start, start + count)
+
+
+def _check_row(given: Any, rows: int) -> None:
+    """Raise ConfigError if there is no row `--row`."""
+    if given.row is not None and not 0 <= given.row < rows:
         raise ConfigError(f"--row={given.row}: {given.file} has {rows} rows; give a number from 0 to {rows - 1}")
-    return [given.row]
 
 
 def _shown(tokenizer: Any, token_ids: list[int], mask: list[bool]) -> str:

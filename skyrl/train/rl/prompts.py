@@ -9,7 +9,7 @@ import numpy as np
 from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.data.epoch_order import OrderState, PromptOrder
-from skyrl.train.data.prompt_dataset import PromptDataset
+from skyrl.train.data.prompt_dataset import PromptDataset, PromptReader
 from skyrl.train.data.template_form import TemplateForm
 from skyrl.train.data.vocabulary import check_vocabulary
 from skyrl.train.rollouts.chat import Chat
@@ -74,7 +74,8 @@ def first_prompts(config: SkyRLTrainConfig, chat: Chat, count: int) -> list[Prom
     return [dataset[index] for index in range(min(count, len(dataset)))]
 
 
-def _dataset(config: SkyRLTrainConfig, field: str, sources: list[str], chat: Chat) -> PromptDataset:
+def prompt_reader(config: SkyRLTrainConfig, chat: Chat) -> PromptReader:
+    """Return the reader of the rows of a run."""
     path, longest = config.trainer.policy.model.path, config.trainer.max_prompt_length
     vocab_size = None if path is None else model_sizes(path).vocabulary
 
@@ -84,14 +85,12 @@ def _dataset(config: SkyRLTrainConfig, field: str, sources: list[str], chat: Cha
             check_vocabulary(np.array(token_ids), vocab_size, f"trainer.policy.model.path={path}", chat.tokenizer)
         return len(token_ids)
 
+    environment = config.environment
+    return PromptReader(environment.env_class, length, TemplateForm(chat.written).fit, environment.reward_id)
+
+
+def _dataset(config: SkyRLTrainConfig, field: str, sources: list[str], chat: Chat) -> PromptDataset:
     try:
-        return PromptDataset(
-            sources,
-            default_env_class=config.environment.env_class,
-            reward=config.environment.reward_id,
-            prompt_length=length,
-            fit=TemplateForm(chat.written).fit,
-            max_prompt_length=longest,
-        )
+        return PromptDataset(sources, prompt_reader(config, chat), config.trainer.max_prompt_length)
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from error

@@ -107,6 +107,20 @@ def load_datasets(
     Raises ConfigError for an unreadable source, a malformed row (the message names source and row), and a data set in
     which all rows are skipped.
     """
+    reader = row_reader(config, tokenizer)
+    train = [read_dataset(path, read_rows(path), reader, loader) for path in config.train_datasets]
+    names = config.eval_dataset_names or []
+    evaluation = [
+        read_dataset(name, read_rows(path), reader, loader)
+        for name, path in zip(names, config.eval_datasets, strict=True)
+    ]
+    for dataset in (*train, *evaluation):
+        logger.info("%s", dataset.summary())
+    return train, evaluation
+
+
+def row_reader(config: SFTConfig, tokenizer: ChatTokenizer) -> Reader[Any]:
+    """Return the reader of the rows of a run, which are examples or pairs."""
     rows = RowReader(
         conversations=Conversations(
             tokenizer, config.train_on_what, load_template(config.chat_template), config.chat_template_kwargs
@@ -117,16 +131,7 @@ def load_datasets(
         tools_key=config.tools_key,
         system_key=config.system_key,
     )
-    reader = PairReader(rows) if isinstance(config, DPOConfig) else rows
-    train = [read_dataset(path, read_rows(path), reader, loader) for path in config.train_datasets]
-    names = config.eval_dataset_names or []
-    evaluation = [
-        read_dataset(name, read_rows(path), reader, loader)
-        for name, path in zip(names, config.eval_datasets, strict=True)
-    ]
-    for dataset in (*train, *evaluation):
-        logger.info("%s", dataset.summary())
-    return train, evaluation
+    return PairReader(rows) if isinstance(config, DPOConfig) else rows
 
 
 def _loaded(loader: Loader, row: Mapping[str, Any]) -> Mapping[str, Any]:
