@@ -12,6 +12,7 @@ import httpx
 from skyrl.errors import RequestError
 from skyrl.tinker.config import ENVIRONMENT_PREFIXES, options_parser, read_config, url_of
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.subcommands import output_may_be_cut
 
 PATIENCE_S = 30.0
 """Timeout of a request, in seconds."""
@@ -105,13 +106,11 @@ def connect(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Opera
 def told(prog: str, run: Callable[[], None]) -> int:
     """Run a command. Prints a RequestError as one line. Returns the exit status."""
     try:
-        run()
-        sys.stdout.flush()
+        with output_may_be_cut():
+            run()
     except RequestError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

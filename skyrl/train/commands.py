@@ -25,7 +25,7 @@ from skyrl.train.strategy.support import refusal
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.log import logged_to, setup_logging
 from skyrl.utils.stop_signals import Stopped, ending_on_signals
-from skyrl.utils.subcommands import Command, run_subcommand
+from skyrl.utils.subcommands import Command, output_may_be_cut, run_subcommand
 
 log = logging.getLogger(__name__)
 
@@ -151,8 +151,9 @@ def _print_fields(prog: str, made: Callable[[], SkyRLTrainConfig | SFTConfig]) -
         used = config.derived()
         support = find_strategy(used).support
         chosen = used.trainer.strategy if isinstance(used, SkyRLTrainConfig) else used.strategy
-        print(f"Values of a run with strategy={chosen}; [refused] marks fields of which it takes no other.")
-        print(render_values(config, lambda path: refusal(used, support, path)), end="")
+        with output_may_be_cut():
+            print(f"Values of a run with strategy={chosen}; [refused] marks fields of which it takes no other.")
+            print(render_values(config, lambda path: refusal(used, support, path)), end="")
     except REPORTED as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1

@@ -1,8 +1,10 @@
 """Commands with subcommands. Each subcommand is a function of its arguments."""
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from skyrl.utils.arguments import ArgumentParser
@@ -40,6 +42,16 @@ def run_until_signal(command: Command, argv: Sequence[str] | None, prog: str) ->
     except Stopped as ended:
         print(f"{prog}: {ended}", file=sys.stderr)
         return ended.status
+
+
+@contextmanager
+def output_may_be_cut() -> Iterator[None]:
+    """Context of a command that prints. If the reader closes the pipe, as `head` does, it ends without an error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_version(argv: Sequence[str], prog: str) -> int:

@@ -1,6 +1,7 @@
 """`skyrl data check` prints what a run reads: tokens as text with what is trained on marked, and what is left out."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -89,6 +90,14 @@ def test_prompts_of_rl_are_printed_as_the_model_gets_them(check):
 def test_a_row_of_rl_that_its_environment_rejects_is_an_error_of_one_line(check):
     told = check([{"prompt": TALK[:1], "env_class": "gsm8k"}], status=1)
     assert told.startswith("skyrl data check: error: rows.jsonl, row 0: ") and told.count("\n") == 1
+
+
+def test_it_ends_without_an_error_if_the_reader_closes_the_pipe(check, monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", closed)
+        assert check([{"messages": TALK}], whole=True) == ""
 
 
 def test_control_characters_are_escaped(check):

@@ -16,6 +16,7 @@ from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.data.files import Row, read_rows
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.subcommands import output_may_be_cut
 
 PROG = "skyrl data check"
 SHOWN = 3
@@ -33,9 +34,12 @@ def check_file(argv: Sequence[str]) -> int:
     sys.path.append(os.getcwd())  # for custom environments (`module:name`)
     encoding = sys.stdout.encoding
     try:
-        for line in _lines(given):
-            print(line.encode(encoding, "backslashreplace").decode(encoding))
+        with output_may_be_cut():
+            for line in _lines(given):
+                print(line.encode(encoding, "backslashreplace").decode(encoding))
     except (ConfigError, RequestError, StorageError) as error:
+        with output_may_be_cut():
+            sys.stdout.flush()  # before the error
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -15,7 +15,7 @@ from skyrl.train.runs.folder import RunFolder, find_runs
 from skyrl.train.tracking.plots import plot_lines
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.spelling import did_you_mean
-from skyrl.utils.subcommands import Command, run_subcommand
+from skyrl.utils.subcommands import Command, output_may_be_cut, run_subcommand
 
 SHOWN = ("reward/avg_raw_reward", "eval/all/avg_score", "policy/entropy", "policy/approx_kl", "policy/loss")
 """Metrics that `compare` and `plot` show by default, if the runs have them."""
@@ -180,8 +180,9 @@ def _parser(name: str, command: Command) -> argparse.ArgumentParser:
 def _told(name: str, lines: Callable[[], Iterator[str]]) -> int:
     """Print the lines. A ConfigError is printed as one line. Returns the exit status."""
     try:
-        for line in lines():
-            print(line)
+        with output_may_be_cut():
+            for line in lines():
+                print(line)
     except ConfigError as error:
         print(f"skyrl runs {name}: error: {error}", file=sys.stderr)
         return 1
