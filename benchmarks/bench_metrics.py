@@ -12,6 +12,7 @@ import numpy as np
 
 from common import emit
 from skyrl.backends.statistics import STATISTICS
+from skyrl.tinker.identity.display_names import DisplayNames
 from skyrl.tinker.metrics.registry import ServerMetrics
 from skyrl.tinker.metrics.tenants import MOST_TENANTS
 from skyrl.tinker.results import Answer
@@ -47,7 +48,7 @@ def one_request(metrics: ServerMetrics, tenant: str, route: str, operation: str)
 
 
 def main(repeats: int) -> None:
-    metrics = ServerMetrics(TENANTS, lambda: READY)
+    metrics = ServerMetrics(DisplayNames({tenant: tenant for tenant in TENANTS}), lambda: READY)
     for tenant in TENANTS:
         one_request(metrics, tenant, ROUTES[0], OPERATIONS[0])
     for route in ROUTES:

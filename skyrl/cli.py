@@ -103,6 +103,20 @@ def requests(argv: Sequence[str]) -> int:
     return requests(argv)
 
 
+def keys(argv: Sequence[str]) -> int:
+    """list the names in a key file, without its keys: skyrl keys list"""
+    from skyrl.admin.keys import main
+
+    return main(argv)
+
+
+def usage(argv: Sequence[str]) -> int:
+    """show what each tenant of a running server has used, as a table or CSV (skyrl usage --help)"""
+    from skyrl.admin.usage import main
+
+    return main(argv)
+
+
 def make_model(argv: Sequence[str]) -> int:
     """create a model with random weights, for tests and benchmarks"""
     parser = ArgumentParser(
@@ -205,6 +219,8 @@ COMMANDS: dict[str, Command] = {
     "status": status,
     "models": models,
     "requests": requests,
+    "keys": keys,
+    "usage": usage,
     "train": train,
     "data": data,
     "adapter": adapter,

@@ -42,7 +42,7 @@ def _list_models(argv: Sequence[str]) -> int:
     parser = operator_parser(
         "skyrl models list", "List models that take requests, those first that were asked for something last."
     )
-    parser.add_argument("--tenant", metavar="NAME", help="of this key only (key-...)")
+    parser.add_argument("--tenant", metavar="NAME", help="of this tenant only, by its name or id (key-...)")
     parser.add_argument("--limit", type=int, default=100, metavar="N", help="so many at most (100)")
     given = parser.parse_args(argv)
     server = connect(parser, given)
@@ -57,7 +57,7 @@ def _list_models(argv: Sequence[str]) -> int:
 def _list_requests(argv: Sequence[str]) -> int:
     """waiting and running requests, and what they wait for"""
     parser = operator_parser("skyrl requests list", "List requests that wait or run, the oldest first.")
-    parser.add_argument("--tenant", metavar="NAME", help="of this key only (key-...)")
+    parser.add_argument("--tenant", metavar="NAME", help="of this tenant only, by its name or id (key-...)")
     parser.add_argument("--model", metavar="ID", help="of this model only")
     parser.add_argument("--kind", metavar="KIND", help="of this kind only: sample, forward_backward, optim_step, ...")
     parser.add_argument("--state", choices=["waiting", "running"], help="only these")

@@ -82,7 +82,7 @@ def _tenants(now: Look, rate: Look | None) -> Iterator[str]:
     for one in tenants[:TENANTS]:
         of_it = rate["tenants"][one["tenant"]] if rate else {}
         shown = "".join(f"{_rate(of_it.get(kind)):>12}" for kind in KINDS)
-        yield f"{one['tenant']:<20}{number(one.get('running', 0)):>5}{number(one.get('waiting', 0)):>7}{shown}"
+        yield f"{cut(one['tenant'], 20):<20}{number(one.get('running', 0)):>5}{number(one.get('waiting', 0)):>7}{shown}"
     if len(tenants) > TENANTS:
         yield f"... and {len(tenants) - TENANTS} more"
     if not tenants:

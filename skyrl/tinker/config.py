@@ -11,7 +11,6 @@ import json
 import os
 import re
 import socket
-import stat
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from skyrl.errors import RequestError
-from skyrl.tinker.identity.ids import KEY_PREFIX, NAMED, is_key_name, tenant_of_key
+from skyrl.tinker.identity.ids import NAMED, tenant_of_key
+from skyrl.tinker.identity.key_file import SDK_PREFIX, ApiKey, parse_keys, read_key_file
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.expected import expected
 from skyrl.utils.fairness import HEAVIEST, LIGHTEST
@@ -41,8 +41,6 @@ KEYS = {"api_keys": "api_keys_file", "operator_keys": "operator_keys_file"}
 """Option that names a key file, by the option that lists keys. An empty value of either option is an error, because
 keys are meant to restrict access.
 """
-
-OPEN_TO_OTHERS = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 
 STATE = data_folder()
 """Default folder of persistent state."""
@@ -115,25 +113,26 @@ class EngineConfig(BaseModel):
     example https://host/tinker. Links to files begin with it. Default: the host in the client's request."""
 
     api_keys_file: Path | None = None
-    """File with the API keys of clients, one per line, readable only by the owner. Without keys, every key is
-    accepted. If a line has a key and then the name of an older key (key-...), the new key replaces the older one and
-    owns the older key's data."""
+    """File with the API keys of clients, one per line, readable only by the owner. A line is a key that begins with
+    tml-, or a name (such as alice) and a key; operators then see the name. Without keys, every key is accepted. If a
+    line ends with the id of an older key (key-...), the new key replaces the older one and owns the older key's data.
+    """
 
     api_keys: Names = Field((), repr=False)
     """Additional API keys, separated by commas. Only in the environment (SKYRL_API_KEYS), because every user of the
     machine can see command lines."""
 
     operator_keys_file: Path | None = None
-    """File with the keys of operators, in the format of api_keys_file. Operators may read /metrics and use skyrl
-    status, models and requests. If no operator keys are set, everybody is an operator on a server without API keys, and
-    nobody on other servers."""
+    """File with the keys of operators, one per line, readable only by the owner. Operators may read /metrics and use
+    skyrl status, models, requests and usage. If no operator keys are set, everybody is an operator on a server without
+    API keys, and nobody on other servers."""
 
     operator_keys: Names = Field((), repr=False)
     """Additional operator keys, separated by commas. Only in the environment (SKYRL_OPERATOR_KEYS)."""
 
     tenant_weights: JsonObject = Field(default_factory=dict, repr=False)
-    """Relative shares of keys when their requests compete for the machine. A JSON object by names of keys (key-...),
-    for example '{"key-ba7816bf8f01cfea": 2}'. Other keys have weight 1."""
+    """Relative shares of keys when their requests compete for the machine. A JSON object by names or ids of keys, for
+    example '{"alice": 2}'. Other keys have weight 1."""
 
     session_timeout_sec: int = Field(300, ge=-1)
     """Seconds of silence after which a session's models are parked on disk until the next request; -1: park them only
@@ -288,10 +287,10 @@ class EngineConfig(BaseModel):
 
     @field_validator("api_keys", mode="after")
     @classmethod
-    def _of_one_tenant(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
-        given = set(map(_key_and_name, entries))
-        if len({key for key, _ in given}) < len(given):
-            raise ValueError("duplicate key, given for two tenants; leave out one of the two")
+    def _valid_keys(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        _, problems = _parsed(entries)
+        if problems:
+            raise ValueError(problems[0])
         return entries
 
     @field_validator("tenant_weights", mode="after")
@@ -313,7 +312,7 @@ class EngineConfig(BaseModel):
         for name, file in KEYS.items():
             if isinstance(values, dict) and values.get(file):
                 given = cast(Sequence[str], _comma_separated(values.get(name, ())))
-                values = {**values, name: tuple(dict.fromkeys([*given, *_read_keys(file, Path(values[file]))]))}
+                values = {**values, name: tuple(dict.fromkeys([*given, *_read_keys(name, Path(values[file]))]))}
         return values
 
     @model_validator(mode="after")
@@ -400,31 +399,42 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _weights_are_of_keys(self) -> "EngineConfig":
-        tenants = self.tenants
+        known = self._tenants_by_any_name
         for name in self.tenant_weights:
-            if name not in tenants and name not in tenants.values():
+            if name not in known:
                 raise ValueError(
                     f"tenant_weights: {_named(name)} is the name of none of the keys; correct it, or leave it out"
                 )
         if len(self.weights) < len(self.tenant_weights):
-            raise ValueError("tenant_weights: duplicate key, given as itself and by its name; leave out one of them")
+            raise ValueError("tenant_weights: duplicate key, given by two of its names; leave out one of them")
         return self
 
     @property
     def weights(self) -> dict[str, float]:
         """Weights by tenant; all other tenants have weight 1."""
-        tenants = self.tenants
-        return {tenants.get(name, name): weight for name, weight in self.tenant_weights.items()}
+        known = self._tenants_by_any_name
+        return {known.get(name, name): weight for name, weight in self.tenant_weights.items()}
 
     @property
-    def key_names(self) -> list[str]:
-        """Names of keys, which are not secret."""
-        return list(dict.fromkeys(self.tenants.values()))
+    def _keys(self) -> list[ApiKey]:
+        return _parsed(self.api_keys)[0]
 
     @property
     def tenants(self) -> dict[str, str]:
-        """Tenant of each key: the key's name (a hash), or the name of the older key that the key replaces."""
-        return {key: name or tenant_of_key(key.encode()) for key, name in map(_key_and_name, self.api_keys)}
+        """Tenant of each key: the key's id (a hash), or the id of the older key that the key replaces."""
+        return {key.key: key.tenant for key in self._keys}
+
+    @property
+    def display_names(self) -> dict[str, str]:
+        """Name that operators see, by tenant: the name in the key file, or the tenant itself. Names are not secret."""
+        keys = self._keys
+        return {key.tenant: key.tenant for key in keys} | {key.tenant: key.name for key in keys if key.name}
+
+    @property
+    def _tenants_by_any_name(self) -> dict[str, str]:
+        """Tenant by key, by display name and by tenant."""
+        names = {name: tenant for tenant, name in self.display_names.items()}
+        return {**names, **self.tenants, **{tenant: tenant for tenant in names.values()}}
 
 
 def is_loopback(host: str) -> bool:
@@ -454,42 +464,28 @@ def _names(weights: str) -> list[str]:
     return list(given) if isinstance(given, dict) else []
 
 
-def _key_and_name(entry: str) -> tuple[str, str]:
-    """Split an entry into the key and the name of the older key that it replaces ("" if it replaces none)."""
-    key, _, last = entry.rpartition(" ")
-    return (key.strip(), last) if key and is_key_name(last) else (entry, "")
+def _parsed(entries: Sequence[str]) -> tuple[list[ApiKey], list[str]]:
+    return parse_keys(enumerate(entries, 1), "key", spaces=True)
 
 
-def _read_keys(option: str, file: Path) -> list[str]:
-    try:
-        with file.expanduser().open() as opened:
-            lines = [line.strip() for line in opened.read().splitlines()]
-            status = os.fstat(opened.fileno())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{option}={file}: it cannot be read ({type(error).__name__}); check its path and permissions"
-        ) from None
-    # Files of root may be readable by their group, as mounted secrets of containers are: root chose the group.
-    if status.st_mode & (OPEN_TO_OTHERS if status.st_uid == 0 else OPEN_TO_OTHERS | stat.S_IRGRP):
-        raise ValueError(
-            f"{option}={file}: others can read or change it (mode {stat.S_IMODE(status.st_mode):04o}); keep it to "
-            f"yourself with: chmod 600 {file}, or mount a container's secret with mode 0440 or 0400 (Kubernetes: "
-            "defaultMode, Docker: mode)"
-        )
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ValueError(f"{option}={file}: it contains no keys; write one key per line")
-    if any(len(_key_and_name(key)[0].split()) > 1 for key in keys):
-        raise ValueError(
-            f"{option}={file}: unexpected space in a line; write one key per line, or a key and the name of the "
-            "key that it replaces"
-        )
-    return keys
+def _read_keys(name: str, file: Path) -> list[str]:
+    """Return the lines of a key file for the option `name`. Raises `ValueError` if a line is wrong."""
+    option = KEYS[name]
+    lines = read_key_file(option, file)
+    if name == "api_keys":
+        _, problems = parse_keys(lines)
+    else:  # the SDK sends no operator keys, and they have no tenants
+        spaces = [number for number, line in lines if len(line.split()) > 1]
+        problems = [f"line {number}: unexpected space; write one key per line" for number in spaces]
+    if problems:
+        others = f" ({len(problems) - 1} more lines are wrong: skyrl keys list)" if problems[1:] else ""
+        raise ValueError(f"{option}={file}: {problems[0]}{others}")
+    return [line for _, line in lines]
 
 
-def _named(key: str) -> str:
-    """Return a description of a key for messages: the key's name, because messages must not contain keys."""
-    return repr(key) if key.startswith(KEY_PREFIX) else f"the key with the name {tenant_of_key(key.encode())}"
+def _named(name: str) -> str:
+    """Return a description of a key or its name for messages, which must not contain keys."""
+    return f"the key with the id {tenant_of_key(name.encode())}" if name.startswith(SDK_PREFIX) else repr(name)
 
 
 def parse_config(
@@ -539,8 +535,8 @@ def read_config(
         parser.error(
             f"{_flag(name)}: {SEEN}; put the keys into a file, one in each line, and name it with {_flag(KEYS[name])}"
         )
-    if not all(name.startswith(KEY_PREFIX) for name in _names(given.get("tenant_weights", "{}"))):
-        parser.error(f"--tenant-weights: {SEEN}; write keys' names (key-...), which a server prints when it starts")
+    if any(name.startswith(SDK_PREFIX) for name in _names(given.get("tenant_weights", "{}"))):
+        parser.error(f"--tenant-weights: {SEEN}; write the names or ids of keys, which skyrl keys list prints")
     if without_password(url := given.get("database_url", "")) != url:
         parser.error(f"--database-url has a password, and {SEEN}; set SKYRL_DATABASE_URL, or leave it to ~/.pgpass")
     for name in EngineConfig.model_fields.keys() & given.keys():

@@ -21,6 +21,7 @@ from skyrl.tinker.database.queries.last_seen import Activity
 from skyrl.tinker.database.queries.lookup import Directory
 from skyrl.tinker.errors import EngineStarting
 from skyrl.tinker.identity.callers import Keys, WrongKeys
+from skyrl.tinker.identity.display_names import DisplayNames
 from skyrl.tinker.metrics.registry import ServerMetrics
 from skyrl.tinker.processes.crash_record import CrashRecord
 from skyrl.tinker.processes.messages import FromEngine, ToEngine
@@ -107,7 +108,8 @@ class Service:
         self.answers = Answers(database, self.decode_pool)
         self.body_quota = BodyQuota()
         self.redact = Redaction(config)
-        self.metrics = ServerMetrics(config.key_names, lambda: self.engine, self.slow_calls)
+        self.names = DisplayNames(config.display_names)
+        self.metrics = ServerMetrics(self.names, lambda: self.engine, self.slow_calls)
         self.database_probe: asyncio.Task[bool] | None = None
         """Task of the last database health check."""
         self.became_ready = asyncio.Event()

@@ -209,7 +209,7 @@ def _summary(server: TinkerServer, url: str) -> str:
         "context": f"{service.info.max_context_length} tokens, LoRA rank up to {service.info.max_lora_rank}",
         "checkpoints": str(config.checkpoints_base),
         "database": without_password(config.database_url),
-        "keys": _in_short(config.key_names) if config.api_keys else "any (--api-keys-file limits them)",
+        "keys": _in_short([*config.display_names.values()]) if config.api_keys else "any (--api-keys-file limits them)",
     }
     lines = [f"SkyRL Tinker server at {url}", *(f"  {name:<12}{value}" for name, value in rows.items())]
     key = "one of its keys" if config.api_keys else "tml-local"

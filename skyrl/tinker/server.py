@@ -78,6 +78,7 @@ class TinkerServer:
             self.config.tenants,
             Signer(await self._patient.write(server_secret, "the server's secret")),
             self.config.operator_keys,
+            self.service.names,
         )
         start = partial(first_cursor, now=time.time_ns() // 1000)
         self.queue = RequestQueue(self.service)

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import create_engine
+from sqlmodel import Session, SQLModel
 
 from tests.tinker.engine_bench import Bench
 from tests.tinker.harness import LiveServer, wait_until_ready
@@ -43,6 +45,16 @@ def own_server(tmp_path: Path, store: Store) -> Iterator[LiveServer]:
     with LiveServer(tmp_path, **store(tmp_path)) as server:
         wait_until_ready(server)
         yield server
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Session]:
+    """Tables of a database, in a transaction."""
+    engine = create_engine(f"sqlite:///{tmp_path / 'ledger.db'}")
+    SQLModel.metadata.create_all(engine)
+    with Session(engine) as session:
+        yield session
+    engine.dispose()
 
 
 @pytest.fixture

@@ -71,43 +71,43 @@ def test_backend_config_is_a_json_object():
 
 
 def test_lists_are_separated_by_commas():
-    config = parsed(SKYRL_API_KEYS="a, b", SKYRL_MODEL_ALIASES="x")
-    assert (config.api_keys, config.model_aliases) == (("a", "b"), ("x",))
+    config = parsed(SKYRL_API_KEYS="tml-a, tml-b", SKYRL_MODEL_ALIASES="x")
+    assert (config.api_keys, config.model_aliases) == (("tml-a", "tml-b"), ("x",))
 
 
-def test_tenants_are_weighed_by_their_keys_or_by_the_names_of_those():
-    name = "key-" + hashlib.sha256(b"a").hexdigest()[:16]
-    for given in ("a", name):
+def test_tenants_are_weighed_by_their_keys_or_by_the_ids_of_those():
+    name = "key-" + hashlib.sha256(b"tml-a").hexdigest()[:16]
+    for given in ("tml-a", name):
         weights = f'{{"{given}": 2.5}}'
-        assert parsed(SKYRL_API_KEYS="a,b", SKYRL_TENANT_WEIGHTS=weights).weights == {name: 2.5}
-    assert parsed("--tenant-weights", f'{{"{name}": 2.5}}', SKYRL_API_KEYS="a,b").weights == {name: 2.5}
-    assert parsed(SKYRL_API_KEYS="a,b").weights == {}
+        assert parsed(SKYRL_API_KEYS="tml-a,tml-b", SKYRL_TENANT_WEIGHTS=weights).weights == {name: 2.5}
+    assert parsed("--tenant-weights", f'{{"{name}": 2.5}}', SKYRL_API_KEYS="tml-a,tml-b").weights == {name: 2.5}
+    assert parsed(SKYRL_API_KEYS="tml-a,tml-b").weights == {}
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "NaN", "Infinity", "1e9", "true", "null", '"2"', "[1]"])
 def test_a_weight_that_is_none_is_refused_with_its_key_and_the_range(capsys, weight):
-    message = refusal(capsys, SKYRL_API_KEYS="mine", SKYRL_TENANT_WEIGHTS=f'{{"mine": {weight}}}')
-    name = "key-" + hashlib.sha256(b"mine").hexdigest()[:16]
-    assert "SKYRL_TENANT_WEIGHTS: the key with the name" in message and "from 0.001 to 1000" in message
+    message = refusal(capsys, SKYRL_API_KEYS="tml-mine", SKYRL_TENANT_WEIGHTS=f'{{"tml-mine": {weight}}}')
+    name = "key-" + hashlib.sha256(b"tml-mine").hexdigest()[:16]
+    assert "SKYRL_TENANT_WEIGHTS: the key with the id" in message and "from 0.001 to 1000" in message
     assert f"{name} weighs " in message and "mine" not in message
 
 
-@pytest.mark.parametrize("environ", [{"SKYRL_API_KEYS": "a,b"}, {}])
+@pytest.mark.parametrize("environ", [{"SKYRL_API_KEYS": "tml-a,tml-b"}, {}])
 def test_a_weight_of_a_key_that_is_not_there_is_refused(capsys, environ):
     message = refusal(capsys, "--tenant-weights", '{"key-nobody": 2}', **environ)
     assert "tenant_weights: 'key-nobody' is the name of none of the keys" in message
 
 
-SECRET = "sk-very-secret"
+SECRET = "tml-very-secret"
 
 
 @pytest.mark.parametrize(
     ("argv", "environ", "way_out"),
     [
         (["--api-keys", SECRET], {}, "--api-keys-file"),
-        (["--tenant-weights", f'{{"{SECRET}": 2}}'], {"SKYRL_API_KEYS": SECRET}, "keys' names"),
+        (["--tenant-weights", f'{{"{SECRET}": 2}}'], {"SKYRL_API_KEYS": SECRET}, "skyrl keys list"),
         (["--database-url", f"postgresql://me:{SECRET}@host/db"], {}, "SKYRL_DATABASE_URL"),
-        ([], {"SKYRL_API_KEYS": "a", "SKYRL_TENANT_WEIGHTS": f'{{"{SECRET}": 2}}'}, "correct it"),
+        ([], {"SKYRL_API_KEYS": "tml-a", "SKYRL_TENANT_WEIGHTS": f'{{"{SECRET}": 2}}'}, "correct it"),
         ([], {"SKYRL_API_KEYS": SECRET, "SKYRL_TENANT_WEIGHTS": f'{{"{SECRET}": 0}}'}, "from 0.001"),
         ([], {"SKYRL_API_KEYS": SECRET, "SKYRL_TENANT_WEIGHTS": f'["{SECRET}"]'}, "mapping"),
         (["--external-inference-api-key", SECRET], {}, "without external_inference_url"),
@@ -123,22 +123,22 @@ def test_no_error_says_a_secret(capsys, argv, environ, way_out):
 
 def test_keys_are_read_from_a_file_and_the_environment(tmp_path):
     file = tmp_path / "keys"
-    file.write_text("a\n\nb\n")
+    file.write_text("tml-a\n\ntml-b\n")
     file.chmod(0o600)
-    assert parsed("--api-keys-file", str(file), SKYRL_API_KEYS="c,a").api_keys == ("c", "a", "b")
+    assert parsed("--api-keys-file", str(file), SKYRL_API_KEYS="tml-c,tml-a").api_keys == ("tml-c", "tml-a", "tml-b")
 
 
 @pytest.mark.parametrize(
     ("text", "mode", "message"),
     [
-        ("a", 0o644, "(mode 0644); keep it to yourself with: chmod 600"),
-        ("a", 0o660, "chmod 600"),
-        ("a", 0o620, "chmod 600"),
-        ("a", 0o602, "chmod 600"),
-        ("a", 0o444, "Kubernetes: defaultMode"),
+        ("tml-a", 0o644, "(mode 0644); keep it to yourself with: chmod 600"),
+        ("tml-a", 0o660, "chmod 600"),
+        ("tml-a", 0o620, "chmod 600"),
+        ("tml-a", 0o602, "chmod 600"),
+        ("tml-a", 0o444, "Kubernetes: defaultMode"),
         ("", 0o600, "no key"),
         ("# of Bob\n", 0o600, "no key"),
-        ("a b", 0o600, "space in a line"),
+        ("# of Bob\ntml-a b", 0o600, "line 2: unexpected space"),
         (None, 0, "cannot be read"),
     ],
 )
@@ -154,10 +154,10 @@ def test_a_file_of_keys_that_is_none_or_that_others_can_read_is_refused(tmp_path
 def test_the_group_may_read_keys_that_are_roots_as_a_container_is_given_them(tmp_path, capsys):
     (tmp_path / "..data").mkdir()
     file = tmp_path / "..data" / "keys"
-    file.write_text("a")
+    file.write_text("tml-a")
     file.chmod(0o440)
     (tmp_path / "keys").symlink_to(file)  # as Kubernetes mounts them
-    assert parsed("--api-keys-file", str(tmp_path / "keys")).api_keys == ("a",)
+    assert parsed("--api-keys-file", str(tmp_path / "keys")).api_keys == ("tml-a",)
     os.chown(file, 1000, 1000)
     assert "others can read" in refusal(capsys, "--api-keys-file", str(tmp_path / "keys"))
 
@@ -179,14 +179,14 @@ def test_a_place_for_keys_without_a_key_does_not_open_the_doors(capsys, argv, en
 
 def test_a_variable_without_a_key_is_no_harm_beside_a_file_with_one(tmp_path):
     file = tmp_path / "keys"
-    file.write_text("a")
+    file.write_text("tml-a")
     file.chmod(0o600)
-    assert parsed("--api-keys-file", str(file), SKYRL_API_KEYS="").api_keys == ("a",)
+    assert parsed("--api-keys-file", str(file), SKYRL_API_KEYS="").api_keys == ("tml-a",)
 
 
 def test_the_engine_is_told_no_secrets():
     url = f"postgresql://me:{SECRET}@host/db"
-    config = parsed(SKYRL_API_KEYS=f"{SECRET},b", SKYRL_TENANT_WEIGHTS=f'{{"{SECRET}": 2}}', SKYRL_DATABASE_URL=url)
+    config = parsed(SKYRL_API_KEYS=f"{SECRET},tml-b", SKYRL_TENANT_WEIGHTS=f'{{"{SECRET}": 2}}', SKYRL_DATABASE_URL=url)
     told = config.without_secrets()
     assert SECRET.encode() not in pickle.dumps(told)
     assert told.weights == config.weights and SECRET not in repr(config).replace(url, "")
@@ -199,7 +199,7 @@ def test_an_address_that_others_reach_takes_keys_or_the_word_of_the_operator(cap
     message = refusal(capsys, f"--host={host}")
     assert f"host={host}" in message and "--api-keys-file" in message and "--insecure" in message
     assert parsed(f"--host={host}", "--insecure").host == host
-    assert parsed(f"--host={host}", SKYRL_API_KEYS="a").host == host
+    assert parsed(f"--host={host}", SKYRL_API_KEYS="tml-a").host == host
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ def test_an_address_of_this_machine_takes_no_keys(host):
 
 
 def test_a_key_that_is_weighed_twice_is_refused(capsys):
-    weights = json.dumps({"a": 1, "key-" + hashlib.sha256(b"a").hexdigest()[:16]: 2})
-    assert "duplicate key" in refusal(capsys, SKYRL_API_KEYS="a", SKYRL_TENANT_WEIGHTS=weights)
+    weights = json.dumps({"tml-a": 1, "key-" + hashlib.sha256(b"tml-a").hexdigest()[:16]: 2})
+    assert "duplicate key" in refusal(capsys, SKYRL_API_KEYS="tml-a", SKYRL_TENANT_WEIGHTS=weights)
 
 
 def test_minus_one_keeps_silent_sessions_in_memory():
@@ -330,11 +330,11 @@ NAME = tenant_of_key(b"tml-old")
 
 def test_a_key_may_replace_another_whose_name_and_share_it_takes_over():
     config = parsed(SKYRL_API_KEYS=f"tml-old, tml-new {NAME}", SKYRL_TENANT_WEIGHTS=f'{{"{NAME}": 2}}')
-    assert config.key_names == [NAME] and config.weights == {NAME: 2}
+    assert set(config.tenants.values()) == {NAME} and config.weights == {NAME: 2}
 
 
 def test_a_key_may_be_there_twice_for_one_tenant():
-    assert len(parsed(SKYRL_API_KEYS="tml-new,tml-new").key_names) == 1
+    assert len(parsed(SKYRL_API_KEYS="tml-new,tml-new").tenants) == 1
 
 
 def test_keys_of_the_environment_may_have_spaces_in_them():
@@ -351,4 +351,4 @@ def test_a_line_with_a_key_and_no_name_of_one_is_refused_and_not_shown(capsys, t
     file.touch(0o600)
     file.write_text("tml-new key-old\n")
     told = refusal(capsys, "--api-keys-file", str(file))
-    assert "unexpected space in a line" in told and "tml-new" not in told
+    assert "line 1: unexpected space" in told and "tml-new" not in told

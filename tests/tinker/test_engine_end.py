@@ -115,17 +115,17 @@ def test_what_the_engine_does_to_a_model_is_done_for_the_models_tenant(bench):
 
 
 def test_samples_are_drawn_by_the_weights_of_tenants(bench):
-    engine = bench(api_keys=["heavy", "light"], tenant_weights={"heavy": 3})
+    engine = bench(api_keys=["tml-heavy", "tml-light"], tenant_weights={"tml-heavy": 3})
     engine.backend.config = FakeConfig(rows=1)
     name, samples = {}, []
-    for key in ("heavy", "light"):
+    for key in ("tml-heavy", "tml-light"):
         for _ in range(12):
             samples.append(dataclasses.replace(a_sample().operation, tenant=tenant_of_key(key.encode())))
             name[samples[-1].request_id] = key
     frames = engine.turn(*map(Enqueue, samples))
     for _ in range(12 * 3 - 1):  # a token in each turn
         frames += engine.turn()
-    assert Counter(name[done.request_id] for done in of(Done, frames)) == {"heavy": 9, "light": 3}
+    assert Counter(name[done.request_id] for done in of(Done, frames)) == {"tml-heavy": 9, "tml-light": 3}
 
 
 # -- its end -----------------------------------------------------------------------------------------------------------

@@ -3,16 +3,13 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine
-from sqlmodel import Session, SQLModel, select
+from sqlmodel import Session, select
 
 from skyrl.errors import RequestError
 from skyrl.tinker.database.database import Database
@@ -30,16 +27,6 @@ from tests.tinker.test_rest_checkpoints import url
 from tests.waiting import BOUND_S, until
 
 TOKENS = [1, 2, 3, 4, 5]
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Session]:
-    """Tables of a database, in a transaction."""
-    engine = create_engine(f"sqlite:///{tmp_path / 'ledger.db'}")
-    SQLModel.metadata.create_all(engine)
-    with Session(engine) as session:
-        yield session
-    engine.dispose()
 
 
 def window() -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from skyrl.tinker.identity.display_names import DisplayNames
 from skyrl.tinker.identity.ids import tenant_of_key
 from skyrl.tinker.metrics import tenants
 from skyrl.tinker.metrics.tenants import TenantLabels
@@ -175,10 +176,10 @@ def test_an_operators_key_closes_metrics_of_a_server_without_keys(tmp_path):
 
 def test_tenants_beyond_so_many_share_a_label(monkeypatch):
     monkeypatch.setattr(tenants, "MOST_TENANTS", 2)
-    label = TenantLabels(["a", "b", "c"])
+    label = TenantLabels(DisplayNames({"a": "a", "b": "b", "c": "c"}))
     assert [label(tenant) for tenant in ("c", "a", "b", "c", "of before")] == ["c", "a", "other", "c", "other"]
 
 
 def test_sessions_of_a_server_without_keys_have_one_label():
-    label = TenantLabels([])
+    label = TenantLabels(DisplayNames({}))
     assert {label(str(number)) for number in range(1000)} == {"local"}

@@ -11,7 +11,7 @@ from skyrl.tinker.http import openapi
 from skyrl.tinker.http.errors import BodyLimit, add_error_handlers, error_response
 from skyrl.tinker.http.local_only import LocalOnly
 from skyrl.tinker.http.measured import Measured
-from skyrl.tinker.http.operators import metrics, orders, probes, status
+from skyrl.tinker.http.operators import metrics, orders, probes, status, usage
 from skyrl.tinker.http.routes import (
     accounts,
     checkpoints,
@@ -76,7 +76,7 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
         app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)
     openapi.complete(app, PREFIX, routers)
     app.include_router(probes.router)
-    for module in (metrics, status, orders):
+    for module in (metrics, status, usage, orders):
         app.include_router(module.router, responses=openapi.ERRORS)
     add_error_handlers(app)
     limits = {

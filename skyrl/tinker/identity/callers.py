@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from skyrl.tinker.errors import BadKey
+from skyrl.tinker.identity.display_names import LOCAL, DisplayNames
 from skyrl.tinker.identity.tokens import BadToken, Signer
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class Caller:
     """Network address of the sender."""
     expires: int | None = None
     """Unix time at which the caller's token expires; None: the caller sent a key."""
+    alias: str = ""
+    """Display name of the tenant; empty: `name`."""
 
     @property
     def sharer(self) -> str:
@@ -50,8 +53,13 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """Name of the caller in answers: the owner of everything that the caller can access."""
-        return self.tenant or "local"
+        """Id of the caller in answers: the owner of everything that the caller can access."""
+        return self.tenant or LOCAL
+
+    @property
+    def display_name(self) -> str:
+        """Name of the caller for people. It may change; `name` does not."""
+        return self.alias or self.name
 
     @property
     def urn(self) -> str:
@@ -64,8 +72,8 @@ class Caller:
 
     @property
     def email(self) -> str:
-        """Placeholder, because clients display an email address."""
-        return f"{self.name}@localhost"
+        """Display name in the form of an email address, which clients display."""
+        return self.display_name if "@" in self.display_name else f"{self.display_name}@localhost"
 
 
 EVERYBODY = Caller(None)
@@ -79,11 +87,19 @@ class Keys:
         tenants: Tenant of each configured key, by key. Empty: every key is accepted.
         signer: Creates the tokens.
         operators: Keys of operators, who are not tenants.
+        names: Display names of the tenants.
     """
 
-    def __init__(self, tenants: Mapping[str, str], signer: Signer, operators: Iterable[str] = ()):
+    def __init__(
+        self,
+        tenants: Mapping[str, str],
+        signer: Signer,
+        operators: Iterable[str] = (),
+        names: DisplayNames | None = None,
+    ):
         self._tenants = {_hash(key): tenant for key, tenant in tenants.items()}
         self._operators = frozenset(map(_hash, operators))
+        self._names = names or DisplayNames({})
         self.signer = signer
 
     def caller(self, api_key: str | None) -> Caller:
@@ -91,7 +107,7 @@ class Keys:
         if not self._tenants:
             return EVERYBODY
         if (tenant := self._tenants.get(_hash(api_key or ""))) is not None:
-            return Caller(tenant)
+            return Caller(tenant, alias=self._alias(tenant))
         if api_key is None or not api_key.startswith(TOKEN_PREFIX):
             raise BadKey("X-API-Key is not one of this server's keys; set api_key or TINKER_API_KEY to one")
         try:
@@ -100,7 +116,10 @@ class Keys:
             raise BadKey(f"the token in X-API-Key {error}; get another from auth/token", is_token=True) from error
         if (tenant := claims.get("tenant")) not in self._tenants.values():
             raise BadKey("the token in X-API-Key is of a key that this server no longer has", is_token=True)
-        return Caller(tenant, expires=claims["exp"])
+        return Caller(tenant, expires=claims["exp"], alias=self._alias(claims["tenant"]))
+
+    def _alias(self, tenant: str) -> str:
+        return self._names(tenant) if tenant in self._names else ""
 
     def is_operator(self, key: str | None) -> bool:
         """Return True if the key may see the status of the whole server.

@@ -1,11 +1,12 @@
 """All metrics of a server, and their text format."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import prometheus_client
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
+from skyrl.tinker.identity.display_names import DisplayNames
 from skyrl.tinker.metrics.engine_metrics import EngineFacts, EngineMetrics
 from skyrl.tinker.metrics.http_metrics import HttpMetrics
 from skyrl.tinker.metrics.request_metrics import RequestMetrics
@@ -18,21 +19,21 @@ class ServerMetrics:
     """Metrics of one API process. They start at 0 with the process, as Prometheus expects.
 
     Args:
-        tenants: Tenants of the server's keys.
+        names: Names of the server's tenants.
         engine: Returns the current engine.
         slow_calls: Returns the calls to services that take longer than expected.
     """
 
     def __init__(
         self,
-        tenants: Iterable[str],
+        names: DisplayNames,
         engine: Callable[[], EngineFacts],
         slow_calls: Callable[[], Sequence[SlowCall]] = tuple,
     ):
         prometheus_client.disable_created_metrics()  # an unused extra line per series
         self._registry = prometheus_client.CollectorRegistry()
         self.http = HttpMetrics(self._registry)
-        self.requests = RequestMetrics(self._registry, TenantLabels(tenants))
+        self.requests = RequestMetrics(self._registry, TenantLabels(names))
         self.engine = EngineMetrics(self._registry, engine)
         self.storage = StorageMetrics(self._registry)
         self._slow_calls = slow_calls

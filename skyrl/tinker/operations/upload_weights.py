@@ -212,7 +212,7 @@ async def finish_upload(service: Service, caller: Caller, upload_id: str) -> Fin
             raise
         await service.uploads.remove(upload)
         if warning is not None:
-            log.warning("upload of %s as %s: %s", tenant, path_of(checkpoint), warning)
+            log.warning("upload of %s as %s: %s", caller.alias or tenant, path_of(checkpoint), warning)
         return FinishedUpload(path_of(checkpoint), warning)
 
 

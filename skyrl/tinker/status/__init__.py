@@ -4,5 +4,5 @@ overview    the whole server: engine, requests, tenants, models, memory, disk; r
 requests    each pending request, and the reason why it waits
 models      each model that accepts requests
 
-Tenants appear by the names of their keys, never by the keys. Texts and tokens do not appear.
+Tenants appear by their display names, never by their keys. Texts and tokens do not appear.
 """

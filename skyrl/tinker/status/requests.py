@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from skyrl.tinker.context import Service
 from skyrl.tinker.identity.ids import SAMPLE, folder_of_model, model_of_version
-from skyrl.tinker.metrics.tenants import EVERYBODY
 from skyrl.tinker.requests.futures import PendingFuture
 from skyrl.tinker.requests.pending import PendingRequest
 from skyrl.tinker.requests.queue import RequestQueue
@@ -78,7 +77,6 @@ class Requests:
         self._training = queue.training.waiting()
         self._samples = queue.samples.waiting()
         self._states = queue.training.engine_models.states()
-        self._has_keys = bool(service.config.key_names)
         self._engine_trouble: str | None = None
         if service.engine.state != "ready":
             self._engine_trouble = f"the engine: {service.redact(service.engine.progress)}"
@@ -137,7 +135,12 @@ class Requests:
     def told(
         self, limit: int, *, tenant: str | None, model: str | None, kind: str | None, state: State | None
     ) -> dict[str, Any]:
-        """Return at most `limit` of the selected requests, oldest first, and the total number of selected requests."""
+        """Return at most `limit` of the selected requests, oldest first, and the total number of selected requests.
+
+        `tenant` is a display name or id.
+        """
+        if tenant is not None and self._service.names:
+            tenant = self.shown(self._service.names.tenant(tenant))
         wanted = [
             one
             for one in self
@@ -193,8 +196,8 @@ class Requests:
         )
 
     def shown(self, tenant: str) -> str:
-        """Return the display name of a tenant: the name of its key, or a common name on a server without keys."""
-        return tenant if self._has_keys else EVERYBODY
+        """Return the display name of a tenant."""
+        return self._service.names(tenant)
 
 
 def _model_of(waiting: WaitingSample) -> str:

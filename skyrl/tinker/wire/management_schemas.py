@@ -339,6 +339,41 @@ class UsageResponse(BaseModel):
     cost_data_through: datetime | None = None
 
 
+class TenantUsage(BaseModel):
+    """Usage of one tenant and base model in one period. Not part of the SDK's schema."""
+
+    from_utc: datetime
+    to_utc: datetime
+    tenant: str
+    """Display name."""
+    tenant_id: str | None = None
+    """Id of the tenant's key. None: sessions that were created while the server had no keys."""
+    base_model: str
+    requests: int
+    trained_tokens: int
+    """Tokens of passes with gradients."""
+    scored_tokens: int
+    """Tokens of passes without gradients."""
+    prompt_tokens: int
+    """Tokens of prompts, once per request."""
+    cached_prompt_tokens: int
+    """Those of `prompt_tokens` that were found in the cache."""
+    sampled_tokens: int
+    samples: int
+    """Number of generated sequences."""
+    training_device_seconds: float
+    sampling_device_seconds: float
+    checkpoints_created: int
+    checkpoint_gigabyte_hours: float
+    """Storage of named checkpoints. A gigabyte is 10^9 bytes."""
+
+
+class TenantUsageResponse(BaseModel):
+    """Response of `/operator/usage`. Ordered by period, base model and name."""
+
+    data: list[TenantUsage]
+
+
 class StoredNow(BaseModel):
     """Storage of one owner's named checkpoints in one project."""
 

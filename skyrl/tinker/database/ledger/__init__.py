@@ -5,4 +5,5 @@ sample_charges    storage of the charges of samples, whose answers are not store
 charged_samples   charge of each sample until its answer is handed out; refunded if the answer is lost
 audit             audit events, one row each
 billing           answers of the billing and audit routes
+tenant_usage      usage of all tenants, for operators
 """

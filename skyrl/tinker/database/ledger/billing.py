@@ -47,15 +47,20 @@ class Window(NamedTuple):
     @classmethod
     def of(cls, starting_on: datetime, ending_before: datetime) -> "Window":
         """Create a window. Raises `RequestError` for an unsupported one."""
-        for name, value in (("starting_on", starting_on), ("ending_before", ending_before)):
-            if value.timestamp() % HOUR_S:
-                raise RequestError(f"{name}={value.isoformat()} is not the begin of a UTC hour; use one")
+        window = cls(hour_of("starting_on", starting_on), hour_of("ending_before", ending_before))
         if not timedelta(0) < ending_before - starting_on <= LONGEST:
             raise RequestError(
                 f"ending_before={ending_before.isoformat()} has to be after starting_on={starting_on.isoformat()}, and "
                 f"by {LONGEST.days} days at most; ask for several windows"
             )
-        return cls(int(starting_on.timestamp()), int(ending_before.timestamp()))
+        return window
+
+
+def hour_of(name: str, value: datetime) -> int:
+    """Return a parameter in Unix seconds. Raises `RequestError` unless it is the start of an hour."""
+    if value.timestamp() % HOUR_S:
+        raise RequestError(f"{name}={value.isoformat()} is not the begin of a UTC hour; use one")
+    return int(value.timestamp())
 
 
 def usage(session: Session, caller: Caller, window: Window, now: float) -> rest.UsageResponse:
@@ -135,7 +140,7 @@ def _of_hour(hour: int, caller: Caller, base_model: str, project_id: str | None,
         "bucket_end": rest.moment(hour + HOUR_S),
         "base_model": base_model,
         "user_id": caller.urn,
-        "user_name": caller.name,
+        "user_name": caller.display_name,
         "project_id": project_id,
         "training_run_id": model_id or None,
     }
@@ -170,12 +175,11 @@ def _stored(session: Session, caller: Caller, window: Window, now: float) -> Sto
 
     Includes checkpoints that were deleted later.
     """
-    hours = np.arange(window.begin, window.end, HOUR_S)
-    total: defaultdict[tuple[str, str | None, str], np.ndarray] = defaultdict(lambda: np.zeros(len(hours)))
+    edges = np.arange(window.begin, window.end + HOUR_S, HOUR_S)
+    total: defaultdict[tuple[str, str | None, str], np.ndarray] = defaultdict(lambda: np.zeros(len(edges) - 1))
 
     def count(model_id: str, project_id: str | None, base_model: str, size: int, since: float, until: float) -> None:
-        seconds = np.clip(min(until, now) - hours, 0, HOUR_S) - np.clip(since - hours, 0, HOUR_S)
-        total[model_id, project_id, base_model] += seconds.clip(min=0) / HOUR_S * size / GIGABYTE
+        total[model_id, project_id, base_model] += gigabyte_hours(edges, size, since, min(until, now))
 
     there = select(CheckpointRow, SessionRow.project_id).where(
         _owned(CheckpointRow.tenant, caller), CheckpointRow.created_at < window.end
@@ -188,6 +192,13 @@ def _stored(session: Session, caller: Caller, window: Window, now: float) -> Sto
         size, since = row.details["size_bytes"] or 0, row.details["stored_since"]
         count(model_id, project_id, base_model, size, since, row.created_at)
     return total
+
+
+def gigabyte_hours(edges: np.ndarray, size_bytes: int, since: float, until: float) -> np.ndarray:
+    """Return the storage of `size_bytes` from `since` to `until` in gigabyte-hours, for each period between edges."""
+    starts, lengths = edges[:-1], np.diff(edges)
+    seconds = np.clip(until - starts, 0, lengths) - np.clip(since - starts, 0, lengths)
+    return seconds.clip(min=0) / HOUR_S * size_bytes / GIGABYTE
 
 
 def _stored_events(stored: Stored, caller: Caller, window: Window) -> Iterator[rest.UsageEvent]:
@@ -240,7 +251,7 @@ def stored_now(session: Session, caller: Caller, project_id: str | None, now: fl
                 project_id=project,
                 org_user_urn=caller.urn,
                 user_email=caller.email,
-                user_name=caller.name,
+                user_name=caller.display_name,
                 checkpoint_count=len(found),
                 size_bytes=sum(found),
                 size_gigabytes=sum(found) / GIGABYTE,

@@ -3,5 +3,6 @@
 probes      liveness, readiness and version; no key is needed
 metrics     Prometheus metrics
 status      current activity
+usage       usage of all tenants, from the ledger
 orders      cancellation of requests, unloading of models
 """

@@ -1,4 +1,4 @@
-"""Status of the server for operators, who see all tenants by the names of their keys."""
+"""Status of the server for operators, who see all tenants by their display names."""
 
 import asyncio
 from collections.abc import Callable
@@ -53,7 +53,8 @@ async def list_models(
     service: ServiceDependency, queue: QueueDependency, limit: Limit = 100, tenant: str | None = None
 ) -> Response:
     """Models that accept requests, most recently used first."""
-    rows, total = await service.database.read(partial(models.newest, limit=limit, tenant=tenant))
+    owner = None if tenant is None else service.names.tenant(tenant)
+    rows, total = await service.database.read(partial(models.newest, limit=limit, tenant=owner))
     states, requests = queue.training.engine_models.states(), Requests(service, queue)
     return await _answer(lambda: {"models": models.described(rows, states, requests), "total": total})
 

@@ -35,7 +35,7 @@ async def get_api_key(caller: CallerDependency) -> rest.ApiKeyResponse:
     details = rest.ApiKeyDetails(
         org_details=rest.OrganizationDetails(name=ORGANIZATION), user_details=rest.UserDetails(email=caller.email)
     )
-    return rest.ApiKeyResponse(key_id=caller.key_id, name=caller.name, note="", details=details)
+    return rest.ApiKeyResponse(key_id=caller.key_id, name=caller.display_name, note="", details=details)
 
 
 @router.delete("/auth/apikey/me", response_model=None)

@@ -42,7 +42,7 @@ async def _caller(request: Request) -> Caller:
         caller = replace(keys.caller(request.headers.get("x-api-key")), address=address)
     except BadKey as error:
         raise _wrong_key(request, error) from error
-    request.scope[TENANT] = caller.name
+    request.scope[TENANT] = caller.display_name
     return caller
 
 
