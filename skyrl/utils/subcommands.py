@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.files.private import umask_of_commands
 from skyrl.utils.stop_signals import Stopped, ending_on_signals
 
 Command = Callable[[Sequence[str]], int]
@@ -33,9 +34,15 @@ def run_until_signal(command: Command, argv: Sequence[str] | None, prog: str) ->
     Args:
         command: Function of the arguments.
         argv: Arguments; None: the process's, which exits afterwards. Its exit is then part of the limited time after a
-            signal.
+            signal, and its umask is that of private files, or `SKYRL_UMASK`.
         prog: Name of the command.
     """
+    if argv is None:
+        try:
+            os.umask(umask_of_commands())
+        except ValueError as error:
+            print(f"{prog}: error: {error}", file=sys.stderr)
+            return 2
     try:
         with ending_on_signals(exits=argv is None):
             return command(sys.argv[1:] if argv is None else argv)

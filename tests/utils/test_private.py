@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,3 +64,19 @@ def test_what_others_could_have_prepared_is_refused(tmp_path, prepare: Callable[
     prepare(tmp_path / "folder")
     with pytest.raises(RequestError, match=f"folder: {why}.*; remove it, or name another folder"):
         private_folder(tmp_path / "folder")
+
+
+@pytest.mark.parametrize(("given", "modes"), [({}, [0o700, 0o600]), ({"SKYRL_UMASK": "022"}, [0o755, 0o644])])
+def test_outputs_of_commands_are_private_unless_asked_for(tmp_path, given: dict[str, str], modes: list[int]):
+    command = [sys.executable, "-m", "skyrl.cli", "make-model", "--out", "model", "--hidden", "8", "--layers", "1"]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, **given}, umask=0, check=True)
+    assert [mode(tmp_path / name) for name in ("model", "model/config.json")] == modes
+
+
+def test_a_umask_that_is_none_is_refused(tmp_path):
+    environment = {**os.environ, "SKYRL_UMASK": "0o22"}
+    ended = subprocess.run([sys.executable, "-m", "skyrl.cli", "version"], env=environment, capture_output=True)
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        b"skyrl: error: SKYRL_UMASK=0o22 is no umask; give octal digits, such as 022 or 077, or leave it out\n",
+    )

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyrl.tinker.identity.ids import KEY_PREFIX, is_key_name, tenant_of_key
+from skyrl.utils.files.private import is_open_to_others
 
 SDK_PREFIX = "tml-"
 """Prefix of the keys that the SDK sends. It refuses all others, except tokens, which expire."""
-OPEN_TO_OTHERS = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 MAX_NAME = 64
 """Maximum characters of a display name."""
 TAKEN = ("local", "other", "nobody", "server")
@@ -115,8 +115,7 @@ def read_key_file(option: str, file: Path) -> list[tuple[int, str]]:
         raise ValueError(
             f"{option}={file}: it cannot be read ({type(error).__name__}); check its path and permissions"
         ) from None
-    # Files of root may be readable by their group, as mounted secrets of containers are: root chose the group.
-    if status.st_mode & (OPEN_TO_OTHERS if status.st_uid == 0 else OPEN_TO_OTHERS | stat.S_IRGRP):
+    if is_open_to_others(status):
         raise ValueError(
             f"{option}={file}: others can read or change it (mode {stat.S_IMODE(status.st_mode):04o}); keep it to "
             f"yourself with: chmod 600 {file}, or mount a container's secret with mode 0440 or 0400 (Kubernetes: "

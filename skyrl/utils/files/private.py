@@ -1,6 +1,7 @@
 """Folders and files that only this user can open, in places where other users may have prepared something else."""
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,7 +12,19 @@ from skyrl.errors import RequestError
 WAY_OUT = "remove it, or name another folder"
 PRIVATE = 0o077
 """Umask of files that only this user can access."""
+UMASK = "SKYRL_UMASK"
+"""Environment variable with the umask of commands, for outputs that others may read."""
 OPEN_TO_OTHERS = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
+
+
+def umask_of_commands() -> int:
+    """Return the umask of commands: `PRIVATE`, or that in `SKYRL_UMASK`. Raises ValueError if it is none."""
+    given = os.environ.get(UMASK, "")
+    if not given:
+        return PRIVATE
+    if not re.fullmatch("[0-7]{1,4}", given):
+        raise ValueError(f"{UMASK}={given} is no umask; give octal digits, such as 022 or 077, or leave it out")
+    return int(given, 8)
 
 
 @contextmanager
