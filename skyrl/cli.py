@@ -1,11 +1,11 @@
 """The `skyrl` command. Subcommands import their modules only when they run, so that help is fast."""
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.console import say, say_error
 from skyrl.utils.subcommands import Command, print_version, run_program
 
 
@@ -35,7 +35,7 @@ def gc(argv: Sequence[str]) -> int:
 
     from skyrl.tinker.checkpoints import offline
 
-    return _told("skyrl gc", lambda: offline.collect(config, given["dry_run"], print, given["force"]))
+    return _told("skyrl gc", lambda: offline.collect(config, given["dry_run"], say, given["force"]))
 
 
 def adopt(argv: Sequence[str]) -> int:
@@ -53,7 +53,7 @@ def adopt(argv: Sequence[str]) -> int:
 
     from skyrl.tinker.checkpoints import offline
 
-    return _told("skyrl adopt", lambda: offline.adopt(config, given["dry_run"], print))
+    return _told("skyrl adopt", lambda: offline.adopt(config, given["dry_run"], say))
 
 
 def _told(command: str, run: Callable[[], None]) -> int:
@@ -63,7 +63,7 @@ def _told(command: str, run: Callable[[], None]) -> int:
     try:
         run()
     except RequestError as error:
-        print(f"{command}: error: {error}", file=sys.stderr)
+        say_error(f"{command}: error: {error}")
         return 1
     return 0
 
@@ -152,7 +152,7 @@ def make_model(argv: Sequence[str]) -> int:
         make_model(**options)
     except (KeyError, ValueError) as error:
         parser.error(str(error.args[0]))
-    print(f"wrote {options['out']}; serve it with: skyrl serve --base-model {options['out']}")
+    say(f"wrote {options['out']}; serve it with: skyrl serve --base-model {options['out']}")
     return 0
 
 

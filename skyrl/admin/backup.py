@@ -26,6 +26,7 @@ from skyrl.tinker.checkpoints.state_id import written_folders
 from skyrl.tinker.config import EngineConfig, options_parser, read_config, without_password
 from skyrl.tinker.database.database import sqlite_file
 from skyrl.tinker.database.read_only import ReadOnlyDatabase
+from skyrl.utils import console
 from skyrl.utils.files.object_store import is_url
 from skyrl.utils.files.private import private_files
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where to; not there yet, or empty")
     config, given = read_config(parser, argv)
     try:
-        back_up(config, given["to"], print)
+        back_up(config, given["to"], console.say)
     except RequestError as error:
         parser.error(str(error))
     return 0

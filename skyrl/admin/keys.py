@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from skyrl.admin.words import plural
 from skyrl.tinker.config import ENVIRONMENT_PREFIXES
 from skyrl.tinker.identity.key_file import MAX_NAME, parse_keys, read_key_file
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.console import say, say_error
 from skyrl.utils.subcommands import run_subcommand
 
 VARIABLES = [f"{prefix}API_KEYS_FILE" for prefix in ENVIRONMENT_PREFIXES]
@@ -46,16 +46,16 @@ def _show(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     try:
         keys, problems = parse_keys(read_key_file("file", given.file))
     except ValueError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        say_error(f"{parser.prog}: error: {error}")
         return 1
     if given.json:
         print_json([{"line": key.number, "name": key.name or None, "tenant_id": key.tenant} for key in keys])
     else:
         width = min(MAX_NAME, max([4, *(len(key.name) for key in keys)]))
-        print(f"{'LINE':<6}{'NAME':<{width + 2}}TENANT ID")
+        say(f"{'LINE':<6}{'NAME':<{width + 2}}TENANT ID")
         for key in keys:
-            print(f"{key.number:<6}{key.name or '-':<{width + 2}}{key.tenant}")
-        print(plural(len(keys), "key"))
+            say(f"{key.number:<6}{key.name or '-':<{width + 2}}{key.tenant}")
+        say(plural(len(keys), "key"))
     for problem in problems:
-        print(f"{parser.prog}: error: file={given.file}: {problem}", file=sys.stderr)
+        say_error(f"{parser.prog}: error: file={given.file}: {problem}")
     return 1 if problems else 0

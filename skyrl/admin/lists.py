@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from skyrl.admin.operator import connect, operator_parser, print_json, told
 from skyrl.admin.words import duration, number, plural, size
+from skyrl.utils.console import say
 from skyrl.utils.subcommands import run_subcommand
 
 INDENT = "    "
@@ -123,9 +124,9 @@ def _cancel_request(argv: Sequence[str]) -> int:
 def _print(entries: Sequence[Entry], describe: Callable[[Entry], Iterator[str]], total: int, noun: str) -> None:
     """Print a few lines per entry, and the total number."""
     for entry in entries:
-        print("\n".join(describe(entry)))
+        say("\n".join(describe(entry)))
     rest = "" if len(entries) == total else f"; {number(total - len(entries))} of them are not shown (--limit)"
-    print(f"{plural(total, noun)}{rest}")
+    say(f"{plural(total, noun)}{rest}")
 
 
 def _request(one: Entry) -> Iterator[str]:
@@ -148,7 +149,7 @@ def _model(one: Entry) -> Iterator[str]:
 
 
 def _say(text: str) -> None:
-    print("\n".join(_wrapped(text, "")))
+    say("\n".join(_wrapped(text, "")))
 
 
 def _indented(text: str) -> list[str]:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import httpx
 from skyrl.errors import RequestError
 from skyrl.tinker.config import ENVIRONMENT_PREFIXES, options_parser, read_config, url_of
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.console import say, say_error
 from skyrl.utils.subcommands import output_may_be_cut
 
 PATIENCE_S = 30.0
@@ -109,11 +109,11 @@ def told(prog: str, run: Callable[[], None]) -> int:
         with output_may_be_cut():
             run()
     except RequestError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        say_error(f"{prog}: error: {error}")
         return 1
     return 0
 
 
 def print_json(value: Any) -> None:
     """Print a value as JSON, for programs."""
-    print(json.dumps(value, indent=1))
+    say(json.dumps(value, indent=1))

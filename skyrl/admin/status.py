@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from skyrl.admin.operator import Operator, Unreachable, connect, operator_parser, print_json, told
 from skyrl.admin.screen import Look, rates, screen
+from skyrl.utils.console import say
 
 BETWEEN_S = 1.0
 """Seconds between the two snapshots of a single report."""
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     if given.json:
         return told(parser.prog, lambda: _as_json(server))
     if given.once or not sys.stdout.isatty():
-        return told(parser.prog, lambda: print("\n".join(screen(*_two_looks(server), server.url, _columns()))))
+        return told(parser.prog, lambda: say("\n".join(screen(*_two_looks(server), server.url, _columns()))))
     return told(parser.prog, lambda: _live(server, given.every))
 
 

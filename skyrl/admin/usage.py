@@ -11,6 +11,7 @@ from typing import Any
 from skyrl.admin.operator import connect, operator_parser, print_json, told
 from skyrl.admin.words import cut, duration, number
 from skyrl.tinker.wire.management_schemas import TenantUsage
+from skyrl.utils.console import say
 
 TOKENS = ("trained", "scored", "prompt", "sampled")
 Row = dict[str, Any]
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         elif given.csv:
             _print_csv(found["data"])
         else:
-            print("\n".join(_table(found["data"])) or "nobody has used anything in this window")
+            say("\n".join(_table(found["data"])) or "nobody has used anything in this window")
 
     return told(parser.prog, run)
 

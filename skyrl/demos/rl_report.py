@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl.utils.console import printable
+
 
 @dataclass(frozen=True)
 class Files:
@@ -54,16 +56,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def printable(answer: str) -> str:
-    """Return the answer on one line, with unprintable characters replaced."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in answer.strip())
+def shown(answer: str) -> str:
+    """Return the answer on one line, with escapes for control characters."""
+    return printable(answer.strip()).replace("\n", "\\n")
 
 
 def sampled_answers(rollouts: Iterable[dict[str, Any]]) -> list[str]:
     """Return a line per problem of a step: its sampled answers, correct ones in brackets."""
     answers: dict[str, list[str]] = {}
     for rollout in rollouts:
-        said = printable(rollout["turns"][0]["action"])
+        said = shown(rollout["turns"][0]["action"])
         answers.setdefault(rollout["messages"][0]["content"], []).append(f"[{said}]" if rollout["reward"] else said)
     return [f"  {problem:<8}{'  '.join(said)}" for problem, said in answers.items()]
 
@@ -76,7 +78,7 @@ def heldout_answers(before: Path, after: Path) -> list[str]:
     }
     for folder in (before, after):
         for row in read_lines(folder / "unknown.jsonl"):
-            answers[row["input_prompt"][0]["content"]].append(printable(row["output_response"]))
+            answers[row["input_prompt"][0]["content"]].append(shown(row["output_response"]))
     return [
         f"  {problem:<8}{'  '.join(f'{answer:<6}' for answer in said)}".rstrip() for problem, said in answers.items()
     ]

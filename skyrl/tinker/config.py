@@ -11,7 +11,6 @@ import json
 import os
 import re
 import socket
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, cast, get_origin
@@ -24,6 +23,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.identity.ids import NAMED, tenant_of_key
 from skyrl.tinker.identity.key_file import SDK_PREFIX, ApiKey, parse_keys, read_key_file
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.console import say_error
 from skyrl.utils.expected import expected
 from skyrl.utils.fairness import HEAVIEST, LIGHTEST
 from skyrl.utils.files.object_store import check_url, is_url
@@ -575,7 +575,7 @@ def describe(error: ValidationError, origins: Mapping[str, str] | None = None, k
 
 class _OneLineErrors(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message} (--help lists the options)", file=sys.stderr)
+        say_error(f"{self.prog}: error: {message} (--help lists the options)")
         raise SystemExit(2)
 
 

@@ -30,6 +30,7 @@ from skyrl.tinker.processes.engine_process import EngineProcess
 from skyrl.tinker.processes.engine_supervisor import EngineSupervisor
 from skyrl.tinker.processes.launcher_link import BACKLOG, LauncherLink, fail
 from skyrl.tinker.server import TinkerServer
+from skyrl.utils.console import say
 from skyrl.utils.log import setup_logging
 from skyrl.utils.process_tree import kill_descendants
 from skyrl.utils.stop_signals import CLOSING_S
@@ -194,7 +195,7 @@ async def _announce(server: TinkerServer, url: str, http: _HttpServer, link: Lau
         if link.again:
             log.info("serving again at %s", url)
         else:
-            print(_summary(server, url), flush=True)
+            say(_summary(server, url), flush=True)
         await failed
     ready.cancel()
     http.end()

@@ -23,6 +23,7 @@ from skyrl.train.rollouts.attempts import RolloutError
 from skyrl.train.strategy.registry import check_strategy, find_strategy
 from skyrl.train.strategy.support import refusal
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.console import say, say_error
 from skyrl.utils.log import logged_to, setup_logging
 from skyrl.utils.stop_signals import Stopped, ending_on_signals
 from skyrl.utils.subcommands import Command, output_may_be_cut, run_subcommand
@@ -133,13 +134,13 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
         with ending_on_signals(), logging_redirect_tqdm():
             train_with_restarts(lambda: train(config), config.restarts)
     except REPORTED as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        say_error(f"{prog}: error: {error}")
         return 1
     except Interrupted as ended:
-        print(f"{prog}: {ended}", file=sys.stderr)
+        say_error(f"{prog}: {ended}")
         return 128 + ended.signal
     except Stopped as ended:
-        print(f"{prog}: {ended}; there was nothing to save", file=sys.stderr)
+        say_error(f"{prog}: {ended}; there was nothing to save")
         return ended.status
     return 0
 
@@ -152,10 +153,10 @@ def _print_fields(prog: str, made: Callable[[], SkyRLTrainConfig | SFTConfig]) -
         support = find_strategy(used).support
         chosen = used.trainer.strategy if isinstance(used, SkyRLTrainConfig) else used.strategy
         with output_may_be_cut():
-            print(f"Values of a run with strategy={chosen}; [refused] marks fields of which it takes no other.")
-            print(render_values(config, lambda path: refusal(used, support, path)), end="")
+            say(f"Values of a run with strategy={chosen}; [refused] marks fields of which it takes no other.")
+            say(render_values(config, lambda path: refusal(used, support, path)).rstrip("\n"))
     except REPORTED as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        say_error(f"{prog}: error: {error}")
         return 1
     return 0
 
@@ -186,7 +187,7 @@ def _train_rl(config: SkyRLTrainConfig) -> None:
         else:
             from skyrl.train.rl.run import train_rl
 
-            print(asyncio.run(train_rl(config)).summary())
+            say(asyncio.run(train_rl(config)).summary())
 
 
 def _check_generator(config: SkyRLTrainConfig) -> None:

@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from skyrl.utils.console import printable
+
 LogFormat = Literal["text", "json"]
 FORMAT = "%(asctime)s %(levelname)-7s {process}%(name)s: %(message)s"
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
@@ -68,7 +70,7 @@ class TextLines(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         request_id = REQUEST_ID.get()
         line = super().formatMessage(record)
-        return line if request_id is None else f"{line} (request {request_id})"
+        return printable(line if request_id is None else f"{line} (request {request_id})")
 
 
 class JsonLines(logging.Formatter):

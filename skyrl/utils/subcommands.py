@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.console import say, say_error
 from skyrl.utils.files.private import umask_of_commands
 from skyrl.utils.stop_signals import Stopped, ending_on_signals
 
@@ -41,13 +42,13 @@ def run_until_signal(command: Command, argv: Sequence[str] | None, prog: str) ->
         try:
             os.umask(umask_of_commands())
         except ValueError as error:
-            print(f"{prog}: error: {error}", file=sys.stderr)
+            say_error(f"{prog}: error: {error}")
             return 2
     try:
         with ending_on_signals(exits=argv is None):
             return command(sys.argv[1:] if argv is None else argv)
     except Stopped as ended:
-        print(f"{prog}: {ended}", file=sys.stderr)
+        say_error(f"{prog}: {ended}")
         return ended.status
 
 
@@ -66,7 +67,7 @@ def print_version(argv: Sequence[str], prog: str) -> int:
     ArgumentParser(prog=prog).parse_args(argv)
     from importlib.metadata import version
 
-    print(version("skyrl"))
+    say(version("skyrl"))
     return 0
 
 

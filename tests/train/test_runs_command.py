@@ -112,6 +112,19 @@ def test_of_many_steps_the_first_the_last_and_some_between_are_compared(folder, 
     assert [line.split()[0] for line in printed.splitlines()[-2:]] == ["1", "3"]
 
 
+def test_rollouts_cannot_control_the_terminal(folder, capsys):
+    dump = folder / "a-exports/dumped_rollouts/global_step_3.jsonl"
+    before = dump.read_text()
+    row = json.loads(before.splitlines()[0])
+    row["turns"][0]["action"] = "\x1b[2J\x1b]0;title\x07"
+    dump.write_text(json.dumps(row) + "\n")
+    try:
+        printed = said(capsys, "rollouts", folder / "a")
+    finally:
+        dump.write_text(before)
+    assert "\x1b" not in printed and r"\x1b[2J\x1b]0;title\x07" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -10,6 +10,7 @@ import httpx
 from skyrl.admin.doctor import machine, model, server, state
 from skyrl.admin.doctor.finding import CheckFinding, examine, name_of
 from skyrl.tinker.config import EngineConfig, options_parser, read_config, url_of
+from skyrl.utils.console import say
 
 WIDTH = 80
 NAMES = [name_of(check) for room in (machine, model, state, server) for check in room.CHECKS]
@@ -34,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
     else:
         found = check_installation(config, given["skip"])
     if given["json"]:
-        print(json.dumps([{"check": one.check, **vars(one.finding)} for one in found], indent=1))
+        say(json.dumps([{"check": one.check, **vars(one.finding)} for one in found], indent=1))
     else:
-        print("\n".join(report(found)))
+        say("\n".join(report(found)))
     return int(any(one.finding.level == "problem" for one in found))
 
 

@@ -23,6 +23,7 @@ from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from skyrl.errors import ConfigError
+from skyrl.utils.console import say_error
 
 
 class Document(BaseModel):
@@ -108,7 +109,7 @@ def main() -> int:
     try:
         index = Index(read_corpus(arguments.corpus))
     except ConfigError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        say_error(f"{parser.prog}: error: {error}")
         return 1
     uvicorn.run(create_app(index), host=arguments.host, port=arguments.port)
     return 0

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from skyrl.utils.backoff import pause_s
+from skyrl.utils.console import say_error
 from skyrl.utils.files.private import PRIVATE
 
 HELLO, READY, ENDS = b"h", b"r", b"e"
@@ -189,7 +190,7 @@ def _noticed(number: int, frame: object) -> None:
 
 def _say(message: str) -> None:
     with suppress(OSError):
-        print(f"skyrl: {message}", file=sys.stderr, flush=True)
+        say_error(f"skyrl: {message}", flush=True)
 
 
 def _reason(status: int) -> str:

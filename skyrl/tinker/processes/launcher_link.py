@@ -3,11 +3,11 @@
 import asyncio
 import os
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 
 from skyrl.tinker.processes.launcher import ENDS, HELLO, NOW, READY
+from skyrl.utils.console import say_error
 
 BACKLOG = 4096
 """Backlog of the listening socket. It is large because a client opens hundreds of connections at once."""
@@ -78,5 +78,5 @@ def fail(message: str, link: LauncherLink, for_good: bool = False) -> int:
     """
     if link.again and not for_good:
         raise SystemExit(f"skyrl: {message}")
-    print(f"skyrl: error: {message}", file=sys.stderr, flush=True)
+    say_error(f"skyrl: error: {message}", flush=True)
     return 1

@@ -16,6 +16,7 @@ from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.data.files import Row, read_rows
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.console import printable, say_error
 from skyrl.utils.subcommands import output_may_be_cut
 
 PROG = "skyrl data check"
@@ -40,7 +41,7 @@ def check_file(argv: Sequence[str]) -> int:
     except (ConfigError, RequestError, StorageError) as error:
         with output_may_be_cut():
             sys.stdout.flush()  # before the error
-        print(f"{PROG}: error: {error}", file=sys.stderr)
+        say_error(f"{PROG}: error: {error}")
         return 1
     return 0
 
@@ -180,5 +181,4 @@ def _shown(tokenizer: Any, token_ids: list[int], mask: list[bool]) -> str:
 
 def _escaped(text: str) -> str:
     """Return the text with visible line breaks, and with escapes for control characters."""
-    escaped = (one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-    return "".join(f"{one}\n" if one == r"\n" else one for one in escaped)
+    return printable(text).replace("\n", "\\n\n")

@@ -3,7 +3,6 @@
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from skyrl.train.prepare.preparing import Prepared, prepare
 from skyrl.train.prepare.published import PUBLISHED
 from skyrl.train.prepare.sources import find_sources
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.console import say, say_error
 from skyrl.utils.files.atomic_folders import local_path, replace_file
 from skyrl.utils.subcommands import Command, run_subcommand
 
@@ -24,9 +24,9 @@ def prepare_rows(argv: Sequence[str]) -> int:
     """write rows for skyrl train rl from GSM8K, MATH or DAPO-Math (skyrl data prepare --help)"""
     given = _parser().parse_args(argv)
     try:
-        print(_written(given))
+        say(_written(given))
     except (ConfigError, RequestError, StorageError) as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
+        say_error(f"{PROG}: error: {error}")
         return 1
     return 0
 

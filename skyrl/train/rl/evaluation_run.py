@@ -13,6 +13,7 @@ from skyrl.train.strategy.strategy import create_policy
 from skyrl.train.tracking.dumps import dump_eval_results
 from skyrl.train.tracking.metrics import Metrics
 from skyrl.train.tracking.summary import closing_summary
+from skyrl.utils.console import say
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ async def evaluate_rl(config: SkyRLTrainConfig) -> Metrics:
         metrics, trajectories = await evaluate(rollouts, prompts, settings.eval_batch_size)
     what = f"{settings.policy.model.path} as it is" if found is None else found.title
     scores = {name: value for name, value in metrics.items() if "/generate/" not in name}
-    print(closing_summary(f"{len(prompts)} prompts evaluated with {what}", {}, scores))
+    say(closing_summary(f"{len(prompts)} prompts evaluated with {what}", {}, scores))
     if settings.dump_eval_results:
         folder = dump_eval_results(settings.export_path, None, eval_rows(prompts, trajectories), metrics)
-        print(f"responses are in {folder}")
+        say(f"responses are in {folder}")
     return metrics

@@ -8,6 +8,7 @@ from skyrl.train.rollouts.generators.conformance import check_generator
 from skyrl.train.rollouts.generators.generator import load_generator
 from skyrl.train.rollouts.rollouts import chat_of
 from skyrl.train.strategy.base_model import load_tokenizer
+from skyrl.utils.console import say
 
 PROMPTS = 4
 """Number of prompts to try."""
@@ -24,9 +25,9 @@ def check_generator_of(config: SkyRLTrainConfig) -> None:
     prompts = first_prompts(config, chat, PROMPTS)
     failed = checked = 0
     for finding in check_generator(cls, config.generator, config.environment, chat, prompts):
-        print(f"{'ok  ' if finding.problem is None else 'FAIL'}  {finding.check}", flush=True)
+        say(f"{'ok  ' if finding.problem is None else 'FAIL'}  {finding.check}", flush=True)
         if finding.problem is not None:
-            print(f"      {finding.problem}", flush=True)
+            say(f"      {finding.problem}", flush=True)
         failed, checked = failed + (finding.problem is not None), checked + 1
     if failed:
         raise ConfigError(f"generator.generator_class={name}: {failed} of {checked} checks do not hold")

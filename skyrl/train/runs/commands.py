@@ -3,7 +3,6 @@
 import argparse
 import heapq
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from skyrl.train.rollouts.records import as_text, from_state
 from skyrl.train.runs.folder import RunFolder, find_runs
 from skyrl.train.tracking.plots import plot_lines
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.console import say, say_error
 from skyrl.utils.spelling import did_you_mean
 from skyrl.utils.subcommands import Command, output_may_be_cut, run_subcommand
 
@@ -182,9 +182,9 @@ def _told(name: str, lines: Callable[[], Iterator[str]]) -> int:
     try:
         with output_may_be_cut():
             for line in lines():
-                print(line)
+                say(line)
     except ConfigError as error:
-        print(f"skyrl runs {name}: error: {error}", file=sys.stderr)
+        say_error(f"skyrl runs {name}: error: {error}")
         return 1
     return 0
 

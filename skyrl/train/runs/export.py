@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from skyrl.train.places import StorageLocation
 from skyrl.train.results import RESULT, Result
 from skyrl.train.strategy.base_model import check_base_model
 from skyrl.train.strategy.registry import find_strategy
+from skyrl.utils.console import say, say_error
 from skyrl.utils.files.object_store import is_url
 
 POLICY = "policy"
@@ -62,9 +62,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         step, result = export(given.run, given.merged, given.output, given.base)
     except (ConfigError, RequestError, StorageError) as error:
-        print(f"skyrl export: error: {error}", file=sys.stderr)
+        say_error(f"skyrl export: error: {error}")
         return 1
-    print(f"wrote {result.folder}: {result.title} of step {step}")
+    say(f"wrote {result.folder}: {result.title} of step {step}")
     return 0
 
 

@@ -25,6 +25,7 @@ from skyrl.train.tracking.metrics import Metrics
 from skyrl.train.tracking.reporting import reporting
 from skyrl.train.tracking.summary import closing_summary
 from skyrl.train.tracking.tracker import METRICS_FILE
+from skyrl.utils.console import say
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ async def train_sft(config: SFTConfig, loader: Loader = as_it_is) -> Summary:
         )
         summary = await trainer.run()
     metrics = {"metrics": place_of(folder).folder / METRICS_FILE}
-    print(closing_summary(str(summary), trainer.places() | metrics))
+    say(closing_summary(str(summary), trainer.places() | metrics))
     return summary
 
 
@@ -109,9 +110,7 @@ async def evaluate_sft(config: SFTConfig) -> Metrics:
             where = f"{config.model.path} as it is"
             await create_sft(learner, config)
         metrics = await method.evaluate(evaluation, config.batch_size)
-    print(
-        closing_summary(f"{len(evaluation)} data set(s) evaluated with {found.title if found else where}", {}, metrics)
-    )
+    say(closing_summary(f"{len(evaluation)} data set(s) evaluated with {found.title if found else where}", {}, metrics))
     return metrics
 
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +20,7 @@ from skyrl.utils.adapters.naming import Pairs, last_names, tensors_of
 from skyrl.utils.adapters.plain import plain_adapter
 from skyrl.utils.adapters.stored import CONFIG, README, TENSORS, StoredAdapter, read_adapter
 from skyrl.utils.arguments import ArgumentParser
+from skyrl.utils.console import say, say_error
 from skyrl.utils.files.atomic_folders import Content, write_folder
 from skyrl.utils.files.hf_files import nested_name, text_name, transformers_config
 from skyrl.utils.files.tensor_file import Tensor, tensor_file
@@ -42,7 +42,7 @@ def inspect(argv: Sequence[str]) -> int:
     """describe an adapter: base model, rank, modules, tensors, names, unusual options"""
     parser = _parser("inspect", "Say what an adapter is. Nothing is changed.")
     given = parser.parse_args(argv)
-    return _told("inspect", lambda: print(described(read_adapter(given.adapter))))
+    return _told("inspect", lambda: say(described(read_adapter(given.adapter))))
 
 
 def merge(argv: Sequence[str]) -> int:
@@ -67,7 +67,7 @@ def merge(argv: Sequence[str]) -> int:
             raise RequestError("no ADAPTER: name the folder or tar of one, or write an untied base model with --untie")
         adapter = None if given.adapter is None else read_adapter(given.adapter)
         changed = merge_adapter(adapter, given.base, given.output, untie=given.untie)
-        print(f"wrote {given.output}: {changed} tensors changed")
+        say(f"wrote {given.output}: {changed} tensors changed")
 
     return _told("merge", run)
 
@@ -121,7 +121,7 @@ def import_(argv: Sequence[str]) -> int:
     def run() -> None:
         from skyrl.utils.adapters.on_server import upload
 
-        print(upload(read_adapter(given.adapter), _server(given.url), given.base_model, given.project))
+        say(upload(read_adapter(given.adapter), _server(given.url), given.base_model, given.project))
 
     return _told("import", run)
 
@@ -245,12 +245,10 @@ def _write(
         TENSORS: tensor_file(tensors, {"format": "pt"}),
     }
     write_folder(folder, files | ({} if readme is None else {README: readme}))
-    print(f"wrote {folder}: {len(tensors)} tensors")
+    say(f"wrote {folder}: {len(tensors)} tensors")
     if readme is not None:
         title = readme.decode(errors="replace").partition("\n")[0].lstrip("# ")
-        print(
-            f"warning: read {folder / README} before merging ({title}): skyrl adapter merge is right", file=sys.stderr
-        )
+        say_error(f"warning: read {folder / README} before merging ({title}): skyrl adapter merge is right")
 
 
 def _check_output(folder: Path) -> None:
@@ -263,7 +261,7 @@ def _told(name: str, run: Callable[[], None]) -> int:
     try:
         run()
     except (RequestError, StorageError) as error:
-        print(f"skyrl adapter {name}: error: {error}", file=sys.stderr)
+        say_error(f"skyrl adapter {name}: error: {error}")
         return 1
     return 0
 

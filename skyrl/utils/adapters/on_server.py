@@ -1,7 +1,6 @@
 """Upload of adapters to a server of the Tinker API, and download from it."""
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from skyrl.errors import RequestError
 from skyrl.utils.adapters.naming import pairs_of, tensors_of
 from skyrl.utils.adapters.plain import rank_of
 from skyrl.utils.adapters.stored import CONFIG, TENSORS, StoredAdapter, read_adapter
+from skyrl.utils.console import say_error
 from skyrl.utils.files.hf_files import check_peft_config
 from skyrl.utils.files.tensor_file import Tensor, tensor_file
 
@@ -73,7 +73,7 @@ class Server:
             if answer.status_code != 503 or not pause_s.isdecimal() or time.monotonic() > until:
                 break
             if not told:
-                print(f"waiting for {self.url}: {_detail(answer)}", file=sys.stderr)
+                say_error(f"waiting for {self.url}: {_detail(answer)}")
                 told = True
             time.sleep(int(pause_s))
         if answer.is_error:
@@ -110,7 +110,7 @@ def upload(adapter: StoredAdapter, server: Server, base_model: str | None, proje
         server.send(url, files[name])
     finished = server.ask("POST", "/external_weights_upload_finish", {"upload_id": begun["upload_id"]})
     if (warning := finished.get("warning")) is not None:
-        print(f"warning: {warning}", file=sys.stderr)
+        say_error(f"warning: {warning}")
     return finished["tinker_path"]
 
 
