@@ -124,6 +124,11 @@ class Conversations:
             token_ids.append(end)
         return Masked(token_ids, [self._what == "all_tokens"] * start + [True] * (len(token_ids) - start))
 
+    def text(self, text: str) -> Masked:
+        """Tokenize a plain text as `completed` does. All of its tokens are trained on."""
+        token_ids = self.completed("", text).token_ids
+        return Masked(token_ids, [True] * len(token_ids))
+
     def _added_tokens(self) -> tuple[list[int], list[int]]:
         """Return the special tokens that the tokenizer adds before and after a text."""
         whole, inner = self._tokenizer.encode("a", add_special_tokens=True), self._encode("a")

@@ -88,7 +88,7 @@ class RowReader:
         elif row.get("instruction") is not None and row.get("output") is not None:
             return self._conversation(_alpaca(row), row)
         elif row.get("text") is not None:
-            masked = self.conversations.completed("", _text(row["text"], "text"))
+            masked = self.conversations.text(_text(row["text"], "text"))
         else:
             raise ConfigError(
                 f"unsupported type in columns: {columns_of(row)}; give {self.messages_key} (a list of "

@@ -2,12 +2,16 @@
 
 from functools import cache
 
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from skyrl.train.sft import Conversations, RowReader
 from skyrl.tx.synthetic.make_tokenizer import DATA, END, make_tokenizer
 
 LLAMA_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+GLM_TOKENS = ["[gMASK]", "<sop>"]
+"""They begin each text."""
 
 LLAMA3 = """\
 {{- '<|begin_of_text|>' }}
@@ -63,6 +67,7 @@ TEMPLATES = {
     "qwen3": QWEN3,
     "marked": MARKED,
     "plain": PLAIN,
+    "glm": "[gMASK]<sop>" + PLAIN,
 }
 
 
@@ -70,6 +75,10 @@ TEMPLATES = {
 def tokenizer(family: str) -> PreTrainedTokenizerFast:
     library = make_tokenizer(1024)
     library.add_special_tokens(LLAMA_TOKENS)
+    if family == "glm":
+        library.add_special_tokens(GLM_TOKENS)
+        ids = [(token, library.token_to_id(token)) for token in GLM_TOKENS]
+        library.post_processor = TemplateProcessing(single=" ".join([*GLM_TOKENS, "$A"]), special_tokens=ids)
     eos = "<|eot_id|>" if family == "llama3" else END
     made = PreTrainedTokenizerFast(tokenizer_object=library, eos_token=eos, clean_up_tokenization_spaces=False)
     made.chat_template = TEMPLATES[family]

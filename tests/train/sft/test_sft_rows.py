@@ -18,8 +18,8 @@ ROWS = [{"messages": TALK}, {"messages": [user("And?"), assistant("Two, or three
 QUESTION = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n[[{}<|im_end|>]]\n"
 
 
-def example(row: dict, **options) -> Example:
-    found = reader(**options).example(row)
+def example(row: dict, family: str = "chatml", **options) -> Example:
+    found = reader(family, **options).example(row)
     assert isinstance(found, Example), found
     return found
 
@@ -120,7 +120,7 @@ def trl_rows(row: dict, tmp_path, family: str = "chatml", **options) -> dict:
         "num_key_value_heads": 1,
         "head_dim": 8,
     }
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer("chatml")), intermediate_size=8, **sizes))
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer(family)), intermediate_size=8, **sizes))
     settings = TRLConfig(str(tmp_path), report_to=[], use_cpu=True, bf16=False, **options)
     data = datasets.Dataset.from_list([row])
     trainer = TRLTrainer(model, args=settings, train_dataset=data, processing_class=tokenizer(family))
@@ -128,13 +128,14 @@ def trl_rows(row: dict, tmp_path, family: str = "chatml", **options) -> dict:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_texts_are_the_tokens_that_trl_makes_of_them(tmp_path):
+@pytest.mark.parametrize("family", ["chatml", "glm"])
+def test_texts_are_the_tokens_that_trl_makes_of_them(tmp_path, family):
     row = {"prompt": "One and one is", "completion": " two."}
-    theirs, ours = trl_rows(row, tmp_path), example(row)
+    theirs, ours = trl_rows(row, tmp_path, family), example(row, family)
     assert ours.token_ids.tolist() == theirs["input_ids"]
     assert ours.mask.tolist() == [label != -100 for label in theirs["labels"]] and ours.mask.sum() > 1
     row = {"text": "One and one is two."}
-    theirs, ours = trl_rows(row, tmp_path), example(row)
+    theirs, ours = trl_rows(row, tmp_path, family), example(row, family)
     assert ours.token_ids.tolist() == theirs["input_ids"]
     assert ours.mask.tolist() == [False, *[label != -100 for label in theirs["labels"][1:]]]
 
