@@ -17,6 +17,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MARKER = "THE-ANSWER-4f1c9b"
 SHORT: list[dict[str, Any]] = [{"role": "user", "content": "A"}, {"role": "assistant", "content": MARKER}]
 """Conversation that ends with the marker."""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "f",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}},
+    },
+}
+"""A tool that every template for tools can render."""
 
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 """Tags of `transformers` around assistant messages. The text between them is rendered unchanged."""

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from jinja2 import TemplateError
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import ChatTemplateConfig, SFTConfig
@@ -124,6 +125,25 @@ def test_a_tokenizer_without_a_template_is_told_in_a_line(tokenizer):
         Chat(tokenizer)
     with pytest.raises(ConfigError, match=said):
         Conversations(tokenizer, "last_assistant_message").masked(ROW["messages"])
+
+
+def test_templates_of_a_tokenizer_of_which_none_is_the_default_are_named_in_a_line(tokenizer):
+    tokenizer.chat_template = {"rag": "R", "plain": "P"}
+    said = r"several chat templates, none of them named default: plain, rag \([^\n]*chat_template.source=file[^\n]*$"
+    with pytest.raises(ConfigError, match=said):
+        Chat(tokenizer)
+    with pytest.raises(ConfigError, match=said):
+        Conversations(tokenizer, "last_assistant_message").masked(ROW["messages"])
+
+
+def test_a_template_for_tools_alone_renders_chats_with_tools_as_in_transformers(tokenizer):
+    tokenizer.chat_template = {"tool_use": tokenizer.chat_template}
+    chat, given = Chat(tokenizer), {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    theirs = tokenizer.apply_chat_template(ROW["messages"], add_generation_prompt=True, return_dict=False, **given)
+    assert chat.render(ROW["messages"], **given) == theirs
+    assert tokenizer.decode(chat.end_of_turn) == "<|im_end|>"
+    with pytest.raises(TemplateError, match="none of them named default: tool_use"):
+        chat.render(ROW["messages"])
 
 
 def test_a_misspelt_template_has_the_nearest_name():

@@ -14,18 +14,11 @@ from typing import Any
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
 from skyrl.train.data.chats import REASONING, REASONING_NAMES
+from skyrl.utils.chat_template import TOOL
 
 MARKER = "THE-VALUE-7d20e5"
 ARGUMENTS = {"a": MARKER}
 ARGUMENTS_TEXT = json.dumps(ARGUMENTS)
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "f",
-        "description": "f",
-        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}},
-    },
-}
 
 
 class TemplateForm:

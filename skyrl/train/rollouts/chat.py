@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
 from skyrl.train.rollouts.templates import template_error
-from skyrl.utils.chat_template import MARKER, SHORT
+from skyrl.utils.chat_template import MARKER, SHORT, TOOL
 
 LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
 """A longer chat than `SHORT`. The text after the marker must be equal in both."""
@@ -88,7 +88,7 @@ class Chat:
         if not isinstance(tokenizer.eos_token_id, int):
             raise ConfigError("the tokenizer has no eos_token, so that no turn can end; set eos_token in its folder")
         try:
-            after_answer = self._after_marker(SHORT, answering=False)
+            after_answer = self._after_marker(SHORT, self._required_tools(), answering=False)
         except TemplateError as error:
             way_out = (
                 "set generator.chat_template, or use a tokenizer that has a template"
@@ -151,6 +151,14 @@ class Chat:
         """Return the text of a response, without the token that ends its turn. Other special tokens are part of it."""
         ids = np.asarray(response[:-1] if self.ended(response) else response, np.int64)  # of a list, each item is read
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _required_tools(self) -> list[Any] | None:
+        """Return a tool if the tokenizer has no template for chats without tools, because it may have one for tools."""
+        try:
+            self._tokenizer.get_chat_template(self._template)
+        except ValueError:
+            return [TOOL]
+        return None
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, answering: bool = True) -> str:
         options = {"add_generation_prompt": answering} | ({"tools": list(tools)} if tools else {})

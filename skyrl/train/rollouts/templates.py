@@ -1,5 +1,6 @@
 """Loading of chat templates (the tokenizer's, a file, or a name in the folder `templates/`), and error messages."""
 
+import re
 import traceback
 from pathlib import Path
 
@@ -14,6 +15,8 @@ LARGEST = 2**20
 """Maximum size of a template file, in bytes."""
 UNSET = "tokenizer.chat_template is not set"
 """Part of the error of transformers for a tokenizer without a template."""
+UNNAMED = "multiple chat templates with no default specified"
+"""Part of its error for a tokenizer whose templates have names other than default. The names follow, in quotes."""
 
 
 class ChatTemplate(str):
@@ -39,6 +42,12 @@ def template_error(error: Exception, template: str | None) -> str:
     """
     if template is None and UNSET in str(error):
         return "the tokenizer has no chat template"
+    if template is None and UNNAMED in str(error):
+        names = re.findall(r"'([^']+)'", str(error).partition(UNNAMED)[2])
+        return (
+            f"the tokenizer has several chat templates, none of them named default: {', '.join(names)} (to choose one, "
+            "save it as a file, and set chat_template.source=file and chat_template.name_or_path)"
+        )
     origin = "the tokenizer's template" if template is None else getattr(template, "origin", "the template")
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
     lines += [error.lineno] if isinstance(error, TemplateSyntaxError) else []
