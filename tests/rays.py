@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from skyrl.utils.files.private import private_files
+from skyrl.utils.private import private_files
 
 CPUS = 8
 """Of each node, whatever the machine has."""

@@ -28,7 +28,7 @@ from skyrl.tinker.database.database import sqlite_file
 from skyrl.tinker.database.read_only import ReadOnlyDatabase
 from skyrl.utils import console
 from skyrl.utils.files.object_store import is_url
-from skyrl.utils.files.private import private_files
+from skyrl.utils.private import private_files
 
 CHECKPOINTS, DATABASE, DUMP = "checkpoints", "tinker.db", "tinker.dump"
 """Names in the backup's folder. The database is an SQLite file, or a dump for pg_restore."""

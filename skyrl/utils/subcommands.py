@@ -9,7 +9,7 @@ from functools import partial
 
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.console import say, say_error
-from skyrl.utils.files.private import umask_of_commands
+from skyrl.utils.private import umask_of_commands
 from skyrl.utils.stop_signals import Stopped, ending_on_signals
 
 Command = Callable[[Sequence[str]], int]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl.errors import RequestError
-from skyrl.utils.files.private import private_folder
+from skyrl.utils.private import private_folder
 from tests.users import NOBODY, needs_root
 
 

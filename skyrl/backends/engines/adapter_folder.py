@@ -32,7 +32,7 @@ from skyrl.utils.files.atomic_folders import (
     write_folder,
 )
 from skyrl.utils.files.paths import data_folder
-from skyrl.utils.files.private import private_folder
+from skyrl.utils.private import private_folder
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyrl.tinker.identity.ids import KEY_PREFIX, is_key_name, tenant_of_key
-from skyrl.utils.files.private import is_open_to_others
+from skyrl.utils.private import is_open_to_others
 
 SDK_PREFIX = "tml-"
 """Prefix of the keys that the SDK sends. It refuses all others, except tokens, which expire."""

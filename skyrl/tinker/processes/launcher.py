@@ -23,7 +23,7 @@ from contextlib import suppress
 
 from skyrl.utils.backoff import pause_s
 from skyrl.utils.console import say_error
-from skyrl.utils.files.private import PRIVATE
+from skyrl.utils.private import PRIVATE
 
 HELLO, READY, ENDS = b"h", b"r", b"e"
 """Messages of the API process. HELLO: it accepts orders (the message carries the listening socket if the process has

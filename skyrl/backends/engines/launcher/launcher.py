@@ -29,7 +29,7 @@ from skyrl.backends.engines.launcher.vllm import devices_of
 from skyrl.backends.engines.protocol import OwnAddress
 from skyrl.utils.backoff import pause_s
 from skyrl.utils.files.atomic_folders import replace_file
-from skyrl.utils.files.private import private_folder
+from skyrl.utils.private import private_folder
 from skyrl.utils.process_identity import ProcessIdentity, end_group
 
 log = logging.getLogger(__name__)

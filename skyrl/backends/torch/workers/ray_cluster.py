@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.errors import RequestError
-from skyrl.utils.files.private import is_open_to_others, private_files
 from skyrl.utils.locks.scratch import ScratchFolder
+from skyrl.utils.private import is_open_to_others, private_files
 
 PATIENCE = "SKYRL_RAY_PG_TIMEOUT_IN_S"
 PATIENCE_S = 180.0
