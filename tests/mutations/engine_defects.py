@@ -254,8 +254,8 @@ ENGINE_DEFECTS = [
         [
             Edit(
                 ENGINES + "launcher/launcher.py",
-                "        engine.port = _free_port()\n",
-                "        engine.port = engine.port or _free_port()\n",
+                "engine.port, engine.key = _free_port(), ",
+                "engine.port, engine.key = engine.port or _free_port(), ",
             )
         ],
         [

@@ -3,6 +3,7 @@
 from defects import Defect, Edit
 
 CONFIG = "skyrl/tinker/config.py"
+KEY_FILE = "skyrl/tinker/identity/key_file.py"
 HEARTBEAT = "skyrl/tinker/processes/heartbeat.py"
 SUPERVISOR = "skyrl/tinker/processes/engine_supervisor.py"
 TROUBLE = "tests/tinker/test_trouble_below.py::"
@@ -135,8 +136,44 @@ TROUBLE_DEFECTS = [
     Defect(
         "doors-2",
         "keys that others can change are taken",
-        [Edit(CONFIG, "stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH", "stat.S_IROTH")],
+        [Edit("skyrl/utils/private.py", "stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH", "stat.S_IROTH")],
         [CONFIG_TESTS + "test_a_file_of_keys_that_is_none_or_that_others_can_read_is_refused"],
+    ),
+    Defect(
+        "names-1",
+        "a key that the SDK refuses is taken",
+        [Edit(KEY_FILE, "if not key.startswith(SDK_PREFIX):", "if False:")],
+        ["tests/tinker/test_key_file.py::test_keys_that_the_sdk_refuses_are_refused"],
+    ),
+    Defect(
+        "names-2",
+        "a new name makes a new tenant",
+        [Edit(KEY_FILE, "older or tenant_of_key(key.encode())", "older or tenant_of_key((name or key).encode())")],
+        ["tests/tinker/test_display_names.py::test_a_change_of_the_name_changes_no_owner"],
+    ),
+    Defect(
+        "names-3",
+        "the access log has the id of a tenant with a name",
+        [
+            Edit(
+                "skyrl/tinker/http/routes/dependencies.py",
+                "request.scope[TENANT] = caller.display_name",
+                "request.scope[TENANT] = caller.name",
+            )
+        ],
+        ["tests/tinker/test_display_names.py::test_a_line_of_the_access_log_has_the_name"],
+    ),
+    Defect(
+        "usage-1",
+        "usage of all tenants is of the first day of a window only",
+        [
+            Edit(
+                "skyrl/tinker/database/ledger/tenant_usage.py",
+                "query.group_by(*groups, *periods)",
+                "query.group_by(*groups)",
+            )
+        ],
+        ["tests/tinker/test_tenant_usage.py::test_periods_are_days_or_hours_in_utc"],
     ),
     Defect(
         "doors-3",

@@ -31,9 +31,10 @@ def server(tmp_path_factory) -> Iterator[LocalServer]:
 
 
 def test_each_key_of_the_page_is_a_tenant(server):
-    keys = (server.folder / "keys").read_text().split()
-    names = {tinker.RestClient(base_url=server.url, api_key=key).whoami().result().user_urn for key in keys}
-    assert len(names) == 2
+    lines = [line.split() for line in (server.folder / "keys").read_text().splitlines()]
+    seen = [tinker.RestClient(base_url=server.url, api_key=key).whoami().result() for _, key in lines]
+    assert [one.email for one in seen] == ["alice@localhost", "bob@localhost"]
+    assert len({one.user_urn for one in seen}) == 2
 
 
 @pytest.mark.parametrize("line", WATCH.splitlines())
