@@ -255,6 +255,10 @@ def test_what_was_used_and_done_is_told_after_a_restart(url, tmp_path):
         assert [(entry["event"], entry["tinker_path"]) for entry in entries] == [("checkpoint_create", path)]
         (stored,) = server.http.get("/billing/usage/checkpoints/current").json()["data"]
         assert stored["checkpoint_count"] == 1 and stored["size_bytes"] > 0
+        for per in ("total", "day"):
+            rows = server.http.get(f"{server.url}/operator/usage", params={"per": per}).json()["data"]
+            assert sum(row["trained_tokens"] for row in rows) == 2 * len(TOKENS)
+            assert sum(row["checkpoints_created"] for row in rows) == 1
 
 
 def test_a_backup_is_restored_into_another_database_beside_a_moved_folder(url, cluster, tmp_path):

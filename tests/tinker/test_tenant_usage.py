@@ -160,10 +160,9 @@ def server(tmp_path_factory) -> Iterator[LiveServer]:
         for key, lengths in ((ALICE, [5, 6]), (BOB, [7])):
             server.http.headers["X-API-Key"] = key
             for length in lengths:
-                model = server.model()
-                following = server.train(model, 1, list(range(1, length + 1)))
+                server.train(server.model(), 1, list(range(1, length + 1)))
             server.sample(server.sampler(server.session(), 0, base_model=BASE_MODEL), 0, num_samples=2)
-        server.result(save(server, model, following, "kept"))
+        server.result(save(server, server.model(), 1, "kept"))
     with LiveServer(folder, **options) as server:
         wait_until_ready(server)
         yield server
