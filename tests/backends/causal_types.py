@@ -1,39 +1,71 @@
 """Every causal architecture of transformers, as a small random model, on the torch backend.
 
-`python tests/backends/causal_types.py` computes all of them and writes the table of docs/torch.md.
+`python -m tests.backends.causal_types` computes all of them and writes the table of docs/torch.md. Each type has a
+process of its own, with limits of memory and time, so that no type ends or delays the others.
 """
 
 import logging
+import multiprocessing
 import re
+import resource
+import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-import oracle
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.page_table import PAGE_SIZE
 from skyrl.backends.torch.base_model.attention import Packed
-from skyrl.backends.torch.base_model.loading import LoadOptions, decoder_layers, skeleton
-from skyrl.backends.torch.base_model.model import LoadedModel, Weights
+from skyrl.backends.torch.base_model.loading import LoadOptions, decoder_layers, lacks_memory, one_line, skeleton
+from skyrl.backends.torch.base_model.model import LoadedModel, Weights, abilities_of_copy
 from skyrl.backends.torch.base_model.small_copy import FEW, MANY, small_copy
 from skyrl.backends.torch.workers.worker import Worker, WorkerOptions
 from skyrl.errors import RequestError
 from skyrl.types import LoraConfig
+from tests import oracle
 
 PAGE = Path(__file__).parents[2] / "docs" / "torch.md"
 BEGIN, END = "<!-- causal types -->\n", "<!-- end of causal types -->"
 CPU = torch.device("cpu")
 LENGTHS = (40, 23)
 RIGHT = ("packed and sampled", "packed, not sampled", "one by one, sampled", "one by one, not sampled")
-SMALL, REFUSED, WRONG, FAILED = "no small model here", "refused", "wrong", "error"
+REFUSED, LACKING, WRONG, FAILED = "refused", "too large for the table", "wrong", "error"
+MEMORY, SECONDS = 2**33, 300
+"""Limits of a type, in bytes, and in seconds of a processor."""
+SHARED = re.compile("shared_experts$")
+QWEN4 = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {"attn_config": {"rope_theta": 5e5, "kv_n_heads": 8, "clip_qkv": 8}},
+    "gemma4_assistant": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
+    "qwen4_exp_text": QWEN4,
+    "qwen4_exp": {"text_config": QWEN4},
+    "xmod": {"default_language": "en_XX"},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+}
+"""Settings that checkpoints have, and that configuration classes have no defaults for."""
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(  # which is imported once for all types
+    ["skyrl.backends.torch.workers.worker", "tests.oracle", "torch._dynamo", "transformers.modeling_utils"]
+)
 
 
 def types() -> list[str]:
@@ -41,34 +73,71 @@ def types() -> list[str]:
     return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
 
 
-def make_small(kind: str, folder: Path) -> bool:
-    """Write a small random model of a type, with all limits short. Returns False if its configuration has other needs.
+def make_small(kind: str, folder: Path) -> None:
+    """Write a small random model of a type, with all limits short.
 
     Raises `RequestError` if the backend refuses the type by its default configuration.
     """
-    config = CONFIG_MAPPING[kind]()
-    for name, value in config.to_dict().items():
-        if value is None and any(pattern.search(name) for pattern in (MANY, FEW)):
-            setattr(config, name, 1 if name == "n_group" else 2)  # every checkpoint has a value, and the type has none
+    config = CONFIG_MAPPING[kind](**SETTINGS.get(kind, {}))
+    for name in (name for name, value in config.to_dict().items() if value is None):  # but every checkpoint has one
+        if name in ("n_group", "topk_group"):
+            setattr(config, name, 1)
+        elif any(pattern.search(name) for pattern in (MANY, FEW, SHARED)):
+            setattr(config, name, 2)
+        elif name == "head_dim":
+            config.head_dim = config.hidden_size // config.num_attention_heads
+        elif name == "num_key_value_heads":
+            config.num_key_value_heads = config.num_attention_heads
+    if getattr(config, "is_decoder", None) is False:
+        config.is_decoder = True  # without it, all tokens see each other
     config.save_pretrained(folder)
     whole = skeleton(folder, CPU, LoadOptions())
     model = small_copy(whole, decoder_layers(whole))
     if model is None:
-        return False
+        abilities_of_copy(whole, folder)  # which refuses it
     model.save_pretrained(folder)
-    return True
 
 
 def outcome(kind: str) -> tuple[str, str]:
-    """Treatment of a type by the backend, and the reason."""
+    """Treatment of a type by the backend, and the reason, in a process of its own."""
+    ours, theirs = PROCESSES.Pipe(duplex=False)
+    child = PROCESSES.Process(target=_send_outcome, args=(kind, theirs))
+    child.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        child.join()
+        if child.exitcode == -signal.SIGXCPU:
+            return LACKING, f"more than {SECONDS} seconds"
+        if child.exitcode == -signal.SIGKILL:  # by the system
+            return LACKING, f"more than {MEMORY >> 30} GiB"
+        return FAILED, f"its process ended with status {child.exitcode}"
+    finally:
+        child.join()
+
+
+def _send_outcome(kind: str, answers: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, resource.RLIM_INFINITY))
+    transformers.logging.set_verbosity_error()
+    logging.disable()
+    torch.set_num_threads(1)
+    answers.send(_outcome(kind))
+
+
+def _outcome(kind: str) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            return _computed(folder) if make_small(kind, folder) else (SMALL, "")
-        except RequestError as error:
-            return REFUSED, _line(error).replace(f"base_model={folder}: ", "")
-        except Exception as error:  # a defect, whatever it is
-            return FAILED, f"{type(error).__name__}: {_line(error)}"
+            make_small(kind, folder)
+            return _computed(folder)
+        except Exception as error:
+            if lacks_memory(error):
+                return LACKING, f"more than {MEMORY >> 30} GiB"
+            if isinstance(error, RequestError):
+                return REFUSED, one_line(error).replace(f"base_model={folder}: ", "")
+            return FAILED, f"{type(error).__name__}: {one_line(error)}"  # a defect
 
 
 def _computed(folder: Path) -> tuple[str, str]:
@@ -83,43 +152,72 @@ def _computed(folder: Path) -> tuple[str, str]:
     theirs.config.use_cache = False
     rng = torch.Generator().manual_seed(0)
     adapter = {}
+    shared = Counter(id(x) for _, x in theirs.named_parameters(remove_duplicate=False))
     for target in model.targets:
-        if theirs.get_submodule(target.module) is theirs.get_output_embeddings():
-            continue  # may be tied
+        if shared[id(theirs.get_submodule(target.module).weight)] > 1:
+            continue  # the merged weight would be that of other modules, too
         a, b = (torch.randn(n, generator=rng) for n in ((target.in_features, 2), (2, target.out_features)))
         adapter |= {f"{target.module}.lora_A": a / 30, f"{target.module}.lora_B": b / 30}
         with torch.no_grad():
             weight = theirs.get_submodule(target.module).weight
             weight.add_((a @ b).T / 900)
-    first = model.targets[0].module
-    matrices = [one.get_submodule(first).weight.requires_grad_() for one in (model.hf, theirs)]
+    matrices = [
+        [one.get_submodule(target.module).weight.requires_grad_() for one in (model.hf, theirs)]
+        for target in model.targets
+    ]
     rows = [np.random.default_rng(n).integers(0, model.vocab_size - 1, n).tolist() for n in LENGTHS]
-    wanted = [oracle.logits(theirs, row) for row in rows]
-    (wanted[0].square().mean() + wanted[1].square().mean()).backward()
-    scale = max(float(x.detach().abs().max()) for x in wanted)
-    wrong = []
+    of_theirs = [theirs for _, theirs in matrices]
+    wanted, gradients = _reference(theirs, rows, of_theirs)
     with model.using(Weights(Kind(LoraConfig(rank=2, alpha=2)), adapter)):
         results = {"alone": []}
         for row in rows:
             (found,) = _logits(model, [row])
-            found.square().mean().backward()  # before the next pass, as in training
+            _loss([found]).backward()  # before the next pass, as in training
             results["alone"].append(found.detach())
         if model.packs:
-            matrices[0].grad = None
+            for ours, _ in matrices:
+                ours.grad = None
             results["packed"] = _logits(model, rows)
-            sum(x.square().mean() for x in results["packed"]).backward()
+            _loss(results["packed"]).backward()
     if model.cache_shapes:
         results["sampled"] = [_sampled(worker, adapter, row) for row in rows]
-    for how, found in results.items():
-        apart = max(float((x - y).detach().abs().max()) for x, y in zip(found, wanted, strict=True))
-        if not apart <= 1e-4 * max(scale, 1):
-            wrong.append(f"{how} {apart:.1g} of {scale:.1g}")
-    ours, other = (matrix.grad for matrix in matrices)
-    if float((ours - other).abs().max()) > 1e-3 * float(other.abs().max()):
-        wrong.append("gradients")
-    if wrong:
+    results["gradients"] = [_gradient(ours) for ours, _ in matrices]
+    apart = {how: _apart(found, gradients if how == "gradients" else wanted) for how, found in results.items()}
+    limits = {how: 1e-3 * _size(gradients) if how == "gradients" else 1e-4 * max(_size(wanted), 1) for how in results}
+    if any(not apart[how] <= limits[how] for how in results):  # of many layers, transformers itself has larger errors
+        exact = _reference(theirs.double(), rows, of_theirs)
+        rounding = [4 * _apart(x, y) for x, y in zip(exact, (wanted, gradients), strict=True)]
+        limits = {how: max(limits[how], rounding[how == "gradients"]) for how in results}
+    if wrong := [f"{how} {apart[how]:.1g}, not {limits[how]:.1g}" for how in results if not apart[how] <= limits[how]]:
         return WRONG, ", ".join(wrong)
     return RIGHT[2 * (not model.packs) + (not model.cache_shapes)], ""
+
+
+def _reference(theirs: Any, rows: list[list[int]], weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+    """Logits of transformers, and gradients of some weights."""
+    for weight in weights:
+        weight.grad = None
+    found = [oracle.logits(theirs, row) for row in rows]
+    _loss(found).backward()
+    return [x.detach() for x in found], [_gradient(weight).clone() for weight in weights]
+
+
+def _loss(logits: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([x.square().mean() for x in logits]).sum()
+
+
+def _gradient(weight: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad
+
+
+def _apart(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """Largest difference."""
+    return max(float((x - y).detach().abs().max()) for x, y in zip(found, wanted, strict=True))
+
+
+def _size(tensors: list[torch.Tensor]) -> float:
+    """Largest value."""
+    return max(float(x.abs().max()) for x in tensors)
 
 
 def _logits(model: LoadedModel, rows: list[list[int]]) -> list[torch.Tensor]:
@@ -145,17 +243,13 @@ def _sampled(worker: Worker, adapter: dict[str, torch.Tensor], row: list[int]) -
     return torch.cat(parts)
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 def table(outcomes: dict[str, tuple[str, str]]) -> str:
     """Section of the page."""
     groups = defaultdict(list)
     for kind, (result, reason) in outcomes.items():
         shown = reason.replace(kind, "...").replace("|", "/")[:160]
         groups[result, "" if result in RIGHT else re.sub(r"; use another model.*", "", shown)].append(f"`{kind}`")
-    order = (*RIGHT, REFUSED, SMALL, WRONG, FAILED)
+    order = (*RIGHT, REFUSED, LACKING, WRONG, FAILED)
     lines = [
         f"{len(outcomes)} of the {len(types())} causal model types of transformers {transformers.__version__}:\n",
         "| result | types |",
@@ -176,9 +270,6 @@ def shown() -> dict[str, str]:
 
 def main() -> None:
     """Compute all types, or those named, and write the table if all were computed."""
-    transformers.logging.set_verbosity_error()
-    logging.disable()
-    torch.set_num_threads(1)
     outcomes = {}
     for kind in sys.argv[1:] or types():
         start = time.monotonic()

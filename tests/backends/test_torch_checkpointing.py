@@ -4,11 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch_models import make_model
 
 from driver import create, forward_backward, random_datum
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+from skyrl.backends.torch.base_model.attention import Packed
+from skyrl.backends.torch.base_model.loading import LoadOptions
+from skyrl.backends.torch.base_model.model import LoadedModel
 
+CPU = torch.device("cpu")
 DATA = [random_datum(31)]
 
 
@@ -19,6 +24,16 @@ def logprobs(folder: Path, again: bool, calls: int = 1) -> list[np.ndarray]:
     outputs = [forward_backward(backend, DATA) for _ in range(calls)]
     backend.close()
     return [output.loss_fn_outputs[0]["logprobs"] for output in outputs]
+
+
+def test_a_pass_that_begins_before_the_backward_pass_of_another_is_an_error(tmp_path):
+    """Layers that are computed again would see its sequences."""
+    model = LoadedModel(make_model(tmp_path, "llama"), CPU, LoadOptions(gradient_checkpointing=True))
+    model.hf.requires_grad_()
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    first, _ = (model.hidden(tokens, torch.arange(4)[None], Packed([n, 4 - n])) for n in (4, 1))
+    with pytest.raises(AssertionError, match="a pass began before the backward pass of the last one had ended"):
+        first.sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from skyrl.backends.torch.base_model.model import LoadedModel
 
 FACTORS = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0, 20.0]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **FACTORS}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
@@ -85,6 +86,16 @@ def test_short_factors_are_for_a_server_of_short_sequences(tmp_path, kind):
     (found,) = logits(loaded(folder, max_context_length=32), ROWS[1])
     np.testing.assert_allclose(found, of_transformers(folder, ROWS[1]), rtol=0, atol=1e-4)
     assert np.abs(found - of_transformers(folder, ROWS[1], 50)).max() > 0.1
+
+
+def test_dynamic_angles_are_those_of_the_longest_sequence(tmp_path):
+    folder = save(
+        tmp_path, transformers.LlamaConfig(**{**GROUPED, "max_position_embeddings": 32}, rope_parameters=DYNAMIC)
+    )
+    model, wanted = loaded(folder, 74), [of_transformers(folder, row, 74 - len(row)) for row in ROWS]
+    for found, theirs in zip([logits(model, row)[0] for row in ROWS] + logits(model, *ROWS), wanted * 2, strict=True):
+        np.testing.assert_allclose(found, theirs, rtol=0, atol=1e-4)
+    assert np.abs(wanted[1] - of_transformers(folder, ROWS[1])).max() > 0.01
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen2_moe", "phi3"])

@@ -65,6 +65,25 @@ def test_layers_have_no_memory_before_they_are_filled(tmp_path):
     assert [x.device.type for x in large] == ["cpu"] * 7 + ["meta"] * 7
 
 
+def test_weights_that_a_class_creates_with_values_have_no_memory_either(tmp_path):
+    transformers.Llama4TextConfig(
+        hidden_size=1024, intermediate_size=1024, num_hidden_layers=1, num_local_experts=2
+    ).save_pretrained(tmp_path)
+    large = [x for x in skeleton(tmp_path, CPU, LoadOptions()).parameters() if x.dim() > 1]
+    assert {x.device.type for x in large} == {"meta"}
+
+
+def test_large_buffers_of_a_skeleton_have_their_values(tmp_path):
+    config = transformers.GPTNeoConfig(
+        hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]
+    )
+    config.save_pretrained(tmp_path)
+    wanted = dict(transformers.AutoModelForCausalLM.from_config(config).named_buffers())
+    found = dict(skeleton(tmp_path, CPU, LoadOptions()).named_buffers())
+    assert max(x.numel() for x in wanted.values()) == config.max_position_embeddings**2
+    assert found.keys() == wanted.keys() and all(torch.equal(x, wanted[name]) for name, x in found.items())
+
+
 def test_tied_weights_are_filled_as_one(tmp_path):
     model, fill = load_by_layers(make_model(tmp_path, "llama"), CPU, LoadOptions())
     fill(model)
@@ -158,11 +177,42 @@ def test_a_load_takes_the_memory_of_the_model_and_of_one_tensor(tmp_path, dtype)
     assert grown < model + largest + in_file + ROOM
 
 
+def test_a_file_whose_memory_is_that_of_weights_is_mapped_once(tmp_path):
+    model = load_onto(CPU, make_model(tmp_path, "llama"), CPU, LoadOptions())
+    assert len(list(model.parameters())) > 10
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert len([line for line in maps if line.endswith(str(tmp_path / "model.safetensors"))]) == 1
+
+
 def test_a_file_that_is_cut_off_is_refused_by_its_name(tmp_path):
     file = make_model(tmp_path, "llama") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(RequestError, match=r"model\.safetensors cannot be read"):
         load_onto(CPU, tmp_path, CPU, LoadOptions())
+
+
+TOO_LARGE = {"vocab_size": 2**26, "hidden_size": 2**20}
+"""Sizes of an embedding that no machine has memory for."""
+
+
+def test_a_model_that_is_too_large_for_memory_is_refused_with_this_reason(tmp_path):
+    transformers.LlamaConfig(**TOO_LARGE, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(RequestError, match=r"there is not enough memory to load and check it \(.* allocate \d+ bytes"):
+        load(tmp_path, CPU, LoadOptions(random_weights=True))
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 27, 44], ids=["small copy", "the model", "short row", "long row"])
+def test_a_lack_of_memory_in_a_models_check_is_no_defect_of_the_model(tmp_path, monkeypatch, tokens):
+    mlp = transformers.models.llama.modeling_llama.LlamaMLP
+    forward = mlp.forward
+
+    def greedy(self, x):
+        return forward(self, x) if x.shape[1] != tokens else torch.empty(2**46)
+
+    folder = make_model(tmp_path, "llama")
+    monkeypatch.setattr(mlp, "forward", greedy)
+    with pytest.raises(RequestError, match="there is not enough memory to load and check it"):
+        LoadedModel(folder, CPU, LoadOptions())
 
 
 # Models that have been published, by the sizes of their config.json

@@ -17,7 +17,7 @@ from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.operations import ForwardBackward, Publish
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.base_model.base_weights import ShardOptions
-from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
+from skyrl.backends.torch.base_model.loading import LoadOptions, decoder_layers, skeleton
 from skyrl.backends.torch.base_model.memory import IN_A_STEP, MemoryOptions, RankDevice, decided
 from skyrl.backends.torch.opening import engine_share
 from skyrl.errors import RequestError
@@ -134,6 +134,26 @@ def test_layers_are_computed_again_only_where_memory_asks_for_it(model_8b):
     assert not plan_for(model_8b, 400).gradient_checkpointing
     assert not plan_for(model_8b, 400, asked=False).gradient_checkpointing
     assert plan_for(model_8b, 400, asked=True).gradient_checkpointing
+
+
+@pytest.fixture
+def model_without_layers(tmp_path):
+    """A model of 28 layers of two blocks each, which has no list of as many layers as its configuration says."""
+    transformers.LongcatFlashConfig(n_routed_experts=4, zero_expert_num=0).save_pretrained(tmp_path)
+    model = skeleton(tmp_path, CPU, LoadOptions(dtype="bfloat16")).to("meta")
+    assert not decoder_layers(model)
+    return model
+
+
+def test_no_layers_are_computed_again_and_none_are_shared_where_there_is_no_list_of_them(model_without_layers):
+    needed = plan_for(model_without_layers, 1000).plan
+    least = (needed.base + needed.cache + needed.call + needed.model) / GIB
+    found = plan_for(model_without_layers, 1.2 * least, 4)
+    assert (found.gradient_checkpointing, found.fsdp_size) == (False, 1)
+    with pytest.raises(RequestError) as refused:
+        plan_for(model_without_layers, 0.9 * least, 4)
+    assert "does not fit into memory" in str(refused.value)
+    assert "gradient_checkpointing" not in str(refused.value)
 
 
 def test_a_sequence_that_would_not_fit_is_said(model_8b):

@@ -98,3 +98,10 @@ def test_a_multimodal_model_without_a_text_model_is_refused_by_its_name(tmp_path
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_vl"}))
     with pytest.raises(RequestError, match=r"qwen2_vl is multimodal, .* of its text part, qwen2_vl_text; use a text"):
         load(tmp_path, CPU, LoadOptions())
+
+
+def test_a_model_of_several_text_parts_is_refused_by_its_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "musicgen"}))
+    why = r"musicgen is multimodal, and has no single text part \(.*; use a text model"
+    with pytest.raises(RequestError, match=why):
+        load(tmp_path, CPU, LoadOptions())

@@ -23,6 +23,8 @@ class Forward:
         self.head: nn.Module = hf.get_output_embeddings()
         self.dtype: torch.dtype = self.head.weight.dtype  # pyright: ignore[reportAttributeAccessIssue]
         """Dtype of the base model's computations."""
+        self.vocab_size = min(int(self.config.vocab_size), len(self.head.weight))  # pyright: ignore
+        """Number of tokens that the model has logits of."""
         inputs = hf.get_input_embeddings()
         parts = (child for child in hf.children() if any(module is inputs for module in child.modules()))
         self._body: Any = next(parts, hf) if hf.base_model is hf else hf.base_model  # Llama 4 has a wrong prefix

@@ -27,6 +27,12 @@ log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 """Settings of config.json that must be at least 1."""
+FILLED = frozenset({torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+"""Functions that classes of models create weights with, beside `torch.empty`."""
+LARGE = 2**20
+"""Minimum values of their tensors that get no memory in a skeleton."""
+NO_MEMORY = ("DefaultCPUAllocator: ", "Cannot allocate memory")
+"""Parts of messages of errors that are raised for a lack of memory."""
 NAMED = 3
 """Maximum tensors that an error names."""
 
@@ -127,10 +133,14 @@ def skeleton(folder: Path, device: torch.device, options: LoadOptions) -> Any:
 
     config, dtype = _settings(folder, device, options)
     try:
-        with Unfilled():
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = unfilled(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
     except Exception as error:  # of any type, as each class has checks of its own
         raise _cannot_load(folder, error) from error
+    if not isinstance(getattr(config, "hidden_size", None), int):
+        raise RequestError(
+            f"base_model={folder}: the configuration of {config.model_type} has no hidden_size, as its layers have no "
+            "common width; use another model"
+        )
     if model.get_output_embeddings() is None:
         raise RequestError(f"base_model={folder} has no vocabulary projection, so it is no causal language model")
     _check_linear(model, folder)
@@ -184,6 +194,8 @@ class WeightFiles:
         stored = weight_files(folder)
         self._places = {name: (folder / stored[own], own) for name, own in text_names(stored).items()}
         """File of each tensor, and the tensor's name in that file."""
+        self._open: dict[Path, Any] = {}
+        """Files whose memory is that of loaded tensors. Others are closed, as an open file stays in memory."""
         self._names: dict[int, str] = {}
         self._copies: list[tuple[str, str, str]] = []
         """(name, second name, dtype) of each tied parameter that is stored twice."""
@@ -232,14 +244,17 @@ class WeightFiles:
 
     def _read(self, name: str, like: Tensor) -> Tensor:
         path, stored = self._places[name]
-        with safe_open(path, "pt") as file:  # an open file stays in memory
-            values = file.get_tensor(stored)
+        file = self._open.get(path) or safe_open(path, "pt")
+        values = file.get_tensor(stored)
         if values.shape != like.shape:
             raise RequestError(
                 f"base_model: {name} has shape {tuple(values.shape)} in its files and {tuple(like.shape)} by its "
                 "config.json; use files that belong together"
             )
-        return values.to(self._device, like.dtype)  # shares the file's memory if nothing has to be converted
+        read = values.to(self._device, like.dtype)
+        if read is values:  # it keeps the whole file mapped, which others then can share
+            self._open[path] = file
+        return read
 
 
 def _text_part(config: Any, folder: Path) -> Any:
@@ -249,7 +264,13 @@ def _text_part(config: Any, folder: Path) -> Any:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError as error:  # of several text parts
+        raise RequestError(
+            f"base_model={folder}: {config.model_type} is multimodal, and has no single text part ({one_line(error)}); "
+            "use a text model"
+        ) from error
     if text is config:
         return config
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -308,21 +329,76 @@ def _implementations(config: Mapping[str, Any], field: str = "") -> Iterator[tup
             yield chosen, value
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Return True if the system or the device had no memory left when this error was raised."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if any(said in str(error) for said in NO_MEMORY):
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and lacks_memory(before)
+
+
+def check_memory(folder: Path, error: BaseException) -> None:
+    """Raise `RequestError` if an error in loading or checking a model comes from a lack of memory."""
+    if lacks_memory(error):
+        raise RequestError(
+            f"base_model={folder}: there is not enough memory to load and check it ({one_line(error)}); use a machine "
+            "with more memory, fewer other processes, or a smaller model"
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """Message of an error, or the name of its class."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def _cannot_load(folder: Path, error: Exception) -> RequestError:
-    """Error for a model that transformers rejects, in one line."""
-    reason = " ".join(str(error.__cause__ or error).split())
+    """Error for a model that transformers rejects, in one line. Raises `RequestError` if memory is lacking."""
+    check_memory(folder, error)
     return RequestError(
-        f"base_model={folder}: transformers cannot load it ({reason}); fetch its files again, or use another model"
+        f"base_model={folder}: transformers cannot load it ({one_line(error.__cause__ or error)}); fetch its files "
+        "again, or use another model"
     )
 
 
-class Unfilled(TorchFunctionMode):
-    """Mode in which `torch.empty` allocates on the meta device. Computed tensors are unaffected."""
+def unfilled(create: Callable[[], Any]) -> Any:
+    """Create a model with its large weights on the meta device. Its buffers have memory and values."""
+    try:
+        with _Unfilled(FILLED):
+            model = create()
+        if not any(x.is_meta for module in model.modules() for x in _not_parameters(module)):
+            return model
+    except Exception:  # of any type, from a use of values that are not there
+        pass
+    with _Unfilled():
+        return create()
+
+
+def _not_parameters(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors of a module itself that are not parameters."""
+    yield from module.buffers(recurse=False)
+    yield from (x for x in vars(module).values() if isinstance(x, Tensor))
+
+
+class _Unfilled(TorchFunctionMode):
+    """Mode in which `torch.empty` allocates on the meta device. Computed tensors are unaffected.
+
+    Args:
+        filled: Other functions, whose large tensors are on the meta device, too. What is computed from these tensors is
+            there as well, or fails.
+    """
+
+    def __init__(self, filled: frozenset[Any] = frozenset()):
+        super().__init__()
+        self._filled = filled
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
+        if func is torch.empty or func in self._filled:
+            without = func(*args, **kwargs | {"device": "meta"})
+            if func is torch.empty or without.numel() >= LARGE:
+                return without
         return func(*args, **kwargs)
 
 

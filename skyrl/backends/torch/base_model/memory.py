@@ -28,7 +28,7 @@ from skyrl.backends.common.memory_plan import (
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.torch.base_model.attention import HELD_BYTES
 from skyrl.backends.torch.base_model.base_weights import ShardOptions
-from skyrl.backends.torch.base_model.loading import Checkpointing, layers_of
+from skyrl.backends.torch.base_model.loading import Checkpointing, decoder_layers, layers_of
 from skyrl.backends.torch.base_model.lora import lora_layout, targets_of, unadapted
 from skyrl.backends.torch.base_model.tensor_ranks import TensorRanks
 from skyrl.errors import RequestError
@@ -47,9 +47,10 @@ IN_A_STEP = NEW_IN_A_STEP + 2
 """Arrays of the size of a model's weights in an optimizer step, including divided gradients and the update."""
 AUTO = 0
 """`fsdp_size` that lets the plan decide."""
-WAYS_OUT = (
-    "a smaller kv_cache_gib, train_tile_tokens or loss_chunk_size, gradient_checkpointing=true, more workers that "
-    "share weights (num_workers with fsdp_size=-1, or tensor_parallel_size)"
+WAYS_OUT = "a smaller kv_cache_gib, train_tile_tokens or loss_chunk_size"
+WAYS_OUT_WITH_LAYERS = (
+    f"{WAYS_OUT}, gradient_checkpointing=true, more workers that share weights (num_workers with fsdp_size=-1, or "
+    "tensor_parallel_size)"
 )
 
 
@@ -219,16 +220,17 @@ def decided(
         room = size_of(plan.usable)
         if plan.shared is not None:
             room += f", of which engines leave {size_of(plan.shared.left)} while they sample"
-        if not fits:
+        if not fits and sizes.has_layers:
             fsdp_size = place.world
             plan, again = sizes.plan(fsdp_size, asked)
+        where = "whole on each worker" if fsdp_size == 1 else "shared by all workers"
         notes.append(
-            f"fsdp_size=0: base weights are {'whole on each worker' if fits else 'shared by all workers'}: a copy each "
+            f"fsdp_size=0: base weights are {where}: a copy each "
             f"takes {needed} with all else, {'within' if fits else 'more than'} the {room}"
         )
     tokens = tile_tokens(options.tile_tokens, place.device.type)
     plan.check_shared()
-    plan.check(WAYS_OUT, f"a training call of {tokens} tokens")
+    plan.check(WAYS_OUT_WITH_LAYERS if sizes.has_layers else WAYS_OUT, f"a training call of {tokens} tokens")
     if asked == "auto" and again:
         notes.append("gradient_checkpointing: layers are computed again, as memory has no room for what they keep")
     if plan.shared is not None and plan.shared.models_leave and plan.left > (host := host_memory() // place.world):
@@ -242,8 +244,8 @@ def decided(
     if longest > tokens and taken - plan.training > plan.left:
         notes.append(
             f"training on a sequence of max_context_length={longest} tokens would take {size_of(taken)}, more than the "
-            f"{size_of(plan.left + plan.training)} that are left; set gradient_checkpointing, or a smaller "
-            "max_context_length"
+            f"{size_of(plan.left + plan.training)} that are left; set "
+            f"{'gradient_checkpointing, or ' if sizes.has_layers else ''}a smaller max_context_length"
         )
     copies = None
     if shards.fsdp_size > 1 and _may_copy(shards, place.world):
@@ -286,6 +288,8 @@ class Sizes:
         self._place, self._shards, self._chunk, self._options = place, shards, chunk, options
         self._model, self._folder = model, folder
         self._tile = tile_tokens(options.tile_tokens, place.device.type)
+        self.has_layers = bool(decoder_layers(model))
+        """True if activations of layers can be recomputed, and their weights shared."""
         head = model.get_output_embeddings()
         name = next(name for name, module in model.named_modules() if module is head)
         targets = targets_of(model, name)
@@ -374,7 +378,7 @@ class Sizes:
         plan = Plan(self._place.total, base, cache, 0, per_rank, self._device, self.decoding(), self._shared(fsdp_size))
         again = asked
         if again == "auto":
-            again = self.training(self._tile, again=False) > max(plan.for_training, 0)
+            again = self.has_layers and self.training(self._tile, again=False) > max(plan.for_training, 0)
         return plan._replace(training=self.training(self._tile, again)), again
 
 

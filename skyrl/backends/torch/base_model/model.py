@@ -7,10 +7,9 @@ model is loaded, by comparison with transformers' own forward pass of the model.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,13 @@ from skyrl.backends.torch.base_model.base_weights import (
 from skyrl.backends.torch.base_model.forward import Forward
 from skyrl.backends.torch.base_model.loading import (
     LoadOptions,
+    check_memory,
     decoder_layers,
     has_nested_names,
     layers_of,
     load_by_layers,
     load_onto,
+    one_line,
 )
 from skyrl.backends.torch.base_model.lora import Hooks, Layout, lora_layout, targets_of, whole_layout
 from skyrl.backends.torch.base_model.memory import made_for
@@ -103,13 +104,17 @@ class LoadedModel(Forward):
         super().__init__(hf, Attention(options.deterministic))
         self.nested_names = has_nested_names(folder)
         names = {id(module): name for name, module in self.hf.named_modules()}
-        self.targets = targets_of(self.hf, names[id(self.head)])
+        abilities = abilities_of_copy(self.hf, folder)
+        self.targets = [
+            target
+            for target in targets_of(self.hf, names[id(self.head)])
+            if target.module.rpartition(".")[2] not in abilities.unadaptable
+        ]
         self.tensor_ranks = tensor_ranks(shards.tensor_parallel_size, world, device)
         """Tensor parallel ranks of this rank."""
         self.hooks = Hooks(self.hf, self.targets, self.tensor_ranks)
         self.hf.requires_grad_(False)
-        own = {name: int(getattr(self.config, name)) for name in ("hidden_size", "vocab_size")}
-        self.hidden_size, self.vocab_size = own["hidden_size"], own["vocab_size"]
+        self.hidden_size = int(self.config.hidden_size)
         self.ranks = sequence_ranks(shards.sequence_parallel_size, world, device)
         """Sequence parallel ranks of this rank."""
         shapes = {name: tuple(x.shape) for name, x in self.hf.named_parameters()}
@@ -122,7 +127,7 @@ class LoadedModel(Forward):
             else Sharded(self.hf, layers_of(self.hf, folder), fill, device, shards, world)
         )
         check = ModelCheck(self, folder, SHORT, self.base.run)
-        abilities = check.check(abilities_of_copy(self.hf, folder))
+        abilities = check.check(abilities)
         self.packs = abilities.packs
         with torch.no_grad():
             if in_parts:
@@ -135,7 +140,21 @@ class LoadedModel(Forward):
         if options.gradient_checkpointing:
             # transformers does it only in training mode, in which layers are dropped and noise is added
             for layer in layers_of(self.hf, folder, "recompute; set gradient_checkpointing to false"):
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                layer.forward = self._recomputed(layer.forward)
+
+    def _recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a layer's forward pass whose activations are computed again in the backward pass."""
+
+        def compute(*args: Any, **options: Any) -> Any:
+            view = self.attention.view
+
+            def same(*args: Any, **options: Any) -> Any:
+                assert self.attention.view is view, "a pass began before the backward pass of the last one had ended"
+                return forward(*args, **options)
+
+            return checkpoint(same, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+        return compute
 
     @property
     def tile_ranks(self) -> int:
@@ -189,7 +208,8 @@ class LoadedModel(Forward):
             agree = check.agree(check.wanted.to(self.device)[:count], self.ranks.gathered(share)[:count])
             why = "" if agree else "its logits change"
         except (RuntimeError, ValueError) as error:
-            why = str(error)
+            check_memory(folder, error)
+            why = one_line(error)
         if self.ranks.size > 1 and not self.packs:
             why = "its tokens see each other outside of attention"
         if why:
@@ -205,7 +225,11 @@ def abilities_of_copy(model: Any, folder: Path) -> Abilities:
 
     Raises `RequestError` for a model that has no small copy, or whose logits differ from those of transformers.
     """
-    small = small_copy(model, decoder_layers(model))
+    try:
+        small = small_copy(model, decoder_layers(model))
+    except Exception as error:
+        check_memory(folder, error)
+        raise
     if small is None:
         raise RequestError(
             f"base_model={folder}: {model.config.model_type} cannot be checked: transformers makes no small model of "
@@ -216,4 +240,4 @@ def abilities_of_copy(model: Any, folder: Path) -> Abilities:
     abilities = check.check(Abilities())
     if abilities.packs and not check.keeps_apart():
         abilities = abilities._replace(packs=False, samples=False)
-    return abilities._replace(samples=abilities.samples and check.samples())
+    return abilities._replace(samples=abilities.samples and check.samples(), unadaptable=check.unadaptable())

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from skyrl.backends.torch.base_model.attention import DecodeBurst, Packed, Paged, PagedCache, PagedParts
 from skyrl.backends.torch.base_model.forward import Forward
+from skyrl.backends.torch.base_model.loading import check_memory, one_line
+from skyrl.backends.torch.base_model.lora import targets_of
 from skyrl.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ class Abilities(NamedTuple):
     """True if a row may hold several sequences, because tokens interact only through attention."""
     samples: bool = True
     """True if the keys and values of our attention are all that a token needs of earlier ones."""
+    unadaptable: frozenset[str] = frozenset()
+    """Names of modules that cannot have adapters, as returned by `ModelCheck.unadaptable`."""
 
 
 class ModelCheck:
@@ -60,7 +64,7 @@ class ModelCheck:
     ):
         self._forward, self._folder, self.lengths, self._run = forward, folder, lengths, run
         self._kind: str = forward.config.model_type
-        device, size = forward.hf.get_input_embeddings().weight.device, int(forward.config.vocab_size)
+        device, size = forward.hf.get_input_embeddings().weight.device, forward.vocab_size
         rng = np.random.default_rng(0)
         self.rows = [torch.tensor(rng.integers(0, size, n), device=device)[None] for n in lengths]
         """Tokens int64 `[1, tokens]` of each sequence."""
@@ -86,7 +90,7 @@ class ModelCheck:
             forward.own_attention = True
             if why := self._why_not("eager"):
                 raise self._not_served(why)
-            return Abilities(own_attention=True, packs=False, samples=False)
+            return abilities._replace(own_attention=True, packs=False, samples=False)
         if abilities.packs and not self._agree(self.logits(self.rows, self.places, self.lengths)):
             log.warning("packing is off for %s: its attention does not keep packed sequences apart", self._kind)
             return abilities._replace(packs=False, samples=False)
@@ -116,15 +120,17 @@ class ModelCheck:
         forward.hf.set_attn_implementation("eager")
         hook = forward.head.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
         try:
-            wanted = torch.cat([forward.hf(input_ids=row, use_cache=False).logits[0].float() for row in self.rows])
+            wanted = [forward.hf(input_ids=row, use_cache=False).logits[0].float() for row in self.rows]
         except UNSUPPORTED as error:
-            raise self._not_served(f"its forward pass fails in transformers ({_line(error)})") from error
+            raise self._not_served(f"its forward pass fails in transformers ({self._reason(error)})") from error
         finally:
             hook.remove()
         own = [forward.logits(x)[0].float() for x in hidden]
-        if not own or not _agree(wanted, torch.cat(own), HEAD_ROUNDING * torch.finfo(forward.dtype).eps):
+        rounding = HEAD_ROUNDING * torch.finfo(forward.dtype).eps
+        alike = [x.shape for x in own] == [x.shape for x in wanted]
+        if not alike or not _agree(torch.cat(wanted), torch.cat(own), rounding):
             raise self._not_served()
-        return wanted
+        return torch.cat(wanted)
 
     def _not_served(self, why: str = "its logits are not what transformers computes") -> RequestError:
         """Error for a model that cannot be computed."""
@@ -133,6 +139,11 @@ class ModelCheck:
             "this architecture"
         )
 
+    def _reason(self, error: Exception) -> str:
+        """Message of an error. Raises `RequestError` if memory is lacking, which is no property of the model."""
+        check_memory(self._folder, error)
+        return one_line(error)
+
     def _why_not(self, attention: str) -> str:
         """Reason why a model cannot use this attention; empty if it can. Leaves the attention selected."""
         try:
@@ -140,7 +151,7 @@ class ModelCheck:
             agree = all(self._agree(self._alone(padding)) for padding in (2, self.lengths[0]))
             return "" if agree else "its logits are not what transformers computes"
         except UNSUPPORTED as error:
-            return _line(error)
+            return self._reason(error)
 
     def keeps_apart(self) -> bool:
         """Return True if no gradient of a sequence depends on another sequence of its row.
@@ -170,6 +181,40 @@ class ModelCheck:
             )
         return own and not first
 
+    def unadaptable(self) -> frozenset[str]:
+        """Names, without their paths, of `nn.Linear` modules that affect the logits in other ways than by x W^T + b.
+
+        Adapters are applied to the outputs of a module. So they have no effect on weights that are read without a call
+        of the module, and a wrong one if a subclass of `nn.Linear` computes something else.
+        """
+        forward = self._forward
+        head = next(name for name, module in forward.hf.named_modules() if module is forward.head)
+        modules: dict[str, Any] = {
+            target.module: forward.hf.get_submodule(target.module) for target in targets_of(forward.hf, head)
+        }
+        linear = dict[nn.Module, bool]()
+
+        def compare(module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
+            wanted = nn.functional.linear(args[0].detach(), module.weight.detach(), module.bias)
+            alike = isinstance(output, Tensor) and wanted.shape == output.shape and self.agree(wanted, output.detach())
+            linear[module] = linear.get(module, True) and alike
+
+        hooks = [x.register_forward_hook(compare) for x in modules.values()]
+        try:
+            for x in modules.values():
+                x.weight.requires_grad_()
+            self.logits(self.rows[:1], self.places[:1], self.lengths[:1]).square().sum().backward()
+            used = {name for name, x in modules.items() if x.weight.grad is not None and bool(x.weight.grad.any())}
+        finally:
+            for x, hook in zip(modules.values(), hooks, strict=True):
+                hook.remove()
+                x.weight.requires_grad_(False)
+                x.weight.grad = None
+        names = frozenset(name.rpartition(".")[2] for name in used if not linear.get(modules[name]))
+        if names:
+            log.warning("adapters do not cover %s of %s: it is no linear map of its inputs", sorted(names), self._kind)
+        return names
+
     @torch.no_grad()
     def samples(self) -> bool:
         """Return True if tokens read from a cache have the logits of whole sequences."""
@@ -182,7 +227,7 @@ class ModelCheck:
                 else "a layer has no cache of its own"
             )
         except UNSUPPORTED as error:
-            agree, why = False, _line(error)
+            agree, why = False, self._reason(error)
         if not agree:
             log.warning("%s is not sampled: %s", self._kind, why)
         return agree
@@ -236,7 +281,3 @@ class ModelCheck:
 def _agree(wanted: Tensor, got: Tensor, rounding: float) -> bool:
     """Return True if values differ by at most `rounding`, relative to the largest one."""
     return bool((wanted - got).abs().max() <= rounding * wanted.abs().max())
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -7,17 +7,15 @@ names; relations between them that an architecture needs are kept by trying seve
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from math import gcd
 from typing import Any
 
 import torch
 from torch import nn
 
-from skyrl.backends.torch.base_model.loading import Unfilled
+from skyrl.backends.torch.base_model.loading import lacks_memory, unfilled
 
-LIMIT, LONGEST, ORIGINAL = 8, 128, 16
-"""Windows and chunks, sequences, and original lengths of rotary embeddings of a small copy, in tokens."""
-VOCAB, EXPERTS, WIDTH = 128, 8, 64
 MAX_PARAMETERS = 2**27
 """Largest copy."""
 
@@ -28,14 +26,42 @@ WIDTHS = re.compile(
 INSIDE = re.compile(r"(head_dim|head_size|d_head|kv_channels|rotary_dim|lora_rank)$")
 """Widths inside of heads, or of what they share."""
 INNER = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|intermediate_size_mlp|dff|dim_ff|n_inner|d_inner)$")
+WIDTH = 64
+"""Maximum of `INNER`."""
 LAYERS = re.compile(r"(hidden_layers|n_layers?|num_layers|coder_layers|num_blocks)$")
-LIMITS = re.compile(
-    r"(window|window_len|window_size|chunk_size|chunk_length|local_attention|index_topk|block_size|floor|floor_scale)$"
-)
-LONGEST_NAMES = re.compile(r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_length|max_target_positions)$")
-ORIGINAL_NAME = "original_max_position_embeddings"
+ALL = 10**6
+"""Number of layers of a copy that has all."""
+LONGEST = 128
+"""Longest sequence in tokens."""
+VOCAB = 128
 MANY = re.compile(r"(num_experts|n_routed_experts|local_experts|expert_num)$")
-FEW = re.compile(r"(experts_per_tok|experts_per_token|moe_topk|moe_k|n_group|expert_group)$")
+FEW = re.compile(r"(experts_per_tok|experts_per_token|moe_top_?k|moe_k|n_group|expert_group)$")
+MAXIMA = (
+    (re.compile("original_max_position_embeddings"), 16),
+    (
+        re.compile(
+            r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_length|max_target_positions)$",
+        ),
+        LONGEST,
+    ),
+    (re.compile(r"max_distance$"), 32),  # more than distances that are exact, of which there are 16
+    (re.compile(r"topk_blocks$"), 2),
+    (
+        re.compile(
+            r"(window|window_len|window_size|chunk_size|chunk_length|local_attention|index_topk|index_kpool|block_size"
+            r"|floor|floor_scale|rel_extent|mem_len|indexer_budget)$"
+        ),
+        8,
+    ),
+    (re.compile(r"(^|_)vocab(_size|$)"), VOCAB),
+    (re.compile(r"token_id$"), VOCAB - 1),
+    (re.compile(r"^topk_group$"), 1),
+    (MANY, 8),
+    (FEW, 2),
+    (re.compile(r"n_groups$"), 1),
+    (re.compile("^index_n_heads$"), 64),  # few heads give many keys the same score, 0, and so no order
+)
+"""Maximum of other numbers in a small copy, by the first pattern that a name matches. Lengths are in tokens."""
 VARYING = re.compile(r"(idx|id|index|number|num)$")
 """Names of attributes of layers that differ between layers of a kind."""
 
@@ -50,17 +76,19 @@ def small_copy(model: Any, layers: Sequence[nn.Module]) -> Any | None:
     config = model.config
     count = _layers_needed(layers) or int(getattr(config, "num_hidden_layers", None) or 1)
     whole = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
-    for reduced in (partial(_narrow, 8), partial(_narrow, 1), _divided, _short):
+    reductions = (partial(_narrow, 8), partial(_narrow, 1), _divided, _short)
+    for kept, reduced in product((count, ALL), reductions):
         try:
-            small = type(config).from_dict(reduced(whole, count))
-            with torch.random.fork_rng(devices=[]), Unfilled():
-                size = sum(x.numel() for x in _new(type(model), small).parameters())
+            small = type(config).from_dict(reduced(whole, kept))
+            with torch.random.fork_rng(devices=[]):
+                size = sum(x.numel() for x in unfilled(partial(_new, type(model), small)).parameters())
             if size <= MAX_PARAMETERS:
                 copy = _filled(type(model), small)
                 copy(input_ids=torch.ones(1, 2, dtype=torch.int64), use_cache=False)
                 return copy
-        except Exception:  # of any type, as each architecture has checks of its own
-            continue
+        except Exception as error:  # of any type, as each architecture has checks of its own
+            if lacks_memory(error):
+                raise
     return None
 
 
@@ -71,7 +99,7 @@ def _new(kind: Any, config: Any) -> Any:
 def _filled(kind: Any, config: Any) -> Any:
     """Create a model in which each weight matters."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # not those of GPUs
         model = _new(kind, config).eval()
         with torch.no_grad():
             for x in model.parameters():
@@ -108,18 +136,7 @@ def _reduced(whole: Mapping[str, Any], count: int, own: Callable[[str, int], int
     """
 
     def change(name: str, value: int) -> int:
-        for pattern, most in (
-            (re.compile(ORIGINAL_NAME), ORIGINAL),
-            (LONGEST_NAMES, LONGEST),
-            (LIMITS, LIMIT),
-            (LAYERS, count),
-            (re.compile(r"^vocab_size"), VOCAB),
-            (re.compile(r"token_id$"), VOCAB - 1),
-            (re.compile(r"^topk_group$"), 1),
-            (MANY, EXPERTS),
-            (FEW, 2),
-            (re.compile(r"n_groups$"), 1),
-        ):
+        for pattern, most in ((LAYERS, count), *MAXIMA):
             if pattern.search(name):
                 return min(value, most)
         return own(name, value)
