@@ -285,7 +285,7 @@ TORCH_DEFECTS = [
     Defect(
         "M5",
         "workers share the base weights although each has room for a copy",
-        [Edit(TORCH + "base_model/memory.py", "        if not fits:\n", "        if True:\n")],
+        [Edit(TORCH + "base_model/memory.py", "        if not fits and sizes.has_layers:\n", "        if True:\n")],
         [MEMORY + "test_weights_are_replicated_where_they_fit_and_shared_where_not[80-1]"],
     ),
     Defect(
@@ -306,8 +306,8 @@ TORCH_DEFECTS = [
         [
             Edit(
                 TORCH + "base_model/loading.py",
-                "            values = file.get_tensor(stored)\n",
-                "            values = {each: file.get_tensor(each).clone() for each in file.keys()}[stored]\n",
+                "        values = file.get_tensor(stored)\n",
+                "        values = {each: file.get_tensor(each).clone() for each in file.keys()}[stored]\n",
             )
         ],
         ["tests/backends/test_torch_loading.py::test_a_load_takes_the_memory_of_the_model_and_of_one_tensor[bfloat16]"],
