@@ -499,7 +499,7 @@ class Checks:
         command = [str(Path(sys.executable).parent / "tinker"), "--format", "json", "checkpoint", "list"]
         model = settle(self.trainer.get_info()).model_id
         done = subprocess.run([*command, "--run-id", model], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0 and self.state in done.stdout, done.stdout + done.stderr
+        assert done.returncode == 0 and self.state in done.stdout, (done.returncode, done.stdout + done.stderr)
 
     @check
     def whoami(self) -> None:
