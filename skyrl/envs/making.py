@@ -107,6 +107,11 @@ def _reward_function(name: str) -> type[RewardFunctionEnv]:
 
 
 def _configured(cls: type[Env[Any]], settings: Mapping[str, Any] | BaseConfig | None) -> BaseConfig:
+    if not (isinstance(cls.Config, type) and issubclass(cls.Config, BaseConfig)):
+        raise ConfigError(
+            f"its Config is {cls.Config!r}, which is no settings class; make it a @dataclass with the base class "
+            f"{BaseConfig.__module__}.{BaseConfig.__name__}"
+        )
     if isinstance(settings, cls.Config):
         return settings.resolve()
     if isinstance(settings, BaseConfig):

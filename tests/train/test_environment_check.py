@@ -29,6 +29,8 @@ class Reading(Env[NoSettings]):
         self.answer = extras["answer"]
         if self.answer == "down":
             raise OSError("no server")
+        if self.answer == "defect":
+            self.answer = self.answr
 
     async def step(self, action: str) -> StepResult:
         return StepResult([], 1.0, done=True)
@@ -79,8 +81,25 @@ def test_one_environment_is_made_and_closed_for_rows_of_a_kind(tmp_path):
     assert (Reading.made, Reading.closed) == (1, 1)
 
 
-def test_an_environment_that_cannot_be_made_now_is_left_to_rollouts(tmp_path):
+def test_an_environment_that_cannot_be_made_now_is_left_to_rollouts(tmp_path, caplog):
     check(tmp_path, [{**GIVEN, "answer": "down"}], f"{__name__}:Reading")
+    assert "row 0: environment" in caplog.text and "OSError: no server" in caplog.text
+
+
+def test_a_defect_of_an_environment_is_named_with_its_line(tmp_path):
+    said = r"rows\.jsonl, row 0: environment '.*:Reading' .*test_environment_check\.py, line \d+: AttributeError"
+    with pytest.raises(ConfigError, match=said):
+        check(tmp_path, [{**GIVEN, "answer": "defect"}], f"{__name__}:Reading")
+
+
+class OfAnotherClass(Reading):
+    class Config:  # pyright: ignore[reportIncompatibleVariableOverride]
+        answer: str = "7"
+
+
+def test_settings_of_another_class_are_refused_with_the_right_one(tmp_path):
+    with pytest.raises(ConfigError, match=r"is no settings class; make it .* base class .*\.BaseConfig"):
+        check(tmp_path, [{**GIVEN, "answer": "7"}], f"{__name__}:OfAnotherClass")
 
 
 def test_every_row_of_an_environment_of_its_own_is_checked(tmp_path):

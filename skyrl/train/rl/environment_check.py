@@ -16,11 +16,14 @@ from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.data.chats import columns_of
 from skyrl.train.rollouts.episode import Prompt
+from skyrl.utils.own_code import place_of
 
 log = logging.getLogger(__name__)
 
 KINDS = 64
 """Maximum number of kinds of rows to check."""
+DEFECTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, NotImplementedError, TypeError)
+"""Errors that creating an environment raises again for the same row."""
 DEPTH = 4
 """Maximum depth of nested objects to inspect."""
 
@@ -28,8 +31,8 @@ DEPTH = 4
 async def check_rows(config: SkyRLTrainConfig, prompts: Iterable[Prompt]) -> None:
     """Create and close the environment of one row of each kind.
 
-    Raises ConfigError if an environment rejects a row, or reads a column that the row lacks. The message names file and
-    row. Other errors are ignored here, because rollouts may retry after them.
+    Raises ConfigError if an environment rejects a row, reads a column that the row lacks, or has another defect. The
+    message names file and row. Other errors are only logged here, because rollouts may retry after them.
     """
     first = {}
     for prompt in prompts:
@@ -44,8 +47,18 @@ async def check_rows(config: SkyRLTrainConfig, prompts: Iterable[Prompt]) -> Non
                 f"{prompt.source}: environment {prompt.env_class!r} raised KeyError: {error} when it was made for this "
                 f"row, which has the columns {columns_of(prompt.extras)}; add what it reads"
             ) from error
+        except DEFECTS as error:
+            raise ConfigError(
+                f"{prompt.source}: environment {prompt.env_class!r} cannot be made for this row ({place_of(error)}); "
+                "correct its __init__"
+            ) from error
         except Exception as error:
-            log.debug("%s: environment %r: %r", prompt.source, prompt.env_class, error)
+            log.warning(
+                "%s: environment %r cannot be made for this row now: %s",
+                prompt.source,
+                prompt.env_class,
+                place_of(error),
+            )
 
 
 async def _make(config: SkyRLTrainConfig, prompt: Prompt) -> None:

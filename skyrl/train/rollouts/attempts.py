@@ -241,10 +241,12 @@ class FailureBudget:
         """Allow at most `max_failed_fraction` of `trajectories` trajectories to fail."""
         self._fraction = max_failed_fraction
         self._trajectories = trajectories
+        self._ended = 0
         self._failures: list[Trajectory] = []
 
     def count(self, trajectory: Trajectory) -> None:
         """Count a finished trajectory. Raises RolloutError as soon as too many have failed."""
+        self._ended += 1
         if trajectory.failure is None:
             return
         self._failures.append(trajectory)
@@ -254,10 +256,12 @@ class FailureBudget:
         first = self._failures[0]
         assert first.failure is not None
         kinds = Counter(item.failure.kind for item in self._failures if item.failure is not None)
+        rest = self._trajectories - self._ended
+        stopped = f", and {rest} were stopped" if rest > 0 else ""
         raise RolloutError(
             f"{failed} of {self._trajectories} trajectories failed ({_listed(kinds)}), more than "
-            f"generator.max_failed_fraction={self._fraction} allows; the first, {first.id}, after {first.attempts} "
-            f"attempts: {first.failure.message}; mend the cause, or allow more"
+            f"generator.max_failed_fraction={self._fraction} allows{stopped}; the first, {first.id}, after "
+            f"{first.attempts} attempts: {first.failure.message}; mend the cause, or allow more"
         ) from first.failure.error
 
 

@@ -4,6 +4,7 @@ The state so far (`turns`, `stage`) can be read at any time, so a failure can be
 """
 
 import copy
+import reprlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,6 +146,20 @@ def _with_stop_strings(params: SamplingParams, stop: Sequence[str]) -> SamplingP
 
 
 def _checked(result: StepResult, tokens: int, env_class: str) -> StepResult:
-    """Return the result with rewards as floats. Environments may return integers or numbers of an array library."""
+    """Return the result with rewards as floats. Environments may return integers or numbers of an array library.
+
+    Raises ConfigError for a result of another form.
+    """
+    if not isinstance(result, StepResult):
+        raise ConfigError(
+            f"environment {env_class!r}: step returned a {type(result).__name__}; return "
+            "skyrl.envs.StepResult(observations, reward, done)"
+        )
+    observed = result.observations
+    if isinstance(observed, str) or not all(isinstance(message, Mapping) for message in observed):
+        raise ConfigError(
+            f"environment {env_class!r}: step returned observations={reprlib.repr(observed)}; give a list of messages, "
+            'such as [{"role": "user", "content": "..."}]'
+        )
     reward, each = checked_rewards(result.reward, result.token_rewards, tokens, f"environment {env_class!r}")
     return replace(result, reward=reward, token_rewards=each)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted import Answer, Prompt, Reply, ScriptedEnv, ScriptedSampler, generator, prompt, rollouts, run, user
 
-from skyrl.envs import EnvError
+from skyrl.envs import EnvError, StepResult
 from skyrl.errors import ConfigError
 from skyrl.train.rollouts import attempts
 from skyrl.train.rollouts.attempts import FailureBudget, RolloutError
@@ -65,6 +65,23 @@ def test_a_failing_environment_is_closed_and_counted_and_the_others_go_on(chatml
     assert ScriptedEnv.closed == {"a": 1, "b": 1, "c": 1}
     assert [row.trajectory for row in rows_of([good, bad, last], generator())] == [0, 2]
     assert rollout_metrics([good, bad, last])[f"generate/failed_{kind}"] == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (1.0, r"step returned a float; return skyrl.envs.StepResult\(observations, reward, done\)"),
+        (StepResult("again", 0.0, False), r"observations='again'; give a list of messages"),  # pyright: ignore
+        (StepResult(["again"], 0.0, False), r"observations=\['again'\]; give a list of messages"),  # pyright: ignore
+    ],
+)
+def test_a_step_with_a_result_of_another_form_stops_the_run(chatml, monkeypatch, result, message):
+    async def step(self, action):
+        return result
+
+    monkeypatch.setattr(ScriptedEnv, "step", step)
+    with pytest.raises(ConfigError, match=message):
+        collected(chatml, [prompt(name="a", script=GOOD)])
 
 
 def test_the_failure_of_an_environment_has_the_line_that_raised(chatml):
@@ -253,6 +270,7 @@ def test_more_failures_than_allowed_stop_the_run_with_numbers_and_cause(chatml):
     with pytest.raises(RolloutError) as raised:
         collected(chatml, rows, max_failed_fraction=0.25)
     assert "2 of 4 trajectories failed (env_error 2), more than generator.max_failed_fraction=0.25" in str(raised.value)
+    assert "allows, and 2 were stopped; the first, bad0_0, after 1 attempts" in str(raised.value)
     assert "ValueError('boom')" in str(raised.value)
     assert isinstance(raised.value.__cause__, ValueError)
 
