@@ -115,6 +115,8 @@ class _Loop:
         self._interruption = interruption
         self._saved = run.global_step
         """Step of the newest checkpoint, or step at which this process started. Work up to this step is not lost."""
+        self._saved_to: Where | None = None
+        """Path or URL of the newest checkpoint of this process. None if it has written none."""
         self._writing: tuple[int, asyncio.Task[Where]] | None = None
         """Step of the checkpoint that is being written, and the task that writes it. None if there is none."""
 
@@ -218,7 +220,7 @@ class _Loop:
             return None
         (step, writing), self._writing = self._writing, None
         path = await writing
-        self._saved = step
+        self._saved, self._saved_to = step, path
         for callback in self._callbacks:
             callback.on_save(self.run, path)
         return path
@@ -235,9 +237,9 @@ class _Loop:
         run = self.run
         await self.finish_writing()
         taken = f"{run.global_step} of {run.total_steps} steps are taken"
-        if run.global_step == self._saved:
-            return f"{taken}, and nothing since the newest checkpoint or the start"
-        path = await self._save()
+        if run.global_step == self._saved and self._saved_to is None:
+            return f"{taken}, and none since the start; nothing is lost"
+        path = self._saved_to if run.global_step == self._saved else await self._save()
         if path is None:
             return f"{taken}, and lost, as no folder for checkpoints is set"
         return f"{taken} and saved to {path}; {run.way_on}"
