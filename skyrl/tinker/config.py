@@ -448,10 +448,15 @@ def is_loopback(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
+def is_any(host: str) -> bool:
+    """Return True if a server with this host listens on all addresses of the machine."""
+    return host.removeprefix("[").removesuffix("]") in ("0.0.0.0", "::")
+
+
 def url_of(host: str, port: int) -> str:
     """Return the URL at which programs of this machine reach a server with this host and port."""
     name = host.removeprefix("[").removesuffix("]")
-    name = "127.0.0.1" if name in ("0.0.0.0", "::") else f"[{name}]" if ":" in name else name
+    name = "127.0.0.1" if is_any(name) else f"[{name}]" if ":" in name else name
     return f"http://{name}:{port}"
 
 

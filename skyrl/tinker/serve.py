@@ -22,7 +22,7 @@ import uvicorn
 import uvloop
 
 from skyrl.errors import RequestError
-from skyrl.tinker.config import EngineConfig, url_of, without_password
+from skyrl.tinker.config import EngineConfig, is_any, url_of, without_password
 from skyrl.tinker.http.app import create_app
 from skyrl.tinker.http.connections import Connection
 from skyrl.tinker.http.startup_gate import StartupGate
@@ -215,6 +215,9 @@ def _summary(server: TinkerServer, url: str) -> str:
     lines = [f"SkyRL Tinker server at {url}", *(f"  {name:<12}{value}" for name, value in rows.items())]
     key = "one of its keys" if config.api_keys else "tml-local"
     lines.append(f"  connect     TINKER_BASE_URL={url} TINKER_API_KEY={key} python your_script.py")
+    if is_any(config.host):
+        port = url.rpartition(":")[2]
+        lines.append(f"              from other machines: TINKER_BASE_URL=http://{socket.gethostname()}:{port}")
     return "\n".join(lines)
 
 

@@ -30,6 +30,13 @@ def test_summary_says_where_what_and_how_to_connect(tmp_path):
         assert str(tmp_path / "checkpoints") in server.output
         assert str(tmp_path / "server.db") in server.output
         assert f"TINKER_BASE_URL={server.url} TINKER_API_KEY=tml-" in server.output
+        assert "from other machines" not in server.output
+
+
+def test_summary_of_a_server_on_all_addresses_says_how_other_machines_connect(tmp_path):
+    with running(tmp_path, host="0.0.0.0", insecure="true") as server:
+        port = server.url.rpartition(":")[2]
+        assert f"from other machines: TINKER_BASE_URL=http://{socket.gethostname()}:{port}\n" in server.output
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
