@@ -54,6 +54,23 @@ def test_a_row_that_is_left_out_has_its_reason_and_is_counted(check):
     assert "1 left out that do not end with an assistant's message (row 1)" in told and "row 0:" not in told
 
 
+@pytest.mark.parametrize(
+    "empty", [{"messages": [TALK[0], {**TALK[1], "content": " "}]}, {"prompt": "Go.", "completion": ""}]
+)
+def test_an_empty_answer_is_told(check, empty):
+    told = check([{"messages": TALK}, empty])
+    assert "1 of them with an empty answer, of which only the end is trained on (row 1)" in told
+    assert "empty answer" not in check([{"messages": TALK}])
+
+
+def test_a_model_that_is_nowhere_is_refused_as_a_folder_and_on_the_hub(check, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    told = check([{"messages": TALK}], "--model", "smal", status=1)
+    assert (
+        "model.path=smal: no such folder, and the model hub does not give its tokenizer (HF_HUB_OFFLINE is set)" in told
+    )
+
+
 @pytest.mark.parametrize("column", ["messages", "prompt"])
 def test_rows_that_can_be_read_are_printed_before_the_error_of_one_that_cannot(check, column):
     good = {column: TALK, "env_class": "gsm8k", "reward_spec": {"ground_truth": "1"}}

@@ -199,6 +199,7 @@ def test_a_file_of_another_content_is_refused(tmp_path, name, content, message):
         ("a,b\n1,2\n1,2,3\n", "rows.csv, line 3: 3 values for 2 columns; quote"),
         ('a,b\n1,2\n"1,2\n', "rows.csv, line 3: cannot be read as CSV"),
         ("a,a\n1,2\n", "rows.csv, line 1: two columns have the same name"),
+        ("a;b\n1;2\n", "rows.csv, line 1: its only column is called 'a;b'; separate columns by commas, not ';'"),
     ],
 )
 def test_a_damaged_csv_file_is_refused_with_its_line(tmp_path, content, message):
@@ -210,6 +211,11 @@ def test_a_damaged_csv_file_is_refused_with_its_line(tmp_path, content, message)
 def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path):
     source = as_split(tmp_path, ROWS).removesuffix("test") + "validation"
     assert "it has no split validation, but train, test" in refusal(source)
+
+
+def test_a_file_of_another_ending_is_not_looked_for_on_the_hub(tmp_path):
+    (tmp_path / "rows.txt").write_text("[]")
+    assert "rows.txt: files whose name ends in .txt are not read; rename it" in refusal(tmp_path / "rows.txt")
 
 
 def test_a_name_that_the_hub_does_not_give_is_refused():

@@ -154,6 +154,10 @@ def _csv_rows(path: Path) -> Iterator[Row]:
         columns = next(lines, [])
         if len(set(columns)) < len(columns):
             raise ConfigError(f"{path}, line 1: two columns have the same name; rename one")
+        if len(columns) == 1 and (other := next((mark for mark in ";\t|" if mark in columns[0]), None)):
+            raise ConfigError(
+                f"{path}, line 1: its only column is called {columns[0]!r}; separate columns by commas, not {other!r}"
+            )
         for row in lines:
             if row and len(row) != len(columns):
                 raise ConfigError(
@@ -214,6 +218,11 @@ def _library_rows(source: str) -> Iterator[Row]:
     named = WITH_SPLIT.fullmatch(source)
     name, split = (source, "train") if named is None else (named["name"], named["split"])
     folder = Path(name).expanduser()
+    if folder.is_file():
+        raise ConfigError(
+            f"{source}: files whose name ends in {folder.suffix or folder.name} are not read; rename it to the "
+            f"ending of its format, which may be {', '.join(FILE_READERS)}"
+        )
     try:
         if any((folder / file).is_file() for file in SAVED_BY_DATASETS):
             saved = datasets.load_from_disk(folder)

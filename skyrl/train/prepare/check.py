@@ -22,6 +22,8 @@ from skyrl.utils.subcommands import output_may_be_cut
 PROG = "skyrl data check"
 SHOWN = 3
 """Number of rows to print by default."""
+LONGEST_END = 8
+"""Maximum tokens that a template ends an answer with."""
 KINDS: Mapping[str, type[SFTConfig | SkyRLTrainConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "rl": SkyRLTrainConfig}
 """Configuration class, by kind of training."""
 BRACKETS = ("⟦", "⟧")
@@ -117,7 +119,21 @@ def _examples(config: SFTConfig, given: Any) -> Iterator[str]:
     dataset = load_datasets(config, tokenizer)[0][0]
     _check_row(given, dataset.rows)
     yield dataset.summary()
+    yield from _empty_answers(dataset, tokenizer)
     check_rows(config, [dataset], tokenizer)
+
+
+def _empty_answers(dataset: Any, tokenizer: Any) -> Iterator[str]:
+    """Yield a line if examples train nothing but the end of the answer."""
+
+    def is_empty(one: Any) -> bool:
+        ids = one.token_ids[one.mask.astype(bool)]
+        return len(ids) <= LONGEST_END and not tokenizer.decode(ids.tolist(), skip_special_tokens=True).strip()
+
+    numbers = [n for n, example in enumerate(dataset.examples) if any(map(is_empty, example.sequences))]
+    if numbers:
+        named = ", ".join(str(dataset.row(n)) for n in numbers[:SHOWN]) + (", ..." if len(numbers) > SHOWN else "")
+        yield f"  {len(numbers)} of them with an empty answer, of which only the end is trained on (row {named})"
 
 
 def _prompts(config: SkyRLTrainConfig, given: Any) -> Iterator[str]:

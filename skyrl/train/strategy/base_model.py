@@ -94,6 +94,11 @@ def load_tokenizer(path: str, field: str) -> Any:
             return AutoTokenizer.from_pretrained(folder)
         return AutoTokenizer.from_pretrained(path, local_files_only=hub_silence() is not None)
     except (OSError, ValueError) as error:
+        if not folder.is_dir() and (silence := hub_silence()) is not None:
+            raise ConfigError(
+                f"{field}={path}: no such folder, and the model hub does not give its tokenizer ({silence}); name a "
+                "local folder, or check the spelling and the network"
+            ) from error
         raise ConfigError(f"{field}={path}: its tokenizer cannot be loaded ({error}); use a whole model") from error
 
 
