@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from skyrl.errors import RequestError
-from skyrl.utils.adapters.naming import ModuleValues
+from skyrl.utils.adapters.naming import ModuleValues, is_other
 from skyrl.utils.adapters.plain import LONGEST_MODULE, MOST_PARTS, MOST_PATTERNS, plain_adapter, rank_of
 
 NAME = "model.layers.11.self_attn.q_proj"
@@ -109,6 +109,14 @@ def test_many_names_are_looked_up_in_no_time():
     rank_of(config(rank_pattern=dict.fromkeys(names, 2)))
     values = ModuleValues(dict.fromkeys(names, 2))
     assert all(values.of(name, 1) == 2 for name in names)
+    assert time.process_time() - before < LIMIT_S
+
+
+@pytest.mark.parametrize("part", ["model.", "model.a.", "model.layers.0.attn_connector."])
+def test_a_long_name_of_a_tensor_is_read_in_no_time(part):
+    name = part * (200_000 // len(part)) + "lora_C"
+    before = time.process_time()
+    assert is_other(name, np.ones((2, 2), np.float32))
     assert time.process_time() - before < LIMIT_S
 
 

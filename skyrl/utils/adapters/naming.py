@@ -16,8 +16,9 @@ from skyrl.errors import RequestError
 
 PREFIX = "base_model.model."
 NAME = re.compile(r"(?P<module>.+)\.(?P<matrix>lora_[AB])(\.(?P<adapter>[^.]+))??(?P<ending>\.weight)?")
-CONNECTOR = re.compile(r"(.+\.)?(?P<module>model\..+\.(attn|mlp)_connector)\.(?P<part>phi|alpha|bias)")
-"""Tensor name of a connector, which mixes several residual streams. Used only by the JAX backend, not by PEFT."""
+CONNECTOR = re.compile(r"(.+\.)?(?P<module>model\.([^.]+\.){1,8}(attn|mlp)_connector)\.(?P<part>phi|alpha|bias)")
+"""Tensor name of a connector, which mixes several residual streams. Used only by the JAX backend, not by PEFT. The
+bounded number of parts keeps the time linear in the length of a name, which a client may choose."""
 RATE = "mhc_expansion_rate"
 """Option of adapter_config.json and of the JAX backend: number of residual streams."""
 COPY = ".base_layer.weight"
