@@ -4,7 +4,8 @@ The first signal raises `Stopped` in the main thread, so that open contexts are 
 a library (a compiler, a store, a cluster) may not return to Python for minutes. Therefore a second thread reads the
 signals too, and ends the process with all its descendants when the time is up. The time limit ends with the outermost
 context, unless the process exits after it. A command that has work to save calls `first_signal_calls`: then its first
-signal has no time limit. A signal that is ignored, as SIGINT is in a background command of a script, stays ignored.
+signal has no time limit, and the main thread can end the process, too, because a computation there may keep the second
+thread from running. A signal that is ignored, as SIGINT is in a background command of a script, stays ignored.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import FrameType
 
 from skyrl.utils.process_tree import kill_descendants
@@ -23,6 +25,8 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 STDERR = 2
 CLOSING_S = 3.0
 """Seconds after the first signal in which a command closes what it has opened."""
+AGAIN = "{} again: ended at once"
+"""Message of a second signal."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -70,7 +74,7 @@ class _Watch:
         if not self.limited:  # perhaps since a moment after the signal, which was for the new handler
             _say(f"{number.name}: {self.promise}; once more ends it at once")
         if (number := self._next()) is not None:
-            _end_now(number, f"{number.name} again: ended at once")
+            _end_now(number, AGAIN.format(number.name))
 
     def noticed(self) -> signal.Signals | None:
         """The first signal, even if the thread has not read it yet."""
@@ -98,6 +102,9 @@ class _Watch:
 _watch: _Watch | None = None
 """Watch of this process, if its signals are handled here."""
 
+
+_ending = False
+"""True if a thread has begun to end the process."""
 
 _forking = threading.local()
 """Signal mask of this thread before it forks."""
@@ -192,8 +199,11 @@ def first_signal_calls(handle: Callable[[signal.Signals], None], promise: str) -
         yield
         return
     with _watching() as watch:
+        signals = count()
 
         def handler(number: int, frame: FrameType | None) -> None:
+            if next(signals):
+                _end_now(signal.Signals(number), AGAIN.format(signal.Signals(number).name))
             handle(signal.Signals(number))
 
         try:
@@ -206,7 +216,10 @@ def first_signal_calls(handle: Callable[[signal.Signals], None], promise: str) -
 
 
 def _end_now(number: signal.Signals, message: str) -> None:
-    _say(message)
+    global _ending
+    if not _ending:
+        _ending = True
+        _say(message)
     kill_descendants(os.getpid())
     os._exit(128 + number)
 

@@ -107,6 +107,28 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored(name):
     assert (command.stdout, command.stderr, command.returncode) == ("0 []\n", "", 0)
 
 
+HOLDING = """
+from skyrl.utils.stop_signals import ending_on_signals, first_signal_calls
+
+with ending_on_signals(), first_signal_calls(lambda number: print("heard", flush=True), "saved"):
+    print("ready", flush=True)
+    int("9") ** 100_000_000
+"""
+"""A computation that other threads wait for, such as one in a chat template."""
+
+
+def test_a_second_signal_ends_a_computation_that_lets_no_other_thread_run():
+    with subprocess.Popen([sys.executable, "-c", HOLDING], stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in ("ready\n", "heard\n"):
+            assert running.stdout.readline() == line
+            running.send_signal(signal.SIGINT)
+        try:
+            assert running.wait(timeout=60) == 128 + signal.SIGINT
+        finally:
+            running.kill()
+
+
 INSTALLING = """
 import signal, sys, threading
 from skyrl.utils.stop_signals import SIGNALS, ending_on_signals, first_signal_calls
