@@ -137,7 +137,7 @@ def test_any_int64_is_a_seed(seed):
     sample(seed=seed)
 
 
-@pytest.mark.parametrize("stop", [None, [], "a", ["a", "b"], [0, 99]])
+@pytest.mark.parametrize("stop", [None, [], "a", ["a", "b"], ["a" * 1024] * 256, [0, 99]])
 def test_every_kind_of_stop_passes(stop):
     sample(stop=stop)
 
@@ -154,6 +154,8 @@ BAD_SAMPLES = {
     "large top-k": ({"topk": MAX_TOPK_PROMPT_LOGPROBS + 1}, r"between 0 \(off\) and 64"),
     "large seed": ({"seed": 2**63}, r"seed=9223372036854775808 does not fit"),
     "empty stop": ({"stop": ["a", ""]}, r"empty string"),
+    "many stop strings": ({"stop": ["a"] * 257}, r"stop has 257 strings.* at most 256"),
+    "long stop string": ({"stop": ["a", "b" * 1025]}, r"stop\[1\]='bbb.*1025 characters.* at most 1024"),
     "stop token too large": ({"stop": [1, 100]}, r"stop\[1\]=100"),
     "stop token beyond int64": ({"stop": [2**70]}, r"token ids must be in"),
 }

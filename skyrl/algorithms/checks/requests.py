@@ -21,6 +21,9 @@ MAX_TOPK_PROMPT_LOGPROBS = 64
 MAX_NUM_SAMPLES = 4096
 """Maximum number of samples per request."""
 
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 256, 1024
+"""Maximum number and length of a request's stop strings. Each generated token is searched for each of them."""
+
 FIELD_NAMES = {field: name for name, field in INPUT_FIELDS.items()}
 
 
@@ -140,6 +143,15 @@ def _check_stops(params: SamplingParams, vocab_size: int) -> None:
         raise RequestError(f"stop={stops!r} mixes strings and token ids; send one kind (stop strings may be tokenized)")
     if "" in texts:
         raise RequestError(f"stop={stops!r} has an empty string, which would end every sequence at once; remove it")
+    if len(texts) > MAX_STOP_STRINGS:
+        raise RequestError(
+            f"stop has {len(texts)} strings; send at most {MAX_STOP_STRINGS}, or cut the sequences when they arrive"
+        )
+    for i, text in enumerate(texts):
+        if len(text) > MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop[{i}]={text[:20]!r}... has {len(text)} characters; send at most {MAX_STOP_CHARACTERS}"
+            )
     if stops and not texts:
         try:
             ids = np.asarray(stops, np.int64)
