@@ -26,6 +26,11 @@ def switch_to_b(server: LiveServer) -> None:
     server.http.headers["X-API-Key"] = "tml-b"
 
 
+def test_session_with_much_metadata_is_refused(server):
+    response = server.post("/create_session", {"user_metadata": {"a": "x" * 2**16}})
+    assert response.status_code == 413 and "at most 65536" in response.text
+
+
 def test_health_is_ok_when_the_engine_is_ready(server):
     assert server.http.get("/healthz").json() == {"status": "ok", "engine": {}}
 

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 router = APIRouter()
 
+MAX_SESSION_BYTES = 2**16
+"""Maximum size of the request for a session, whose tags and metadata stay in the database."""
 MOST_DETAIL = 1000
 """Maximum characters that are logged of a client's message about the end of a session."""
 
@@ -37,7 +39,9 @@ MOST_DETAIL = 1000
 async def create_session(
     service: ServiceDependency,
     caller: CallerDependency,
-    request: Annotated[schemas.CreateSessionRequest, json_body(schemas.CreateSessionRequest)],
+    request: Annotated[
+        schemas.CreateSessionRequest, json_body(schemas.CreateSessionRequest, max_bytes=MAX_SESSION_BYTES)
+    ],
 ) -> schemas.CreateSessionResponse:
     """Create a session."""
     session_id = ids.new_session_id()
