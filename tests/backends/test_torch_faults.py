@@ -125,6 +125,7 @@ def backend(folder, tmp_path, monkeypatch):
     (scratch / "skyrl-workers-killed").mkdir()
     (scratch / "skyrl-workers-killed" / ".lock").touch()  # of a driver that was killed
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
     backend = opened(folder)
     there = [psutil.Process(pid) for pid in backend.group.pids]
     yield backend
@@ -169,6 +170,11 @@ def test_a_worker_goes_on_after_sigusr1(backend):
     create(backend)
     os.kill(backend.group.pids[1], signal.SIGUSR1)
     assert not isinstance(finish(backend, a_pass()), ErrorResponse)
+
+
+def test_a_worker_inherits_no_key_of_another_service(backend):
+    for pid in backend.group.pids:
+        assert "WANDB_API_KEY" not in psutil.Process(pid).environ()
 
 
 def test_a_worker_prints_its_stacks_on_sigusr1():

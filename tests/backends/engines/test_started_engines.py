@@ -135,6 +135,20 @@ def test_engines_of_a_driver_that_was_killed_are_taken_over_or_ended(tmp_path, s
     until(lambda: not any(process.runs for process in (*before.values(), *now.values())))
 
 
+def test_an_engine_inherits_no_key_of_another_service(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("HF_TOKEN", "token")
+    command = [
+        "sh",
+        "-c",
+        f"env > {tmp_path}/variables.new; mv {tmp_path}/variables.new {tmp_path}/variables; : {{port}}",
+    ]
+    with launched(tmp_path / "engines", command):
+        until((tmp_path / "variables").exists)
+    variables = (tmp_path / "variables").read_text()
+    assert "secret" not in variables and "HF_TOKEN=token" in variables and "VLLM_API_KEY=" in variables
+
+
 def test_an_engine_that_hangs_is_replaced(tmp_path):
     folder = AdapterFolder(str(tmp_path / "adapters"), 2**30)
     name = write_marker(folder, 5)

@@ -28,6 +28,7 @@ from skyrl.backends.engines.launcher.options import API_KEY_VARIABLE, LaunchOpti
 from skyrl.backends.engines.launcher.vllm import devices_of
 from skyrl.backends.engines.protocol import OwnAddress
 from skyrl.utils.backoff import pause_s
+from skyrl.utils.child_environment import without_secrets
 from skyrl.utils.files.atomic_folders import replace_file
 from skyrl.utils.private import private_folder
 from skyrl.utils.process_identity import ProcessIdentity, end_group
@@ -224,7 +225,7 @@ class Launcher:
         places = {"{port}": str(engine.port), "{number}": str(engine.number)}
         command = [_filled(part, places) for part in self._options.command]
         devices = devices_of(self._options, engine.number)
-        environment = {**os.environ, **devices, **self._options.env, API_KEY_VARIABLE: engine.key}
+        environment = {**without_secrets(os.environ), **devices, **self._options.env, API_KEY_VARIABLE: engine.key}
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         with engine.log.open("ab") as output:
             engine.child = subprocess.Popen(

@@ -21,6 +21,7 @@ import torch
 from skyrl.backends.torch.workers.remote import RemoteWorker, RemoteWorkers
 from skyrl.backends.torch.workers.worker import Command, WorkerOptions
 from skyrl.errors import BackendLost, RequestError
+from skyrl.utils.child_environment import without_secrets
 from skyrl.utils.locks.scratch import ScratchFolder
 from skyrl.utils.parent_death import die_with_parent
 
@@ -72,7 +73,8 @@ class LocalProcesses(RemoteWorkers):
         program = f"{STACKS}; from skyrl.backends.torch.workers.processes import work; work({its.fileno()})"
         command = [sys.executable, "-c", program]
         threads = max(1, len(os.sched_getaffinity(0)) // self.world)
-        environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = {"OMP_NUM_THREADS": str(threads), **without_secrets(os.environ)}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
         process = subprocess.Popen(
             command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
         )
