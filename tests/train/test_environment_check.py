@@ -29,6 +29,8 @@ class Reading(Env[NoSettings]):
         self.answer = extras["answer"]
         if self.answer == "down":
             raise OSError("no server")
+        if self.answer == "package":
+            raise ModuleNotFoundError("No module named 'there'")
         if self.answer == "defect":
             self.answer = self.answr
 
@@ -90,6 +92,13 @@ def test_a_defect_of_an_environment_is_named_with_its_line(tmp_path):
     said = r"rows\.jsonl, row 0: environment '.*:Reading' .*test_environment_check\.py, line \d+: AttributeError"
     with pytest.raises(ConfigError, match=said):
         check(tmp_path, [{**GIVEN, "answer": "defect"}], f"{__name__}:Reading")
+
+
+def test_a_package_that_is_missing_is_named_with_the_row(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl, row 0: environment .*ModuleNotFoundError: No module named 'there'"
+    ):
+        check(tmp_path, [{**GIVEN, "answer": "package"}], f"{__name__}:Reading")
 
 
 class OfAnotherClass(Reading):

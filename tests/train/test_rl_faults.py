@@ -80,7 +80,7 @@ def test_too_many_failures_stop_a_run_that_continues_once_they_are_mended(rows, 
     arguments = command(rows, tiny_model, tmp_path / "run", *FAULTY)
     with pytest.raises(
         RolloutError,
-        match=r"2 of 12 trajectories failed \(env_error 2\).*RuntimeError\('the world ended'\) \(at turn 1",
+        match=r"3 of 12 trajectories failed \(env_error 3\).*RuntimeError\('the world ended'\) \(at turn 1",
     ):
         train([*arguments, "generator.trajectory_retries=0"])
     assert newest(tmp_path / "run") == 1

@@ -15,14 +15,14 @@ from skyrl.envs import make_env, settings_of
 from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.data.chats import columns_of
-from skyrl.train.rollouts.episode import Prompt
+from skyrl.train.rollouts.episode import FATAL, Prompt
 from skyrl.utils.own_code import place_of
 
 log = logging.getLogger(__name__)
 
 KINDS = 64
 """Maximum number of kinds of rows to check."""
-DEFECTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, NotImplementedError, TypeError)
+DEFECTS = (*FATAL, ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 """Errors that creating an environment raises again for the same row."""
 DEPTH = 4
 """Maximum depth of nested objects to inspect."""

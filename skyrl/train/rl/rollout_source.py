@@ -268,5 +268,4 @@ class Source:
     def _count_failures(self, groups: Sequence[Group]) -> None:
         budget = FailureBudget(self._max_failed_fraction, self._prompts * max(map(len, groups), default=0))
         for group in groups:
-            for trajectory in group:
-                budget.count(trajectory)
+            budget.count(*group)

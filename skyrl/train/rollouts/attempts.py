@@ -244,12 +244,10 @@ class FailureBudget:
         self._ended = 0
         self._failures: list[Trajectory] = []
 
-    def count(self, trajectory: Trajectory) -> None:
-        """Count a finished trajectory. Raises RolloutError as soon as too many have failed."""
-        self._ended += 1
-        if trajectory.failure is None:
-            return
-        self._failures.append(trajectory)
+    def count(self, *ended: Trajectory) -> None:
+        """Count trajectories that have ended. Raises RolloutError if too many have failed, after all of them."""
+        self._ended += len(ended)
+        self._failures += [trajectory for trajectory in ended if trajectory.failure is not None]
         failed = len(self._failures)
         if failed <= self._fraction * self._trajectories:
             return

@@ -156,7 +156,7 @@ def _checked(result: StepResult, tokens: int, env_class: str) -> StepResult:
             "skyrl.envs.StepResult(observations, reward, done)"
         )
     observed = result.observations
-    if isinstance(observed, str) or not all(isinstance(message, Mapping) for message in observed):
+    if not isinstance(observed, list) or not all(isinstance(message, Mapping) for message in observed):
         raise ConfigError(
             f"environment {env_class!r}: step returned observations={reprlib.repr(observed)}; give a list of messages, "
             'such as [{"role": "user", "content": "..."}]'

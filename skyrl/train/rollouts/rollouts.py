@@ -118,8 +118,7 @@ class Rollouts:
         runs = (self._numbered_group(index, prompt, phase) for index, prompt in enumerate(prompts))
         async with aclosing(_as_finished(runs)) as finished:
             async for index, group in finished:
-                for trajectory in group:
-                    budget.count(trajectory)
+                budget.count(*group)
                 yield index, group
 
     async def _numbered_group(self, index: int, prompt: Prompt, phase: Phase) -> tuple[int, Group]:

@@ -72,6 +72,7 @@ def test_a_failing_environment_is_closed_and_counted_and_the_others_go_on(chatml
     [
         (1.0, r"step returned a float; return skyrl.envs.StepResult\(observations, reward, done\)"),
         (StepResult("again", 0.0, False), r"observations='again'; give a list of messages"),  # pyright: ignore
+        (StepResult(None, 0.0, False), r"observations=None; give a list of messages"),  # pyright: ignore
         (StepResult(["again"], 0.0, False), r"observations=\['again'\]; give a list of messages"),  # pyright: ignore
     ],
 )
@@ -323,3 +324,10 @@ def test_a_budget_counts_failures_only():
         budget.count(trajectory)
     with pytest.raises(RolloutError, match=r"3 of 4 trajectories failed \(timeout 3\)"):
         budget.count(failed)
+
+
+def test_a_budget_counts_all_of_a_group_before_it_is_exceeded():
+    budget = FailureBudget(0.0, 4)
+    failed = [Trajectory(TrajectoryId("p", i), (), "failed", failure=Failure("timeout", "slow")) for i in range(4)]
+    with pytest.raises(RolloutError, match=r"4 of 4 trajectories failed \(timeout 4\), .* allows; the first"):
+        budget.count(*failed)
