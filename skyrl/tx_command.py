@@ -34,8 +34,8 @@ def train(argv: Sequence[str]) -> int:
     """fine-tune a model, fully or with a LoRA adapter (tx train --help)"""
     loader, overrides = parsed(argv)
 
+    from skyrl.config import SFTConfig
     from skyrl.train.commands import run
-    from skyrl.train.config import SFTConfig
     from skyrl.train.data.loaders import find_loader
     from skyrl.train.sft.run import train_sft
 

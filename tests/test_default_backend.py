@@ -48,7 +48,7 @@ def test_a_machine_without_gpu_files_does_not_load_torch(tmp_path):
 
 @pytest.fixture(params=[True, False], ids=["gpu", "no gpu"])
 def names(request, monkeypatch) -> tuple[str, str]:
-    for module in ("skyrl.backends.registry", "skyrl.train.config.strategies"):
+    for module in ("skyrl.backends.registry", "skyrl.config.strategies"):
         monkeypatch.setattr(f"{module}.torch_sees_gpu", lambda: request.param)
     return NAMES[request.param]
 

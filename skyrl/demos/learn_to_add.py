@@ -176,7 +176,7 @@ async def warm_start(settings: Settings, files: Files) -> None:
     """Fine-tune the model on the teacher's examples."""
     from transformers import AutoTokenizer
 
-    from skyrl.train.config import SFTConfig, SkyRLTrainConfig
+    from skyrl.config import SFTConfig, SkyRLTrainConfig
     from skyrl.train.rl.evaluate import evaluate
     from skyrl.train.rl.prompts import evaluation_prompts
     from skyrl.train.rollouts.rollouts import Rollouts
@@ -222,7 +222,7 @@ async def warm_start(settings: Settings, files: Files) -> None:
 
 async def reinforce(settings: Settings, files: Files) -> list[dict[str, Any]]:
     """Train the model of the warm start by RL. Returns the rows of the run's `metrics.jsonl`."""
-    from skyrl.train.config import SkyRLTrainConfig
+    from skyrl.config import SkyRLTrainConfig
     from skyrl.train.rl.run import train_rl
     from skyrl.train.tracking.tracker import read_metrics
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
+from skyrl.config.machinery.base import BaseConfig
 from skyrl.envs.threads import SHARED, EnvWorkers
 from skyrl.errors import ConfigError
-from skyrl.train.config.machinery.base import BaseConfig
 from skyrl.utils.registry import Registry
 
 Message = dict[str, Any]

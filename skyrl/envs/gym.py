@@ -19,10 +19,10 @@ from functools import partial
 from numbers import Real
 from typing import Any, Protocol
 
+from skyrl.config.machinery.base import BaseConfig
 from skyrl.envs.env import Env, Message, NoSettings, StepResult
 from skyrl.envs.tools import ToolGroup
 from skyrl.errors import ConfigError
-from skyrl.train.config.machinery.base import BaseConfig
 
 RESULT_KEYS = {"observations", "reward", "done", "metadata"}
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from skyrl.config.environment import SkyRLGymConfig, reward_terms
+from skyrl.config.machinery.base import BaseConfig
 from skyrl.envs.env import ENVS, Env
 from skyrl.envs.reward_function import RewardFunctionEnv, rewarding, summing
 from skyrl.envs.threads import EnvWorkers
 from skyrl.errors import ConfigError
-from skyrl.train.config.environment import SkyRLGymConfig, reward_terms
-from skyrl.train.config.machinery.base import BaseConfig
 from skyrl.utils.spelling import nearest
 
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, ClassVar
 
+from skyrl.config.environment import RewardTerm
 from skyrl.envs.env import Env, EnvError, Message, NoSettings, StepResult, number_of
 from skyrl.errors import ConfigError
-from skyrl.train.config.environment import RewardTerm
 
 GIVEN = ("prompt", "response", "token_ids")
 """Arguments of a function, besides the columns of the row."""

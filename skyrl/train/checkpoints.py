@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from skyrl.config.machinery.changes import changes
 from skyrl.errors import ConfigError, RequestError, StorageError
-from skyrl.train.config.machinery.changes import changes
 from skyrl.train.places import StorageLocation, Where, place_of
 from skyrl.train.ranking import BestEvaluation, Ranking
 from skyrl.train.run_identity import Fields, check_identity, check_same_model

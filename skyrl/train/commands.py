@@ -12,16 +12,15 @@ from typing import Any, TypeVar
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from skyrl.config import DPOConfig, SFTConfig, SkyRLTrainConfig
+from skyrl.config.machinery.base import field_paths
+from skyrl.config.machinery.help import render_values
+from skyrl.config.machinery.other_names import field_meant
 from skyrl.errors import BackendLost, ConfigError, RequestError, StorageError
-from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
-from skyrl.train.config.machinery.base import field_paths
-from skyrl.train.config.machinery.help import render_values
-from skyrl.train.config.machinery.other_names import field_meant
 from skyrl.train.interruption import Interrupted
 from skyrl.train.restarts import train_with_restarts
 from skyrl.train.rollouts.attempts import RolloutError
 from skyrl.train.strategy.registry import check_strategy, find_strategy
-from skyrl.train.strategy.support import refusal
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.console import say, say_error
 from skyrl.utils.log import logged_to, setup_logging
@@ -150,11 +149,11 @@ def _print_fields(prog: str, made: Callable[[], SkyRLTrainConfig | SFTConfig]) -
     try:
         config = made()
         used = config.derived()
-        support = find_strategy(used).support
+        strategy = find_strategy(used)
         chosen = used.trainer.strategy if isinstance(used, SkyRLTrainConfig) else used.strategy
         with output_may_be_cut():
             say(f"Values of a run with strategy={chosen}; [refused] marks fields of which it takes no other.")
-            say(render_values(config, lambda path: refusal(used, support, path)).rstrip("\n"))
+            say(render_values(config, lambda path: strategy.refusal(used, path)).rstrip("\n"))
     except REPORTED as error:
         say_error(f"{prog}: error: {error}")
         return 1

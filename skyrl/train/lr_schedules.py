@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from skyrl.train.config import OptimizerConfig
+from skyrl.config import OptimizerConfig
 from skyrl.types import AdamParams
 
 POLYNOMIAL_END = 1e-7

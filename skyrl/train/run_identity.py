@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from skyrl.config import SkyRLLoraConfig, SkyRLTrainConfig
 from skyrl.errors import ConfigError
-from skyrl.train.config import SkyRLLoraConfig, SkyRLTrainConfig
 
 
 class Fields(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from skyrl_gym.envs.base_text_env import BaseTextEnv as TheirBaseTextEnv
 
+from skyrl.config.machinery.base import BaseConfig
 from skyrl.envs import EnvWorkers, StepResult, make_env
 from skyrl.envs.gym import BaseTextEnv, adapted
 from skyrl.envs.tools import ToolGroup, Tools, tool
 from skyrl.errors import ConfigError
-from skyrl.train.config.machinery.base import BaseConfig
 
 
 @dataclass

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import pytest
 from pydantic import PositiveInt
 
+from skyrl.config.environment import SearchEnvConfig, SkyRLGymConfig
+from skyrl.config.machinery.base import BaseConfig
 from skyrl.envs import ENVS, Env, EnvWorkers, StepResult, check_settings, make_env, settings_of
 from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.config.environment import SearchEnvConfig, SkyRLGymConfig
-from skyrl.train.config.machinery.base import BaseConfig
 
 ROW = {"reward_spec": {"method": "rule", "ground_truth": "42"}}
 

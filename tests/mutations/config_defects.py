@@ -5,7 +5,7 @@ The numbers are those of the list of known defects of trainers, section by secti
 
 from defects import Defect, Edit
 
-CONFIG = "skyrl/train/config/"
+CONFIG = "skyrl/config/"
 CONFIG_TESTS = "tests/train/config/"
 TRAIN = "skyrl/train/"
 TRAIN_TESTS = "tests/train/"
@@ -78,7 +78,7 @@ CONFIG_DEFECTS = [
         "a sampling parameter is accepted and does nothing",
         [Edit(TRAIN + "policies/sampling_options.py", "repetition_penalty=params.repetition_penalty, ", "")],
         [
-            TRAIN_TESTS + "test_support.py::test_the_module_that_consumes_a_field_reads_it",
+            TRAIN_TESTS + "test_support.py::test_every_field_that_is_not_refused_is_read",
             TRAIN_TESTS + "test_sampling_options.py::test_penalties_are_those_of_the_configuration",
         ],
     ),
@@ -93,7 +93,6 @@ CONFIG_DEFECTS = [
             )
         ],
         [
-            TRAIN_TESTS + "test_support.py::test_the_module_that_consumes_a_field_reads_it",
             TRAIN_TESTS + "test_jax_options.py::test_an_option_follows_from_other_fields",
         ],
     ),
@@ -142,11 +141,7 @@ CONFIG_DEFECTS = [
     Defect(
         "server-takes-defaults",
         "a server that is given one field of a trainer's configuration takes the defaults of all others",
-        [
-            Edit(
-                "skyrl/train/strategy/torch_options.py", "in followed.items() if name in names}", "in followed.items()}"
-            )
-        ],
+        [Edit("skyrl/config/torch_options.py", "in followed.items() if name in names}", "in followed.items()}")],
         [
             "tests/train/test_torch_options.py::"
             "test_a_server_takes_from_a_field_what_follows_from_it_and_nothing_else[trainer.rope_theta]"
@@ -157,7 +152,7 @@ CONFIG_DEFECTS = [
         "gradient checkpointing is off unless it is given",
         [
             Edit(
-                "skyrl/train/strategy/torch_options.py",
+                "skyrl/config/torch_options.py",
                 '"gradient_checkpointing": trainer.gradient_checkpointing,',
                 '"gradient_checkpointing": trainer.is_given("gradient_checkpointing"),',
             )

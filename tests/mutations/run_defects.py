@@ -80,7 +80,7 @@ RUN_DEFECTS = [
         "a value that equals the default counts as left out",
         [
             Edit(
-                "skyrl/train/config/machinery/base.py",
+                "skyrl/config/machinery/base.py",
                 "        _mark(config, spec.name, getattr(config, spec.name))\n",
                 "",
             )

@@ -181,7 +181,7 @@ SFT_DEFECTS = [
         "names of other trainers lead to no field",
         [
             Edit(
-                "skyrl/train/config/machinery/base.py",
+                "skyrl/config/machinery/base.py",
                 "    meant = field_meant(where, field_paths(whole))\n    alike",
                 "    meant = None\n    alike",
             )
@@ -193,7 +193,7 @@ SFT_DEFECTS = [
         "only the last part of another trainer's path is looked up",
         [
             Edit(
-                "skyrl/train/config/machinery/other_names.py",
+                "skyrl/config/machinery/other_names.py",
                 "for start in range(len(parts)):",
                 "for start in [len(parts) - 1]:",
             )

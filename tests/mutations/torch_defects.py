@@ -450,7 +450,7 @@ TORCH_DEFECTS = [
         "the critic's workers are on the policy's GPUs",
         [
             Edit(
-                "skyrl/train/strategy/torch_options.py",
+                "skyrl/config/torch_options.py",
                 "sum(trainer.gpus(name) for name in before)",
                 "0",
             )

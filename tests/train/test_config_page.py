@@ -4,14 +4,15 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from skyrl.backends.jax import JaxBackendConfig
 from skyrl.backends.torch import TorchBackendConfig
-from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.config.machinery.help import describe_fields
+from skyrl.config.machinery.help import describe_fields
+from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.strategy.config_page import STRATEGIES, render_page
 from tests.train.config.table import ROWS
 
@@ -19,10 +20,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "config.md").read_text()
 
 
-def rows() -> list[tuple[str, list[str]]]:
-    """(path, cells) of each row of the page's tables of fields: those of sections, and one of whole paths."""
+RL = PAGE.split("## Fields of SFT")[0]
+
+
+def rows(page: str = RL) -> list[tuple[str, list[str]]]:
+    """(path, cells) of each row of a page's tables of fields: those of sections, and one of whole paths."""
     found, section = [], ""
-    for line in PAGE.splitlines():
+    for line in page.splitlines():
         if line.startswith("#"):
             section = f"{line[4:]}." if line.startswith("### ") else ""
         elif line.startswith("| `"):
@@ -43,17 +47,36 @@ def test_every_field_is_on_the_page_once_with_type_default_and_meaning():
     assert all(len(cells) == 4 + len(STRATEGIES) and all(cells) for _, cells in rows())
 
 
+@pytest.mark.parametrize(
+    ("heading", "paths"),
+    [
+        ("## Fields of SFT", [field.path for field in describe_fields(SFTConfig())]),
+        ("## Options of the JAX backend", list(JaxBackendConfig.model_fields)),
+        ("## Options of the torch backend", list(TorchBackendConfig.model_fields)),
+    ],
+)
+def test_every_field_and_option_is_on_the_page(heading, paths):
+    section = PAGE.split(f"{heading}\n")[1].split("\n## ")[0]
+    assert set(paths) <= {path for path, _ in rows(section)}
+    assert all(all(cells) for _, cells in rows(section))
+
+
+def test_the_fields_that_dpo_adds_are_on_the_page():
+    added = {path for path, _ in rows(PAGE.split("## Fields of DPO\n")[1].split("\n## ")[0])}
+    assert added >= {field.name for field in fields(DPOConfig)} - {field.name for field in fields(SFTConfig)}
+
+
 def test_the_page_counts_its_own_rows():
     for column, strategy in enumerate(STRATEGIES, 4):
         section = PAGE.split(f"## With trainer.strategy={strategy}\n")[1].split("\n## ")[0]
         counts = Counter(cells[column].partition(":")[0] for _, cells in rows())
         for status, count in counts.items():
             assert f"| {status} | {count} |" in section
-        assert f"Of {len(rows())} fields" in section and counts.total() == len(rows())
+        assert f"Of {len(rows())} fields of RL" in section and counts.total() == len(rows())
 
 
 def test_what_every_strategy_refuses_is_apart_from_what_one_of_them_reads():
-    read, refused = PAGE.split("## Fields that are read")[1].split("## Fields that are refused")
+    read, refused = RL.split("## Fields of RL")[1].split("## Fields that are refused")
     assert "| `megatron_config" not in read and "`trainer.policy.megatron_config." in refused
     for _, cells in rows():
         name, said = cells[0], cells[4:]

@@ -16,7 +16,6 @@ from skyrl.train.policies.on_backend import BackendLearner
 from skyrl.train.strategy.base_model import fit_context
 from skyrl.train.strategy.jax_backend import JaxStrategy
 from skyrl.train.strategy.strategy import create_policy, create_sft, policy_adapter
-from skyrl.train.strategy.support import unsupported
 
 SHORT = "generator.sampling_params.max_generate_length=30"
 LORA = "trainer.policy.model.lora."
@@ -133,7 +132,7 @@ def test_fields_that_contradict_each_other_are_refused_by_name(overrides, messag
 )
 def test_fields_that_ask_for_what_is_done_are_taken(overrides):
     config = resolved(*overrides)
-    assert [*unsupported(config, JaxStrategy.support), *JaxStrategy().problems(config)] == []
+    assert [*JaxStrategy().unsupported(config), *JaxStrategy().problems(config)] == []
 
 
 def test_fine_tuning_keeps_models_on_the_device_too():

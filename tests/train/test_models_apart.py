@@ -10,7 +10,6 @@ from skyrl.backends.torch.base_model.memory import device_of
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.errors import RequestError
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.strategy.support import unsupported
 from skyrl.train.strategy.torch_backend import TorchStrategy
 from tests.train.short_runs import check_equal, command, train
 
@@ -39,7 +38,7 @@ def resolved(*given: str) -> SkyRLTrainConfig:
 
 def problems(*given: str) -> list[str]:
     config = resolved(*given)
-    return [*unsupported(config, TorchStrategy.support), *TorchStrategy().problems(config)]
+    return [*TorchStrategy().unsupported(config), *TorchStrategy().problems(config)]
 
 
 def options(model: str, *given: str) -> TorchBackendConfig:

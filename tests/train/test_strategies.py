@@ -12,10 +12,8 @@ import torch
 from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.sft.run import train_sft
-from skyrl.train.strategy.common_fields import COMMON_SUPPORT
 from skyrl.train.strategy.registry import SERVED, find_strategy
 from skyrl.train.strategy.strategy import Strategy
-from skyrl.train.strategy.support import consumed, refused
 from skyrl.train.tracking.tracker import read_metrics
 
 VOCAB, RANK, SEED, STEPS = 12, 3, 5, 6
@@ -23,18 +21,14 @@ ROWS = [np.random.default_rng(number).integers(1, VOCAB, 5 + number).tolist() fo
 TRAINED = [[number % 2 or place > 1 for place in range(len(row))] for number, row in enumerate(ROWS)]
 
 
-SUPPORT = {
-    **COMMON_SUPPORT,
-    "": refused("a bigram model has no such thing; leave it out"),
-    "trainer.policy.model.path": consumed("skyrl.train.sft.run"),
-}
-
-
 class Bigram(Strategy):
     """Models of `tests.remote`, in the place of those that fsdp2 will have."""
 
     name, backend = "fsdp2", "tests.remote:RemoteBackend"
-    support = SUPPORT
+    kind = "bigram"
+
+    def refusal(self, config: SkyRLTrainConfig | SFTConfig, path: str) -> str | None:
+        return "a bigram model has no such thing; leave it out" if path == "model.lora.lora_sync_path" else None
 
     def rl_options(self, config: SkyRLTrainConfig) -> dict[str, Any]:
         raise NotImplementedError
@@ -106,7 +100,7 @@ def test_a_strategy_that_is_registered_trains_through_the_same_code(config):
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_fields_that_it_cannot_honour_are_refused_by_its_own_table(config):
+def test_fields_that_it_cannot_honour_are_refused_by_itself(config):
     tried = SFTConfig.from_cli_overrides(
         ["strategy=fsdp2", "model.path=x", "train_datasets=[a]", "model.lora.lora_sync_path=there"]
     ).resolve()

@@ -1,22 +1,26 @@
-"""Every field has a reader or is refused: the table of the JAX strategy against the source and against validation."""
+"""Every field is read or refused: the metadata of fields against the source and against validation."""
 
 import ast
-import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+import skyrl
+from skyrl.config.machinery.help import describe_fields
+from skyrl.config.machinery.uses import JAX, TORCH, Status, use_of
 from skyrl.train.config import ConfigError, FSDPConfig, MixedPrecisionConfig, SkyRLTrainConfig
-from skyrl.train.config.machinery.help import describe_fields
 from skyrl.train.strategy.jax_backend import JaxStrategy
-from skyrl.train.strategy.jax_fields import JAX_SUPPORT
-from skyrl.train.strategy.support import Status, find, unsupported
-from skyrl.train.strategy.torch_fields import TORCH_SUPPORT
 from skyrl.train.strategy.validate import validate
 from tests.train.config.table import PATHS, another
 
+ROOT = Path(skyrl.__file__).parent
+OTHERS = {
+    JAX: ("config/torch_options.py", "train/strategy/torch_backend.py"),
+    TORCH: ("train/strategy/jax_backend.py",),
+}
+"""Files that read fields for another backend than the key."""
 FIELDS = [field.path for field in describe_fields(SkyRLTrainConfig())]
 ROW_OF = dict(PATHS)
 ONLY_ONE_VALUE = ["trainer.sequence_parallel_backend", "generator.inference_engine.backend"]
@@ -83,36 +87,40 @@ NAMED = [
 """Fields, or whole sections, that the work on algorithms and on the trainer is about."""
 
 
+CALLED = {"sampling_params": ("params",), "eval_sampling_params": ("params",)}
+"""Other names by which the source calls a section."""
+
+
+def status_of(path: str, by: str = JAX) -> Status:
+    return use_of(SkyRLTrainConfig, path, by).status
+
+
 def paths_with(status: Status) -> list[str]:
-    return [path for path in FIELDS if find(JAX_SUPPORT, path)[1].status is status]
+    return [path for path in FIELDS if status_of(path) is status]
 
 
-def test_every_field_of_every_class_has_one_status():
+def test_the_fields_of_the_public_table_exist():
     assert {path for path, _ in PATHS} <= set(FIELDS)
-    for path in FIELDS:
-        assert isinstance(find(JAX_SUPPORT, path)[1].status, Status)
-
-
-@pytest.mark.parametrize("table", [JAX_SUPPORT, TORCH_SUPPORT], ids=["jax", "fsdp2"])
-def test_every_row_of_a_table_decides_about_a_field(table):
-    assert {find(table, path)[0] for path in FIELDS} == set(table)
-
-
-def test_a_field_that_no_row_is_about_has_no_status():
-    with pytest.raises(KeyError, match=r"trainer\.epochs"):
-        find({"data": JAX_SUPPORT["data"]}, "trainer.epochs")
 
 
 @cache
-def names_read_by(module: str) -> set[str]:
-    """Attributes and keys that a module reads, also as "section.name" where the text says so.
+def names_read_for(by: str) -> set[str]:
+    """Attributes and keys that the source reads for a backend, also as "section.name" where the text says so.
 
-    Algorithms also get options as keyword-only arguments.
+    Algorithms also get options as keyword-only arguments. Checks of a section's own fields (`problems`) do not count.
     """
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
+    names = set[str]()
+    for path in sorted(ROOT.rglob("*.py")):
+        file = path.relative_to(ROOT).as_posix()
+        if file not in OTHERS[by] and not file.startswith(("config/machinery/", "config/rules/")):
+            names |= names_read_by(file)
+    return names
+
+
+@cache
+def names_read_by(file: str) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
         match node:
             case ast.Attribute(attr=name, ctx=ast.Load(), value=value):
                 names.add(name)
@@ -125,37 +133,28 @@ def names_read_by(module: str) -> set[str]:
                 names.add(name)
             case ast.Call(func=ast.Attribute(attr="get"), args=[ast.Constant(value=str(name)), *_]):
                 names.add(name)
-            case ast.FunctionDef() if module.startswith("skyrl.algorithms."):
+            case ast.FunctionDef() if file.startswith("algorithms/"):
                 names |= {argument.arg for argument in node.args.kwonlyargs}
             case _:
                 pass
     return names
 
 
-@pytest.mark.parametrize(
-    ("table", "path"),
-    [
-        *((JAX_SUPPORT, path) for path in FIELDS if find(JAX_SUPPORT, path)[1].status is Status.CONSUMED),
-        *((TORCH_SUPPORT, path) for path in FIELDS if find(TORCH_SUPPORT, path)[1].status is Status.CONSUMED),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_the_module_that_consumes_a_field_reads_it(table, path):
-    name = path.rpartition(".")[2]
-    sections = {other.split(".")[-2] for other in FIELDS if other.endswith(f".{name}")}
-    support = find(table, path)[1]
-    section = support.section or path.split(".")[-2]
-    wanted = name if len(sections) == 1 else f"{section}.{name}"  # a name alone may be another section's
-    assert wanted in names_read_by(support.by)
+@pytest.mark.parametrize("by", [JAX, TORCH])
+def test_every_field_that_is_not_refused_is_read(by):
+    unread = []
+    for path in FIELDS:
+        section, name = path.split(".")[-2:]
+        places = {other.split(".")[-2] for other in FIELDS if other.endswith(f".{name}")}
+        wanted = {name} if len(places) == 1 else {f"{called}.{name}" for called in (section, *CALLED.get(section, ()))}
+        if status_of(path, by) is Status.READ and not wanted & names_read_for(by):
+            unread.append(path)
+    assert unread == []
 
 
-def test_a_name_that_a_module_does_not_mention_is_not_read_by_it():
-    assert "wrap_policy" not in names_read_by("skyrl.train.strategy.jax_backend")
-
-
-def test_a_name_that_a_module_reads_of_another_section_is_not_read_by_it():
-    assert "sampling_params.max_generate_length" in names_read_by("skyrl.train.strategy.jax_backend")
-    assert "engine.max_generate_length" not in names_read_by("skyrl.train.strategy.jax_backend")
+def test_a_name_that_a_file_reads_of_another_section_does_not_count():
+    assert "sampling_params.max_generate_length" in names_read_by("train/strategy/jax_backend.py")
+    assert "engine.max_generate_length" not in names_read_by("train/strategy/jax_backend.py")
 
 
 @pytest.mark.parametrize("path", paths_with(Status.WHERE_AVAILABLE))
@@ -171,7 +170,7 @@ def messages(path: str, value: object) -> list[str]:
     overrides = {"trainer.strategy": "jax", path: value}
     return [
         message
-        for message in unsupported(SkyRLTrainConfig.from_cli_overrides(overrides), JAX_SUPPORT)
+        for message in JaxStrategy().unsupported(SkyRLTrainConfig.from_cli_overrides(overrides))
         if message.startswith(f"{path}=")
     ]
 
@@ -192,12 +191,12 @@ def test_a_field_that_is_honoured_is_not_refused(path):
 def test_a_field_that_the_trainer_and_its_algorithms_are_about_is_never_refused(name):
     fields = [path for path in FIELDS if path == name or path.startswith(f"{name}.")]
     assert fields
-    assert not [path for path in fields if find(JAX_SUPPORT, path)[1].status is Status.REFUSED]
+    assert not [path for path in fields if status_of(path) is Status.REFUSED]
 
 
 def test_the_defaults_are_never_refused():
     config = SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=jax"]).resolve()
-    assert list(unsupported(config, JAX_SUPPORT)) == []
+    assert list(JaxStrategy().unsupported(config)) == []
 
 
 def test_validation_refuses_what_the_strategy_cannot_honour():
@@ -213,7 +212,7 @@ def test_validation_refuses_what_the_strategy_cannot_honour():
 def test_sections_that_are_set_in_code_are_looked_into():
     config = SkyRLTrainConfig()
     config.trainer.policy.fsdp_config = FSDPConfig(mixed_precision=MixedPrecisionConfig(buffer_dtype="bf16"))
-    (message,) = unsupported(config, JAX_SUPPORT)
+    (message,) = JaxStrategy().unsupported(config)
     assert message.startswith("trainer.policy.fsdp_config.mixed_precision.buffer_dtype=bf16 cannot be honoured")
 
 
@@ -224,4 +223,4 @@ def test_a_field_of_ones_own_is_never_refused():
 
     config = SkyRLTrainConfig()
     config.trainer.policy.fsdp_config = Sharding(groups=3)
-    assert list(unsupported(config, JAX_SUPPORT)) == []
+    assert list(JaxStrategy().unsupported(config)) == []

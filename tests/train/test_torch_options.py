@@ -10,12 +10,20 @@ import transformers
 
 from skyrl.backends.skyrl_train_backend import SkyRLTrainBackendOverrides
 from skyrl.backends.torch import TorchBackendConfig
+from skyrl.config.machinery.help import describe_fields
+from skyrl.config.machinery.uses import TORCH, Status, options_set, use_of
+from skyrl.config.torch_options import STARTED_HERE, server_options
 from skyrl.train.config import ConfigError, InferenceEngineConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.strategy.strategy import critic_adapter, policy_adapter
-from skyrl.train.strategy.support import unsupported
 from skyrl.train.strategy.torch_backend import TorchStrategy
-from skyrl.train.strategy.torch_options import FOLLOWING, STARTED_HERE, server_options
 from skyrl.types import AdapterConfig, LoraConfig
+
+
+def accepted_by_servers(path: str) -> bool:
+    """Return True if options of a server follow from the field."""
+    is_refused = use_of(SkyRLTrainConfig, path, TORCH).status is Status.REFUSED
+    return not is_refused and bool(options_set(SkyRLTrainConfig, path))
+
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
 
@@ -41,7 +49,7 @@ def options(*given: str, gpus: int = 4) -> TorchBackendConfig:
 def problems(*given: str) -> list[str]:
     """Return the settings that a configuration asks for in vain."""
     config = resolved(*given)
-    return [*unsupported(config, TorchStrategy.support), *TorchStrategy().problems(config)]
+    return [*TorchStrategy().unsupported(config), *TorchStrategy().problems(config)]
 
 
 def test_workers_are_as_many_as_gpus_and_0_is_the_cpu():
@@ -199,7 +207,10 @@ SERVED = {
 """A value of each field that a server takes, and the options that it asks for."""
 
 
-@pytest.mark.parametrize("path", FOLLOWING)
+FOLLOWED = [field.path for field in describe_fields(SkyRLTrainConfig()) if accepted_by_servers(field.path)]
+
+
+@pytest.mark.parametrize("path", FOLLOWED)
 def test_a_server_takes_from_a_field_what_follows_from_it_and_nothing_else(path):
     value, wanted = SERVED[path]
     folder = SkyRLTrainConfig().trainer.policy.model.lora.lora_sync_path
@@ -403,7 +414,7 @@ def test_a_mean_of_gradients_is_refused_because_trainers_weight_their_losses():
 def test_the_documented_default_runs_on_one_worker_with_all_weights_shared_by_it_alone():
     config = SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=fsdp2"]).resolve()
     assert config.trainer.placement.colocate_all
-    assert [*unsupported(config, TorchStrategy.support), *TorchStrategy().problems(config)] == []
+    assert [*TorchStrategy().unsupported(config), *TorchStrategy().problems(config)] == []
     given = TorchBackendConfig(**TorchStrategy().rl_options(config))
     assert (given.workers, given.num_workers, given.device) == ("in_process", 1, None)
 

@@ -4,9 +4,9 @@ import pytest
 
 from skyrl.backends.skyrl_train_backend import SkyRLTrainBackendOverrides
 from skyrl.backends.torch import TorchBackendConfig
+from skyrl.config.torch_options import server_options
 from skyrl.train.config import ConfigError, DPOConfig, SFTConfig
 from skyrl.train.strategy.torch_backend import TorchStrategy
-from skyrl.train.strategy.torch_options import server_options
 from tests.train.test_torch_options import FSDP, GPUS, LORA, options, problems
 
 pytestmark = pytest.mark.usefixtures("no_cluster")

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from skyrl.train.tracking.availability import choose_trackers
+from skyrl.config.trackers import choose_trackers
 from skyrl.train.tracking.clients import TRACKERS, Console, RunInfo, tracker_clients
 from skyrl.train.tracking.tracker import CLOCK, METRICS_FILE, Tracker, TrackerClient, read_metrics
 from tests.waiting import BOUND_S, until

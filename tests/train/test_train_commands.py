@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from skyrl.cli import main
+from skyrl.config.machinery.help import describe_fields
+from skyrl.config.machinery.uses import Status, use_of
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
-from skyrl.train.config.machinery.help import describe_fields
 from skyrl.train.sft import data_order
 from skyrl.train.strategy.registry import SERVED
-from skyrl.train.strategy.support import Status, find
 
 SFT = ["optimizer_config.lr=1e-2", "model.lora.rank=4", "num_epochs=2", "batch_size=2", "ckpt_interval=1"]
 
@@ -166,9 +166,9 @@ def test_fields_have_the_values_that_a_run_uses(capfd, overrides, rate):
 def test_fields_are_marked_that_the_strategy_refuses(capfd, strategy):
     fields = listed(capfd, "rl", f"trainer.strategy={strategy}")
     marked = {path for path, value in fields.items() if value.endswith(" [refused]")}
-    support = SERVED[strategy].support
+    kind = SERVED[strategy].kind
     known = {field.path for field in describe_fields(SkyRLTrainConfig())}
-    assert marked == {path for path in known if find(support, path)[1].status is Status.REFUSED}
+    assert marked == {path for path in known if use_of(SkyRLTrainConfig, path, kind).status is Status.REFUSED}
 
 
 def test_fields_of_overrides_that_are_wrong_are_refused(capfd):

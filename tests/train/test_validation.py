@@ -15,10 +15,10 @@ import transformers
 from skyrl.algorithms.advantages import AdvantageEstimatorRegistry, Advantages
 from skyrl.algorithms.kl import KL_ESTIMATORS
 from skyrl.algorithms.policy_losses import PolicyLossRegistry
+from skyrl.config.trackers import choose_trackers
 from skyrl.train.config import ConfigError, SFTConfig, SkyRLTrainConfig, TrainerConfig
 from skyrl.train.lr_schedules import SCHEDULES
 from skyrl.train.strategy.validate import validate, validate_sft
-from skyrl.train.tracking.availability import choose_trackers
 
 A = "trainer.algorithm."
 JAX = ["trainer.strategy=jax", "trainer.logger=console"]

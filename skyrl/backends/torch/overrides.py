@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl.train.strategy.torch_options import server_options
+from skyrl.config.torch_options import server_options
 
 SECTIONS = ("data.", "environment.", "generator.", "trainer.")
 

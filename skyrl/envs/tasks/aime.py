@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl.config.machinery.base import BaseConfig
 from skyrl.envs.env import ENVS, Env, StepResult
 from skyrl.envs.tasks.answers import last_boxed, same_answer
-from skyrl.train.config.machinery.base import BaseConfig
 
 SEARCHED = 300
 """Number of characters at the end of a solution in which the answer is searched."""

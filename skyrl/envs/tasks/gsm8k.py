@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
+from skyrl.config.machinery.base import BaseConfig
 from skyrl.envs.env import ENVS, Env, StepResult
 from skyrl.envs.tasks.answers import begins_number, last_number, number_at
-from skyrl.train.config.machinery.base import BaseConfig
 
 _MARK = re.compile(r"####[ \t]++")
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from pydantic import PositiveFloat, PositiveInt
 
+from skyrl.config.machinery.base import BaseConfig
 from skyrl.envs.env import ENVS, Env, StepResult
 from skyrl.errors import ConfigError
-from skyrl.train.config.machinery.base import BaseConfig
 from skyrl.utils.sandbox.run import Isolation, Limits, Outcome, run_code
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)(?:[eE][+-]?[0-9]{1,9})?")

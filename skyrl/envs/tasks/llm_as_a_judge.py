@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from skyrl.config.environment import GSM8kLLMJudgeEnvConfig
 from skyrl.envs.env import ENVS, Env, EnvError, Message, StepResult
 from skyrl.envs.services.http import StatusError, http_client, post_json
-from skyrl.train.config.environment import GSM8kLLMJudgeEnvConfig
 
 TIMEOUT_S = 120.0
 DEFAULT_URL = "https://api.openai.com/v1"

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
+from skyrl.config.machinery.base import BaseConfig
 from skyrl.envs.env import ENVS, Env, EnvError, StepResult
 from skyrl.envs.tasks.answers import LONGEST, exact_number, last_boxed, normalize, same_answer
 from skyrl.errors import ConfigError
-from skyrl.train.config.machinery.base import BaseConfig
 from skyrl.utils.sandbox.run import Isolation, Limits, run_code
 
 _VERIFY = """

@@ -13,10 +13,10 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl.config.environment import SearchEnvConfig
 from skyrl.envs.env import ENVS, Env, EnvError, StepResult
 from skyrl.envs.services.http import http_client, post_json
 from skyrl.envs.tools import ToolGroup, tool
-from skyrl.train.config.environment import SearchEnvConfig
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
+from skyrl.config.environment import SearchEnvConfig
 from skyrl.envs.env import ENVS, Env, StepResult
 from skyrl.envs.tasks.gsm8k import is_correct
 from skyrl.envs.tasks.search import SearchTools
 from skyrl.envs.tools import ToolGroup, Tools, tool
-from skyrl.train.config.environment import SearchEnvConfig
 from skyrl.utils.sandbox.run import Isolation, Limits, run_code
 
 SHOWN_CHARACTERS = 9000

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl.config.environment import Text2SQLEnvConfig
 from skyrl.envs.env import ENVS, Env, EnvError, StepResult
 from skyrl.envs.services.sqlite import QueryFailed, Result, run_query, same_result
 from skyrl.errors import ConfigError
-from skyrl.train.config.environment import Text2SQLEnvConfig
 
 FOLDERS = {
     "synsql": "SynSQL-2.5M/databases",

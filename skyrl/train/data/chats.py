@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from skyrl.config.machinery.fields import did_you_mean
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.config.machinery.fields import did_you_mean
 from skyrl.train.data.files import Struct
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -23,8 +23,8 @@ from skyrl.backends.operations import (
     Sample,
     SaveCheckpoint,
 )
+from skyrl.config import SamplingParams as SamplingConfig
 from skyrl.errors import RequestError, WrongWeights
-from skyrl.train.config import SamplingParams as SamplingConfig
 from skyrl.train.policies.sampling_options import options_of
 from skyrl.train.rollouts.sampler import Sampled
 from skyrl.train.tracking.metrics import Metrics

@@ -2,8 +2,8 @@
 
 from pydantic import ValidationError
 
+from skyrl.config import SamplingParams as SamplingConfig
 from skyrl.errors import ConfigError
-from skyrl.train.config import SamplingParams as SamplingConfig
 from skyrl.types import SamplingOptions, WireModel
 from skyrl.utils.expected import expected
 from skyrl.utils.spelling import did_you_mean

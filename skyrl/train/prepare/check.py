@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from skyrl.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.errors import ConfigError, RequestError, StorageError
-from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.data.files import Row, read_rows
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.console import printable, say_error

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
+from skyrl.config import SkyRLTrainConfig
 from skyrl.envs import make_env, settings_of
 from skyrl.errors import ConfigError
-from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.data.chats import columns_of
 from skyrl.train.rollouts.episode import FATAL, Prompt
 from skyrl.utils.own_code import place_of

@@ -3,7 +3,7 @@
 import logging
 from contextlib import ExitStack
 
-from skyrl.train.config import SkyRLTrainConfig
+from skyrl.config import SkyRLTrainConfig
 from skyrl.train.rl.evaluate import eval_rows, evaluate
 from skyrl.train.rl.prompts import evaluation_prompts
 from skyrl.train.rl.run import POLICY

@@ -1,7 +1,7 @@
 """`skyrl train check-generator`: conformance test of a custom generator. It uses a run's tokenizer and prompts."""
 
+from skyrl.config import SkyRLTrainConfig
 from skyrl.errors import ConfigError
-from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.rl.prompts import first_prompts
 from skyrl.train.rl.setup import BASE_MODEL
 from skyrl.train.rollouts.generators.conformance import check_generator

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from skyrl.config import SkyRLTrainConfig
 from skyrl.errors import ConfigError
-from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.data.epoch_order import OrderState, PromptOrder
 from skyrl.train.data.prompt_dataset import PromptDataset, PromptReader
 from skyrl.train.data.template_form import TemplateForm

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from skyrl.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
 from skyrl.errors import StorageError
 from skyrl.train.callbacks import Callback, load_callbacks
 from skyrl.train.checkpoints import Checkpoint, CheckpointStore, begin_writing
-from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.exports import Export
 from skyrl.train.lr_schedules import learning_rate_factor
 from skyrl.train.places import Where, place_of

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, cast
 
+from skyrl.config import SkyRLTrainConfig, get_config_as_dict
 from skyrl.envs import check_settings, env_class
 from skyrl.errors import ConfigError
 from skyrl.train.checkpoints import CheckpointStore
-from skyrl.train.config import SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.policies import Models
 from skyrl.train.ranking import Ranking
 from skyrl.train.rl.environment_check import check_rows

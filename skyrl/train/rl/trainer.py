@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from skyrl.algorithms.filters import DynamicSampling, replace_groups
+from skyrl.config import SkyRLTrainConfig
 from skyrl.errors import ConfigError
-from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.policies import Learner, Policy
 from skyrl.train.rl.batch import Batch
 from skyrl.train.rl.rollout_source import Outcome, Source, SourceState

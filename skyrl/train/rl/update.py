@@ -20,8 +20,8 @@ from skyrl.algorithms.kl import KL_ESTIMATORS, kl_controller, mean_kl, penalise_
 from skyrl.algorithms.losses import LossInputs
 from skyrl.algorithms.objective import ForwardOnly, ValueObjective, policy_objective
 from skyrl.algorithms.weights import token_weights
+from skyrl.config import OptimizerConfig, SkyRLTrainConfig, TrainerConfig, get_config_as_dict
 from skyrl.errors import ConfigError
-from skyrl.train.config import OptimizerConfig, SkyRLTrainConfig, TrainerConfig, get_config_as_dict
 from skyrl.train.lr_schedules import adam_params
 from skyrl.train.policies import Learner, Policy
 from skyrl.train.rl.batch import Array, Batch

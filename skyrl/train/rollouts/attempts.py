@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from skyrl.config import SamplingParams
 from skyrl.envs.env import Env, Message
 from skyrl.errors import ConfigError
-from skyrl.train.config import SamplingParams
 from skyrl.train.rollouts.episode import FATAL, Episode, Prompt, Stage
 from skyrl.train.rollouts.generators.generator import Generator, check_generated
 from skyrl.train.rollouts.trajectory import Failure, FailureKind, Trajectory, TrajectoryId, TrajectoryStopReason, Turn

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from skyrl.config import GeneratorConfig, SamplingParams
 from skyrl.envs.env import Env, EnvError, Message, StepResult
 from skyrl.errors import BackendStopped, ConfigError, WrongWeights
-from skyrl.train.config import GeneratorConfig, SamplingParams
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.history import history_class
 from skyrl.train.rollouts.sampler import Sampler

@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from skyrl.config import GeneratorConfig
 from skyrl.envs.env import Message
-from skyrl.train.config import GeneratorConfig
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.sampler import Sampled
 

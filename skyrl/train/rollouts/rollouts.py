@@ -16,11 +16,11 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+from skyrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from skyrl.envs.env import Env
 from skyrl.envs.making import make_env, settings_of
 from skyrl.envs.threads import EnvWorkers
 from skyrl.errors import ConfigError
-from skyrl.train.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from skyrl.train.rollouts.attempts import (
     Attempt,
     EnvironmentAttempt,

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from skyrl.algorithms.filters import filter_overlong, zero_reward_on_non_stop
-from skyrl.train.config import GeneratorConfig
+from skyrl.config import GeneratorConfig
 from skyrl.train.rollouts.trajectory import Trajectory, Turn
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from skyrl.train.config import SamplingParams
+from skyrl.config import SamplingParams
 from skyrl.types import Origin
 
 StopReason = Literal["stop", "length"]

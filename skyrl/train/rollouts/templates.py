@@ -6,8 +6,8 @@ from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
 
+from skyrl.config import ChatTemplateConfig
 from skyrl.errors import ConfigError
-from skyrl.train.config import ChatTemplateConfig
 from skyrl.utils.spelling import did_you_mean
 
 FOLDER = Path(__file__).parent / "templates"

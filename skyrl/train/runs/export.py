@@ -16,9 +16,9 @@ from typing import Any
 from skyrl.backends.base_folder import config_of
 from skyrl.backends.common.models.checkpoint_folder import TRAINING_STATE
 from skyrl.backends.registry import find_backend, options_of
+from skyrl.config import SFTConfig
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.checkpoints import MARKER, STATE, Checkpoint, CheckpointStore
-from skyrl.train.config import SFTConfig
 from skyrl.train.places import StorageLocation
 from skyrl.train.results import RESULT, Result
 from skyrl.train.strategy.base_model import check_base_model

@@ -12,10 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from skyrl.config import DPOConfig, SFTConfig, SkyRLTrainConfig, get_config_as_dict
+from skyrl.config.machinery.changes import leaves
 from skyrl.errors import ConfigError, RequestError, StorageError
 from skyrl.train.checkpoints import STATE
-from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig, get_config_as_dict
-from skyrl.train.config.machinery.changes import leaves
 from skyrl.train.places import place_of
 from skyrl.train.tracking.tracker import METRICS_FILE, read_metrics
 from skyrl.utils.files.object_store import is_url

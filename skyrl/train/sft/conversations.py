@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from skyrl.config import ChatTemplateConfig
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.config import ChatTemplateConfig
 from skyrl.train.data.template_form import TemplateForm
 from skyrl.train.rollouts.chat import ChatTokenizer
 from skyrl.train.rollouts.templates import load_template, template_error

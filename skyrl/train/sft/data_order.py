@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl.train.config.sft import SFTConfig
+from skyrl.config.sft import SFTConfig
 from skyrl.train.data.epoch_order import SHUFFLE, EpochOrder, check_same_order
 from skyrl.train.sft.datasets import Dataset
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Generic, Protocol, TypeVar
 
+from skyrl.config.sft import DPOConfig, SFTConfig
 from skyrl.errors import ConfigError
-from skyrl.train.config.sft import DPOConfig, SFTConfig
 from skyrl.train.data.chats import short
 from skyrl.train.data.files import read_rows
 from skyrl.train.data.loaders import Loader, as_it_is

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from skyrl.config import SFTConfig
 from skyrl.errors import ConfigError
-from skyrl.train.config import SFTConfig
 from skyrl.train.data.vocabulary import check_vocabulary
 from skyrl.train.rollouts.chat import ChatTokenizer
 from skyrl.train.sft.datasets import Dataset

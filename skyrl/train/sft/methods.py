@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from skyrl.config.sft import DPOConfig, SFTConfig
 from skyrl.train.checkpoints import Checkpoint
-from skyrl.train.config.sft import DPOConfig, SFTConfig
 from skyrl.train.policies import Learner
 from skyrl.train.sft.batches import scoring_data, training_data, weighted_data
 from skyrl.train.sft.datasets import Dataset

@@ -5,7 +5,7 @@ answer, minus that for the rejected answer. The loss depends on the two sequence
 is therefore the derivative with respect to the margin, times the difference of the gradients of two log-probabilities.
 Single-sequence passes thus need only the derivative.
 
-To add a loss, add a function to `PREFERENCE_LOSSES` and its name to `skyrl.train.config.sft.LOSS_TYPES`.
+To add a loss, add a function to `PREFERENCE_LOSSES` and its name to `skyrl.config.sft.LOSS_TYPES`.
 """
 
 from collections.abc import Callable

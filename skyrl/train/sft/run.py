@@ -5,9 +5,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 
+from skyrl.config import SFTConfig, get_config_as_dict
 from skyrl.errors import ConfigError
 from skyrl.train.callbacks import load_callbacks
-from skyrl.train.config import SFTConfig, get_config_as_dict
 from skyrl.train.data.loaders import Loader, as_it_is
 from skyrl.train.places import place_of
 from skyrl.train.policies import Learner, Models

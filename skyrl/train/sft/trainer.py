@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl.config.machinery.base import get_config_as_dict
+from skyrl.config.sft import SFTConfig
 from skyrl.train.callbacks import Callback, load_callbacks
 from skyrl.train.checkpoints import CheckpointStore, begin_writing
-from skyrl.train.config.machinery.base import get_config_as_dict
-from skyrl.train.config.sft import SFTConfig
 from skyrl.train.exports import Export
 from skyrl.train.lr_schedules import adam_params, learning_rate_factor
 from skyrl.train.places import Where

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer
 
 from skyrl.backends.base_folder import config_of, hub_silence, is_on_this_machine
+from skyrl.config import ModelConfig, SkyRLTrainConfig
+from skyrl.config.rules.root import turn_cautions
 from skyrl.errors import ConfigError, RequestError
-from skyrl.train.config import ModelConfig, SkyRLTrainConfig
-from skyrl.train.config.rules.root import turn_cautions
 from skyrl.train.strategy.registry import find_strategy
 
 log = logging.getLogger(__name__)

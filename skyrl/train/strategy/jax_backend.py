@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.backends.registry import find_backend
-from skyrl.train.config import SFTConfig, SkyRLTrainConfig
-from skyrl.train.strategy.jax_fields import JAX_SUPPORT
-from skyrl.train.strategy.shared_options import base_dtype, config_overrides, sampler_options
+from skyrl.config import SFTConfig, SkyRLTrainConfig
+from skyrl.config.machinery.uses import JAX
+from skyrl.config.shared_options import base_dtype, config_overrides, sampler_options
 from skyrl.train.strategy.strategy import Strategy, critic_adapter, policy_adapter, sft_adapter, shared_problems
 from skyrl.types import LoraConfig
 
@@ -24,7 +24,7 @@ class JaxStrategy(Strategy):
     """A single process trains and samples, on the available device."""
 
     name = backend = "jax"
-    support = JAX_SUPPORT
+    kind = JAX
 
     @property
     def architectures(self) -> Collection[str]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from skyrl.backends.engines.needs import PROCESSED, PROCESSED_MODE, needs_of
 from skyrl.backends.operations import Sample
-from skyrl.train.config import SamplingParams as SamplingConfig
+from skyrl.config import SamplingParams as SamplingConfig
 from skyrl.train.policies.sampling_options import options_of
 from skyrl.types import SamplingParams
 

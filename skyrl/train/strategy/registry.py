@@ -1,8 +1,8 @@
 """Strategies by name (`trainer.strategy`). No other module of the trainers names a strategy or its backend."""
 
+from skyrl.config import SFTConfig, SkyRLTrainConfig
+from skyrl.config.strategies import NEEDS_OF_MEGATRON
 from skyrl.errors import ConfigError
-from skyrl.train.config import SFTConfig, SkyRLTrainConfig
-from skyrl.train.config.strategies import NEEDS_OF_MEGATRON
 from skyrl.train.strategy.jax_backend import JaxStrategy
 from skyrl.train.strategy.strategy import Strategy
 from skyrl.train.strategy.torch_backend import TorchStrategy

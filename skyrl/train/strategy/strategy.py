@@ -1,13 +1,14 @@
 """Strategies (`trainer.strategy`). A strategy defines supported fields and backend options, and loads a run's models.
 
-To add one, write a module with a subclass of `Strategy`, and another module with its table of fields. Add the subclass
-to `skyrl.train.strategy.registry`, and the strategy's traits to `skyrl.train.config.strategies`.
+To add one, write a module with a subclass of `Strategy`. Add the subclass to `skyrl.train.strategy.registry`, and the
+strategy's traits to `skyrl.config.strategies`. `skyrl.config.machinery.uses` says how a field names the backends that
+reject it.
 """
 
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,13 +18,14 @@ from pydantic import BaseModel, ValidationError
 from skyrl.backends.common.sampling.model_runner import CHUNKS
 from skyrl.backends.executor.sampling_options import check_values
 from skyrl.backends.registry import find_backend, options_of
+from skyrl.config import SFTConfig, SkyRLLoraConfig, SkyRLTrainConfig
+from skyrl.config.machinery.changes import changed_fields
+from skyrl.config.machinery.uses import Status, use_of
+from skyrl.config.shared_options import config_overrides
 from skyrl.errors import ConfigError, RequestError
-from skyrl.train.config import SFTConfig, SkyRLLoraConfig, SkyRLTrainConfig
 from skyrl.train.policies import BackendModels
 from skyrl.train.policies.policy import Learner
 from skyrl.train.policies.sampling_options import options_of as sampling_options_of
-from skyrl.train.strategy.shared_options import config_overrides
-from skyrl.train.strategy.support import Support
 from skyrl.types import AdapterConfig, LoraConfig
 from skyrl.utils.expected import expected
 from skyrl.utils.spelling import did_you_mean
@@ -45,13 +47,26 @@ class Strategy(ABC):
     """Name in configurations. The section with the backend's options has the same name."""
     backend: str
     """Name of the backend in `skyrl.backends.registry`."""
-    support: Mapping[str, Support]
-    """Support of each field of `SkyRLTrainConfig`."""
+    kind: str
+    """Name of the backend in the metadata of fields (`skyrl.config.machinery.uses`)."""
 
     @property
     def architectures(self) -> Collection[str] | None:
         """Supported architectures of base models. None: all that transformers supports."""
         return None
+
+    def refusal(self, config: SkyRLTrainConfig | SFTConfig, path: str) -> str | None:
+        """Return the reason why the strategy rejects a field, with an alternative. None if it supports the field."""
+        use = use_of(type(config), path, self.kind)
+        return use.why if use.status is Status.REFUSED else None
+
+    def unsupported(self, config: SkyRLTrainConfig | SFTConfig) -> Iterator[str]:
+        """Yield a message for each rejected field whose value differs from the default."""
+        is_rl = isinstance(config, SkyRLTrainConfig)
+        field, chosen = ("trainer.strategy", config.trainer.strategy) if is_rl else ("strategy", config.strategy)
+        for path, value in changed_fields(config, SkyRLTrainConfig() if is_rl else SFTConfig()):
+            if why := self.refusal(config, path):
+                yield f"{path}={value} cannot be honoured with {field}={chosen}: {why}"
 
     @abstractmethod
     def rl_options(self, config: SkyRLTrainConfig) -> dict[str, Any]:

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.backends.registry import find_backend
-from skyrl.train.config import FSDPConfig, SFTConfig, SkyRLTrainConfig, TrainerConfig
-from skyrl.train.strategy.logprobs_mode import with_logprobs_mode
-from skyrl.train.strategy.strategy import Strategy, shared_problems
-from skyrl.train.strategy.torch_fields import TORCH_SUPPORT
-from skyrl.train.strategy.torch_options import (
+from skyrl.config import FSDPConfig, SFTConfig, SkyRLTrainConfig, TrainerConfig
+from skyrl.config.machinery.uses import TORCH
+from skyrl.config.torch_options import (
     MICRO_TRAIN,
     PARAM_DTYPES,
     SEQUENCES,
@@ -30,6 +28,8 @@ from skyrl.train.strategy.torch_options import (
     trains_all_weights,
     urls_of,
 )
+from skyrl.train.strategy.logprobs_mode import with_logprobs_mode
+from skyrl.train.strategy.strategy import Strategy, shared_problems
 
 COLOCATED = (
     "set it to the policy's, leave it out, or give the model workers of its own (trainer.placement.colocate_all=false; "
@@ -49,7 +49,7 @@ class TorchStrategy(Strategy):
     """Workers on one or several machines train and sample, on GPUs or on the CPU."""
 
     name, backend = "fsdp2", "skyrl_train"
-    support = TORCH_SUPPORT
+    kind = TORCH
 
     def rl_options(self, config: SkyRLTrainConfig) -> dict[str, Any]:
         generator = config.generator

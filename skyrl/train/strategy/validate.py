@@ -13,8 +13,7 @@ from typing import Any
 from skyrl.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl.algorithms.kl import KL_ESTIMATORS
 from skyrl.algorithms.policy_losses import PolicyLossRegistry, find_policy_loss
-from skyrl.errors import ConfigError, RequestError
-from skyrl.train.config import (
+from skyrl.config import (
     AlgorithmConfig,
     OptimizerConfig,
     SFTConfig,
@@ -22,10 +21,10 @@ from skyrl.train.config import (
     TrainerConfig,
     get_config_as_dict,
 )
+from skyrl.config.trackers import warn_of_trackers
+from skyrl.errors import ConfigError, RequestError
 from skyrl.train.lr_schedules import POLYNOMIAL_END, SCHEDULES
 from skyrl.train.strategy.registry import find_strategy
-from skyrl.train.strategy.support import unsupported, unsupported_in_sft
-from skyrl.train.tracking.availability import warn_of_trackers
 from skyrl.utils.files.object_store import check_path, is_url
 from skyrl.utils.registry import Registry
 from skyrl.utils.spelling import did_you_mean
@@ -49,7 +48,7 @@ def validate(config: SkyRLTrainConfig) -> None:
         problems += _scheduler_problems(f"trainer.{model}.", optimizer)
     try:
         strategy = find_strategy(config)
-        problems += [*unsupported(config, strategy.support), *strategy.problems(config)]
+        problems += [*strategy.unsupported(config), *strategy.problems(config)]
     except ConfigError as error:
         problems.append(str(error))
     if problems:
@@ -67,7 +66,7 @@ def validate_sft(config: SFTConfig) -> None:
     problems = [*_scheduler_problems("", config.optimizer_config), *_folder_problems("", config)]
     try:
         strategy = find_strategy(config)
-        problems += [*unsupported_in_sft(config, strategy.support), *strategy.sft_problems(config)]
+        problems += [*strategy.unsupported(config), *strategy.sft_problems(config)]
     except ConfigError as error:
         problems.append(str(error))
     if problems:

@@ -1,6 +1,6 @@
 """Trackers, with their names in `trainer.logger`. Their libraries are imported on first use.
 
-To add one, write a class with `needs`, `log` and `finish`, and add it to `TRACKERS`.
+To add one, write a class with `log` and `finish`, and add it to `TRACKERS` here and in `skyrl.config.trackers`.
 """
 
 import os
@@ -32,21 +32,6 @@ class RunInfo(NamedTuple):
     """Steps between two that are printed."""
 
 
-class TrackerNeeds(NamedTuple):
-    """Requirements of a tracker."""
-
-    package: str
-    """Package to install and import."""
-    key: str | None = None
-    """Environment variable with the API key. None if the tracker needs no key."""
-    mode: str | None = None
-    """Environment variable with the tracker's mode. None if it has no modes."""
-    local_modes: tuple[str, ...] = ()
-    """Modes in which the tracker sends nothing, so it needs no key."""
-    host: str | None = None
-    """Host name. An entry of this host in ~/.netrc (or in the file $NETRC) also counts as a key."""
-
-
 DETAILS = re.compile(r"(^|/)(std|min)_|_(std|min|p90)$|_time_|per_turn|stop_reason|no_turns|retries|unknown/")
 """Pattern of the metrics that the console omits as details."""
 
@@ -61,8 +46,6 @@ class Console:
     Metrics are grouped by the part of the name before the first slash. A step takes one line if that has at most `LINE`
     characters. Otherwise, each group takes one line.
     """
-
-    needs = None
 
     def __init__(self, run: RunInfo | None = None):
         self._interval = 1 if run is None else run.log_interval
@@ -89,8 +72,6 @@ class Console:
 class TensorBoard:
     """Event files in `$TENSORBOARD_DIR` (default: tensorboard_log), one folder per run."""
 
-    needs = TrackerNeeds("tensorboard")
-
     def __init__(self, run: RunInfo):
         folder = Path(os.environ.get("TENSORBOARD_DIR", "tensorboard_log"), _plain_name(run.project))
         self._writer = import_module("tensorboard.summary").Writer(str(folder / _plain_name(run.name)))
@@ -107,8 +88,6 @@ class TensorBoard:
 class WandB:
     """Weights & Biases. A resumed run continues its run in Weights & Biases."""
 
-    needs = TrackerNeeds("wandb", "WANDB_API_KEY", "WANDB_MODE", ("offline", "dryrun", "disabled"), host="api.wandb.ai")
-
     def __init__(self, run: RunInfo):
         wandb = import_module("wandb")
         self._run = wandb.init(
@@ -124,8 +103,6 @@ class WandB:
 
 class MLflow:
     """MLflow at `$MLFLOW_TRACKING_URI`."""
-
-    needs = TrackerNeeds("mlflow")
 
     def __init__(self, run: RunInfo):
         self._mlflow = import_module("mlflow")
@@ -144,8 +121,6 @@ class MLflow:
 
 class SwanLab:
     """SwanLab."""
-
-    needs = TrackerNeeds("swanlab", "SWANLAB_API_KEY", "SWANLAB_MODE", ("local", "offline", "disabled"))
 
     def __init__(self, run: RunInfo):
         self._swanlab = import_module("swanlab")

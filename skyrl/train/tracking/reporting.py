@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from skyrl.config.trackers import usable_trackers
 from skyrl.errors import StorageError
 from skyrl.train.places import place_of
-from skyrl.train.tracking.availability import usable_trackers
 from skyrl.train.tracking.clients import RunInfo, tracker_clients
 from skyrl.train.tracking.metrics import Metrics, Report
 from skyrl.train.tracking.progress import RunBar

@@ -13,7 +13,6 @@ from skyrl.tinker.engine import open_backend
 from skyrl.tinker.local_server import LocalServer
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.rl.run import train_rl
-from skyrl.train.strategy.support import unsupported
 from skyrl.train.strategy.torch_backend import TorchStrategy
 from tests.backends.engines.engine_server import SECRET, engine_process
 from tests.backends.engines.small_runs import APART, ENGINES, HERE, LORA, arguments, steps
@@ -22,7 +21,7 @@ from tests.live import make_tiny_model, new_trainer, service, supervised, text
 
 def options(*given: str) -> TorchBackendConfig:
     config = SkyRLTrainConfig.from_cli_overrides([*HERE, APART, f"{LORA}rank=4", *given]).resolve()
-    assert not [*unsupported(config, TorchStrategy.support), *TorchStrategy().problems(config)]
+    assert not [*TorchStrategy().unsupported(config), *TorchStrategy().problems(config)]
     return TorchBackendConfig(**TorchStrategy().rl_options(config))
 
 

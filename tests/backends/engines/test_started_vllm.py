@@ -14,7 +14,6 @@ from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.errors import RequestError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.rl.run import train_rl
-from skyrl.train.strategy.support import unsupported
 from skyrl.train.strategy.torch_backend import TorchStrategy
 from tests.backends.engines.small_runs import APART, ENGINES, HERE, LORA, arguments, steps
 from tests.backends.engines.vllm_stand_in import interpreter, started
@@ -51,13 +50,13 @@ def flags(options: LaunchOptions) -> dict[str, str | None]:
 
 def options(*given: str) -> TorchBackendConfig:
     config = SkyRLTrainConfig.from_cli_overrides([*HERE, APART, f"{LORA}rank=4", LAUNCH, *given]).resolve()
-    assert not [*unsupported(config, TorchStrategy.support), *TorchStrategy().problems(config)]
+    assert not [*TorchStrategy().unsupported(config), *TorchStrategy().problems(config)]
     return TorchBackendConfig(**TorchStrategy().rl_options(config))
 
 
 def problems(*given: str) -> list[str]:
     config = SkyRLTrainConfig.from_cli_overrides([*HERE, APART, f"{LORA}rank=4", *given]).resolve()
-    return [*unsupported(config, TorchStrategy.support), *TorchStrategy().problems(config)]
+    return [*TorchStrategy().unsupported(config), *TorchStrategy().problems(config)]
 
 
 def test_the_command_follows_from_the_backend(tmp_path):

@@ -11,6 +11,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from skyrl.config.machinery.text import dump_yaml, load_yaml
 from skyrl.train.config import (
     AlgorithmConfig,
     BaseConfig,
@@ -22,7 +23,6 @@ from skyrl.train.config import (
     get_config_as_yaml_str,
     make_config,
 )
-from skyrl.train.config.machinery.text import dump_yaml, load_yaml
 
 
 class Shape(Enum):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl.config.machinery.help import describe_fields
 from skyrl.train.config import ConfigError, SkyRLTrainConfig
-from skyrl.train.config.machinery.help import describe_fields
 
 PATHS = [field.path for field in describe_fields(SkyRLTrainConfig())]
 SECTIONS = sorted({path.rpartition(".")[0] for path in PATHS} - {""})

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from skyrl.config.machinery.help import describe_fields, render_help
 from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig, make_config
-from skyrl.train.config.machinery.help import describe_fields, render_help
 
 HOME = os.path.expanduser("~/")
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from skyrl.config.machinery.help import describe_fields, render_help
 from skyrl.train.config import ConfigError, SFTConfig, get_config_as_yaml_str
-from skyrl.train.config.machinery.help import describe_fields, render_help
 
 DATA = ["train_datasets=[a.jsonl]"]
 

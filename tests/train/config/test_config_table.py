@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any, Optional, Union, get_type_hints
 
 import skyrl.train.config as config_package
+from skyrl.config.machinery.fields import meanings_of
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.config.machinery.fields import meanings_of
 from tests.train.config.table import OWNERS, PATHS, ROWS, Row, another
 
 NAMES = {name: getattr(config_package, name) for name in config_package.__all__}

@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 
+from skyrl.config.rules.unread import READ_WITH
 from skyrl.train.config import AlgorithmConfig
-from skyrl.train.config.rules.unread import READ_WITH
 
 OTHER = {
     "clip_ratio_c": 5.0,

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 import oracle
 from skyrl.backends.async_client import BackendClient
 from skyrl.cli import main
+from skyrl.config.sft import LOSS_TYPES
 from skyrl.errors import ConfigError
 from skyrl.train.config import DPOConfig
-from skyrl.train.config.sft import LOSS_TYPES
 from skyrl.train.policies.on_backend import BackendLearner
 from skyrl.train.sft.datasets import load_datasets
 from skyrl.train.sft.methods import method_of

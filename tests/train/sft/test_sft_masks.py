@@ -6,9 +6,9 @@ What is expected is written as text, whole, with the trained parts in brackets.
 import pytest
 from chats import assistant, golden, reader, rendered, system, tokenizer, tool, user
 
+from skyrl.config.sft import TRAIN_ON_WHAT
 from skyrl.errors import ConfigError
 from skyrl.train.config import ChatTemplateConfig
-from skyrl.train.config.sft import TRAIN_ON_WHAT
 from skyrl.train.rollouts.templates import load_template
 from skyrl.train.sft import Conversations, Example
 

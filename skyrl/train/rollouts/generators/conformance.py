@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from skyrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from skyrl.envs.env import EnvError
 from skyrl.errors import ConfigError
-from skyrl.train.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.generators.generator import Generated, Generator, check_generated

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from skyrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.sampler import Sampler

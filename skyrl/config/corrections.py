@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import PositiveFloat
 
-from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.fields import one_of
+from skyrl.config.machinery.base import BaseConfig
+from skyrl.config.machinery.fields import one_of
 
 
 @dataclass

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.fields import meanings_of, specs_of
+from pydantic import BaseModel
+
+from skyrl.config.machinery.base import BaseConfig
+from skyrl.config.machinery.fields import meanings_of, specs_of
 
 WIDTH = 100
 
@@ -40,6 +42,22 @@ def describe_fields(config: BaseConfig, path: str = "") -> Iterator[FieldHelp]:
             yield FieldHelp(where, _type_text(types[name]), _default_text(value), meanings.get(name, ""))
         if spec.config_class is not None:
             yield from describe_fields(spec.base() if value is None else value, where)
+
+
+def describe_options(cls: type[BaseModel], path: str = "") -> Iterator[FieldHelp]:
+    """Yield help on every option of a backend. Options of nested models follow the option that has them."""
+    types, meanings = get_type_hints(cls), meanings_of(cls)
+    for name, option in cls.model_fields.items():
+        default, where = option.get_default(call_default_factory=True), f"{path}{name}"
+        nested = [part for part in (types[name], *get_args(types[name])) if _is_model(part)]
+        text = "its defaults" if isinstance(default, BaseModel) else _default_text(default)
+        yield FieldHelp(where, _type_text(types[name]), text, meanings.get(name, ""))
+        for inner in nested:
+            yield from describe_options(inner, f"{where}.")
+
+
+def _is_model(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, BaseModel)
 
 
 def render_help(cls: type[BaseConfig]) -> str:
@@ -78,7 +96,9 @@ def _type_text(hint: Any) -> str:
     inner = [_type_text(part) for part in get_args(hint)]
     if get_origin(hint) in (Union, UnionType):
         return " | ".join(inner)
-    name = "None" if hint is type(None) else getattr(get_origin(hint) or hint, "__name__", str(hint))
+    if hint in (type(None), ...):
+        return "..." if hint is ... else "None"
+    name = getattr(get_origin(hint) or hint, "__name__", str(hint))
     return f"{name}[{', '.join(inner)}]" if inner else name
 
 

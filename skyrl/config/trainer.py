@@ -7,15 +7,16 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
-from skyrl.train.config.algorithm import AlgorithmConfig
-from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.fields import OneOrMore, known_name, one_of
-from skyrl.train.config.models import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
-from skyrl.train.config.rules.renames import renamed
-from skyrl.train.config.rules.trainer import trainer_problems
-from skyrl.train.config.strategies import STRATEGIES, default_strategy
-from skyrl.train.tracking.availability import usable_trackers
-from skyrl.train.tracking.clients import TRACKERS
+from skyrl.config.algorithm import AlgorithmConfig
+from skyrl.config.inference import ONE_VALUE
+from skyrl.config.machinery.base import BaseConfig
+from skyrl.config.machinery.fields import OneOrMore, known_name, one_of
+from skyrl.config.machinery.uses import JAX, TORCH, of_trainers, refused, sets, where_available
+from skyrl.config.models import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
+from skyrl.config.rules.renames import renamed
+from skyrl.config.rules.trainer import trainer_problems
+from skyrl.config.strategies import STRATEGIES, default_strategy
+from skyrl.config.trackers import TRACKERS, usable_trackers
 
 
 def all_or_some(count: int) -> int:
@@ -57,20 +58,28 @@ class FullyAsyncConfig(BaseConfig):
 class TrainerConfig(BaseConfig):
     """Training of the policy."""
 
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    placement: Annotated[
+        PlacementConfig, refused("one process runs all models on the device that it finds; leave it out", JAX)
+    ] = field(default_factory=PlacementConfig)
     """GPUs of each model."""
 
-    sequence_parallel_backend: Annotated[str, one_of("ulysses")] = "ulysses"
+    sequence_parallel_backend: Annotated[str, one_of("ulysses"), ONE_VALUE] = "ulysses"
     """Method that splits sequences over ranks: ulysses."""
 
     strategy: Annotated[str, one_of(*STRATEGIES)] = "fsdp2"
     """Strategy: fsdp2 (fsdp is another name of it), megatron, or jax. Unset: fsdp2 if torch sees a GPU; otherwise jax.
     """
 
-    jax: dict[str, Any] = field(default_factory=dict)
+    jax: Annotated[
+        dict[str, Any],
+        refused("these are options of the JAX backend; set trainer.fsdp2, or trainer.strategy=jax", TORCH),
+    ] = field(default_factory=dict)
     """Options of the JAX backend, with strategy jax."""
 
-    fsdp2: dict[str, Any] = field(default_factory=dict)
+    fsdp2: Annotated[
+        dict[str, Any],
+        refused("these are options of the torch backend; set trainer.jax, or trainer.strategy=fsdp2", JAX),
+    ] = field(default_factory=dict)
     """Options of the torch backend, with strategy fsdp2."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -82,7 +91,10 @@ class TrainerConfig(BaseConfig):
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The model that estimates values."""
 
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: Annotated[
+        AlgorithmConfig,
+        of_trainers("clients of a server send losses and their settings with each pass; leave it out"),
+    ] = field(default_factory=AlgorithmConfig)
     """The RL algorithm."""
 
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
@@ -92,11 +104,15 @@ class TrainerConfig(BaseConfig):
     """While the current batch is trained on, sample the next batch. Its samples are from weights that are one step old.
     """
 
-    gradient_checkpointing: bool = True
+    gradient_checkpointing: Annotated[bool, sets("gradient_checkpointing")] = True
     """Recompute activations in the backward pass instead of keeping them. Unset, with strategy jax: recompute only as
     many as memory requires."""
 
-    gradient_checkpointing_use_reentrant: bool = False
+    gradient_checkpointing_use_reentrant: Annotated[
+        bool,
+        refused("this is an option of torch; leave it out", JAX),
+        refused("FSDP2 and adapter hooks need the non-reentrant variant; leave it at False", TORCH),
+    ] = False
     """Use torch's reentrant variant of gradient checkpointing."""
 
     seed: NonNegativeInt = 42
@@ -134,7 +150,7 @@ class TrainerConfig(BaseConfig):
     """Folder for exports and dumps, or an s3://, gs:// or az:// URL of a bucket. A given path is used as it is; the
     default path gets a subfolder project_name/run_name."""
 
-    bf16: bool = True
+    bf16: Annotated[bool, where_available(JAX, TORCH), sets("dtype")] = True
     """Compute in bfloat16, where that is available."""
 
     epochs: PositiveInt = 1
@@ -152,16 +168,16 @@ class TrainerConfig(BaseConfig):
     critic_mini_batch_size: PositiveInt = 256
     """Number of prompts in an optimizer step of the critic."""
 
-    micro_train_batch_size_per_gpu: PositiveInt = 1
+    micro_train_batch_size_per_gpu: Annotated[PositiveInt, sets("train_micro_batch_size")] = 1
     """Number of sequences per GPU in a forward and backward pass. Unset, with strategy jax: as many as fill a tile."""
 
-    micro_forward_batch_size_per_gpu: PositiveInt = 1
+    micro_forward_batch_size_per_gpu: Annotated[PositiveInt, sets("forward_micro_batch_size")] = 1
     """Number of sequences per GPU in a forward-only pass. Unset, with strategy jax: as many as fill a tile."""
 
     update_ref_every_epoch: bool = False
     """After each epoch, make the current policy the new reference."""
 
-    use_sample_packing: bool = True
+    use_sample_packing: Annotated[bool, sets("train_micro_batch_size", "forward_micro_batch_size")] = True
     """Pack sequences without padding, where that is available."""
 
     eval_batch_size: PositiveInt = 1024
@@ -176,10 +192,18 @@ class TrainerConfig(BaseConfig):
     max_prompt_length: PositiveInt = 512
     """Maximum number of tokens of a prompt. Rows with longer prompts are skipped."""
 
-    flash_attn: bool = True
+    flash_attn: Annotated[bool, where_available(JAX, TORCH)] = True
     """Use FlashAttention, where that is available."""
 
-    disable_fast_tokenizer: bool = False
+    disable_fast_tokenizer: Annotated[
+        bool,
+        refused(
+            "tokenizers are read from tokenizer.json; a slow tokenizer would need other files, and transformers in "
+            "every process; leave it at False",
+            JAX,
+            TORCH,
+        ),
+    ] = False
     """Load the slow tokenizer, which is written in Python."""
 
     project_name: str = "skyrl"
@@ -201,10 +225,10 @@ class TrainerConfig(BaseConfig):
     dump_eval_results: bool = True
     """Write results of evaluations to export_path."""
 
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: Annotated[dict[str, Any] | None, sets("config_overrides")] = None
     """Scaling of rotary embeddings. None: the model's."""
 
-    rope_theta: PositiveFloat | None = None
+    rope_theta: Annotated[PositiveFloat | None, sets("config_overrides")] = None
     """Base of rotary embeddings. None: the model's."""
 
     max_steps: PositiveInt | None = None

@@ -6,10 +6,13 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from skyrl.train.config.inference import InferenceEngineConfig
-from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.fields import Fraction, one_of
-from skyrl.train.config.rules.renames import from_flat_generator
+from skyrl.config.inference import InferenceEngineConfig
+from skyrl.config.machinery.base import BaseConfig
+from skyrl.config.machinery.fields import Fraction, one_of
+from skyrl.config.machinery.uses import JAX, of_trainers, refused
+from skyrl.config.rules.renames import from_flat_generator
+
+OF_SAMPLES = of_trainers("clients of a server send it with each sample; leave it out")
 
 
 def _top_k(count: int) -> int:
@@ -81,7 +84,10 @@ class ChatTemplateConfig(BaseConfig):
 class GeneratorConfig(BaseConfig):
     """Generation of rollouts."""
 
-    inference_engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    inference_engine: Annotated[
+        InferenceEngineConfig,
+        refused("the policy samples in the trainer's own process, and there are no vLLM engines; leave it out", JAX),
+    ] = field(default_factory=InferenceEngineConfig)
     """Inference engines. They sample the responses."""
 
     n_samples_per_prompt: PositiveInt = 5
@@ -103,7 +109,7 @@ class GeneratorConfig(BaseConfig):
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables that the chat template receives."""
 
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    sampling_params: Annotated[SamplingParams, OF_SAMPLES] = field(default_factory=SamplingParams)
     """Sampling of tokens in training."""
 
     use_conversation_multi_turn: bool = True
@@ -112,7 +118,9 @@ class GeneratorConfig(BaseConfig):
     append_eos_token_after_stop_str_in_multi_turn: bool = True
     """Append the end-of-sequence token to a turn that ended at a stop string."""
 
-    eval_sampling_params: SamplingParams | None = field(default=None, metadata={"base": EvalSamplingParams})
+    eval_sampling_params: Annotated[SamplingParams | None, OF_SAMPLES] = field(
+        default=None, metadata={"base": EvalSamplingParams}
+    )
     """Sampling of tokens in evaluation. None: greedy decoding with the max_generate_length of sampling_params."""
 
     eval_n_samples_per_prompt: PositiveInt = 1
@@ -124,10 +132,16 @@ class GeneratorConfig(BaseConfig):
     apply_overlong_filtering: bool = False
     """Exclude responses from the loss if they did not end with a stop token or stop string."""
 
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: Annotated[
+        dict[str, Any] | None,
+        of_trainers("a server samples with the weights that it trains; set trainer.rope_scaling alone"),
+    ] = None
     """Scaling of rotary embeddings in the engines. None: trainer.rope_scaling."""
 
-    rope_theta: PositiveFloat | None = None
+    rope_theta: Annotated[
+        PositiveFloat | None,
+        of_trainers("a server samples with the weights that it trains; set trainer.rope_theta alone"),
+    ] = None
     """Base of rotary embeddings in the engines. None: trainer.rope_theta."""
 
     step_wise_trajectories: bool = False

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from skyrl.config.machinery.base import BaseConfig
 from skyrl.errors import ConfigError
-from skyrl.train.config.machinery.base import BaseConfig
 
 
 @dataclass

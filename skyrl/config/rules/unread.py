@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from skyrl.train.config.algorithm import AlgorithmConfig
+    from skyrl.config.algorithm import AlgorithmConfig
 
 DOCUMENTED = {
     "policy_loss_type": ("regular", "dual_clip", "gspo", "sapo", "cispo", "clip_cov", "kl_cov"),

@@ -1,4 +1,4 @@
-"""Detection of usable trackers. The package must be installed, and an API key must be set if the tracker needs one."""
+"""Trackers by name: what each needs, and which are usable. `skyrl.train.tracking.clients` has their clients."""
 
 import importlib.util
 import netrc
@@ -7,7 +7,30 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from skyrl.train.tracking.clients import TRACKERS, TrackerNeeds
+
+class TrackerNeeds(NamedTuple):
+    """Requirements of a tracker."""
+
+    package: str
+    """Package to install and import."""
+    key: str | None = None
+    """Environment variable with the API key. None if the tracker needs no key."""
+    mode: str | None = None
+    """Environment variable with the tracker's mode. None if it has no modes."""
+    local_modes: tuple[str, ...] = ()
+    """Modes in which the tracker sends nothing, so it needs no key."""
+    host: str | None = None
+    """Host name. An entry of this host in ~/.netrc (or in the file $NETRC) also counts as a key."""
+
+
+TRACKERS: dict[str, TrackerNeeds | None] = {
+    "wandb": TrackerNeeds("wandb", "WANDB_API_KEY", "WANDB_MODE", ("offline", "dryrun", "disabled"), "api.wandb.ai"),
+    "mlflow": TrackerNeeds("mlflow"),
+    "swanlab": TrackerNeeds("swanlab", "SWANLAB_API_KEY", "SWANLAB_MODE", ("local", "offline", "disabled")),
+    "tensorboard": TrackerNeeds("tensorboard"),
+    "console": None,
+}
+"""Requirements of each tracker. None: it is always usable."""
 
 
 class ChosenTrackers(NamedTuple):
@@ -28,7 +51,7 @@ def warn_of_trackers(field: str, logger: str | Iterable[str]) -> None:
 def choose_trackers(logger: str | Iterable[str], environment: Mapping[str, str] = os.environ) -> ChosenTrackers:
     """Split the trackers of `trainer.logger` into usable trackers and trackers that lack a package or a key."""
     names = [logger] if isinstance(logger, str) else list(dict.fromkeys(logger))
-    lacks = {name: _lack(TRACKERS[name].needs, environment) for name in names}
+    lacks = {name: _lack(TRACKERS[name], environment) for name in names}
     return ChosenTrackers(
         [name for name in names if lacks[name] is None],
         {name: lack for name, lack in lacks.items() if lack is not None},

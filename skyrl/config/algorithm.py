@@ -6,11 +6,12 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from skyrl.train.config.corrections import OffPolicyCorrectionConfig
-from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.fields import Fraction, one_of
-from skyrl.train.config.policy_losses import CISPOConfig, ClipCovConfig, KLCovConfig, SAPOConfig
-from skyrl.train.config.rules.unread import unread
+from skyrl.config.corrections import OffPolicyCorrectionConfig
+from skyrl.config.machinery.base import BaseConfig
+from skyrl.config.machinery.fields import Fraction, one_of
+from skyrl.config.machinery.uses import sets
+from skyrl.config.policy_losses import CISPOConfig, ClipCovConfig, KLCovConfig, SAPOConfig
+from skyrl.config.rules.unread import unread
 
 
 @dataclass
@@ -78,7 +79,7 @@ class AlgorithmConfig(BaseConfig):
     advantage_batch_normalize: bool = False
     """Normalise advantages over the tokens of the batch."""
 
-    value_head_prefix: str = "value_head"
+    value_head_prefix: Annotated[str, sets("value_head")] = "value_head"
     """Name of the critic's value head among its weights."""
 
     policy_loss_type: str = "regular"

@@ -6,103 +6,119 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.fields import one_of
+from skyrl.config.machinery.base import BaseConfig
+from skyrl.config.machinery.fields import one_of
+from skyrl.config.machinery.uses import JAX, TORCH, read, refused, sets, where_available
+
+ONE_VALUE = refused("this field has only one value, which has no effect here; leave it out", JAX, TORCH)
+ONE_DEVICE = refused("the backend trains and samples on one device; leave it at 1", JAX)
+ALWAYS_ASYNC = refused(
+    "engines are servers with continuous batching and a separate process for the model; leave it out", TORCH
+)
+IN_FILES = refused(
+    "published weights, adapters and whole models alike, reach engines as files in "
+    "trainer.policy.model.lora.lora_sync_path; leave it out",
+    TORCH,
+)
+OWN_METRICS = refused("each engine serves metrics at its own /metrics; leave it out", TORCH)
+NO_ENDPOINT = refused(
+    "no OpenAI-compatible API is served; leave it out, and send requests to the engines directly", TORCH
+)
 
 
 @dataclass
 class InferenceEngineConfig(BaseConfig):
     """Inference engines. They sample for the strategies fsdp2 and megatron."""
 
-    model_dtype: str = "bfloat16"
+    model_dtype: Annotated[str, where_available(JAX, TORCH), sets("dtype")] = "bfloat16"
     """Number format of the engines' weights."""
 
-    run_engines_locally: bool = True
+    run_engines_locally: Annotated[bool, sets("engines")] = True
     """Start engines on this cluster. False: use the engines at remote_urls."""
 
-    num_engines: PositiveInt = 1
+    num_engines: Annotated[PositiveInt, where_available(TORCH), sets("engines")] = 1
     """Number of engines."""
 
-    backend: Annotated[str, one_of("vllm")] = "vllm"
+    backend: Annotated[str, one_of("vllm"), ONE_VALUE] = "vllm"
     """Kind of engine: vllm."""
 
-    weight_sync_backend: Annotated[str, one_of("nccl", "gloo")] = "nccl"
+    weight_sync_backend: Annotated[str, one_of("nccl", "gloo"), IN_FILES] = "nccl"
     """Library that transfers weights to the engines: nccl or gloo."""
 
-    weight_transfer_threshold_cuda_ipc_GB: NonNegativeFloat = 1.0
+    weight_transfer_threshold_cuda_ipc_GB: Annotated[NonNegativeFloat, IN_FILES] = 1.0
     """Size in GB of each batch of weights that colocated processes pass on through shared GPU memory (CUDA IPC)."""
 
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: Annotated[PositiveInt, ONE_DEVICE, sets("engines")] = 1
     """Number of GPUs over which an engine splits each weight matrix."""
 
-    pipeline_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: Annotated[PositiveInt, ONE_DEVICE, sets("engines")] = 1
     """Number of GPUs over which an engine splits the layers."""
 
-    expert_parallel_size: PositiveInt = 1
+    expert_parallel_size: Annotated[PositiveInt, ONE_DEVICE, sets("engines")] = 1
     """Number of GPUs over which an engine splits the experts: 1, or tensor_parallel_size x data_parallel_size."""
 
-    data_parallel_size: PositiveInt = 1
+    data_parallel_size: Annotated[PositiveInt, ONE_DEVICE, sets("engines")] = 1
     """Number of copies of the model in an engine."""
 
-    async_engine: bool = True
+    async_engine: Annotated[bool, ALWAYS_ASYNC] = True
     """Let requests join and leave a running engine. False needs generator.batched."""
 
-    vllm_v1_disable_multiproc: bool = True
+    vllm_v1_disable_multiproc: Annotated[bool, ALWAYS_ASYNC] = True
     """Compute in the engine's own process. This makes scheduling reproducible."""
 
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: Annotated[bool, read(JAX), sets("prefix_caching")] = True
     """Compute a common beginning of several prompts only once."""
 
-    enable_chunked_prefill: bool = True
+    enable_chunked_prefill: Annotated[bool, read(JAX), sets("chunked_prefill")] = True
     """Process long prompts in chunks, interleaved with the decoding of other requests."""
 
-    max_num_batched_tokens: PositiveInt = 8192
+    max_num_batched_tokens: Annotated[PositiveInt, read(JAX), sets("sample_max_num_batched_tokens")] = 8192
     """Maximum number of tokens in one forward pass of an engine."""
 
-    enforce_eager: bool = True
+    enforce_eager: Annotated[bool, where_available(JAX), sets("engines")] = True
     """Run engines without CUDA graphs."""
 
-    fully_sharded_loras: bool = False
+    fully_sharded_loras: Annotated[bool, sets("engines")] = False
     """Shard both matrices of an adapter over the GPUs of an engine."""
 
-    enable_ray_prometheus_stats: bool = False
+    enable_ray_prometheus_stats: Annotated[bool, OWN_METRICS] = False
     """Export the engines' metrics through Ray's metrics."""
 
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), read(JAX), sets("gpu_memory_utilization")] = 0.8
     """Fraction of each GPU's memory that an engine takes."""
 
-    max_num_seqs: PositiveInt = 1024
+    max_num_seqs: Annotated[PositiveInt, where_available(JAX), sets("sample_max_num_sequences", "engines")] = 1024
     """Maximum number of sequences that an engine computes at once."""
 
-    remote_urls: list[str] = field(default_factory=list)
+    remote_urls: Annotated[list[str], sets("engines")] = field(default_factory=list)
     """host:port of each engine if run_engines_locally=False."""
 
-    enable_http_endpoint: bool = False
+    enable_http_endpoint: Annotated[bool, NO_ENDPOINT] = False
     """Also serve the engines through an OpenAI-compatible API."""
 
-    http_endpoint_host: str = "127.0.0.1"
+    http_endpoint_host: Annotated[str, NO_ENDPOINT] = "127.0.0.1"
     """Address of the OpenAI-compatible API."""
 
-    http_endpoint_port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    http_endpoint_port: Annotated[int, Field(ge=0, le=65535), NO_ENDPOINT] = 8000
     """Port of the OpenAI-compatible API."""
 
-    served_model_name: str | None = None
+    served_model_name: Annotated[str | None, NO_ENDPOINT] = None
     """Name of the model in the OpenAI-compatible API. None: trainer.policy.model.path."""
 
-    distributed_executor_backend: Annotated[str, one_of("ray", "mp")] = "ray"
+    distributed_executor_backend: Annotated[str, one_of("ray", "mp"), sets("engines")] = "ray"
     """Launcher of an engine's processes if the engine has several GPUs: ray, or mp (one machine only)."""
 
-    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    engine_init_kwargs: Annotated[dict[str, Any], sets("engines")] = field(default_factory=dict)
     """Additional arguments of each engine."""
 
-    override_existing_update_group: Annotated[str, one_of("auto", "enable", "disable")] = "auto"
+    override_existing_update_group: Annotated[str, one_of("auto", "enable", "disable"), IN_FILES] = "auto"
     """Replace a process group for weight transfer that already exists: enable, disable, or auto (if engines are
     remote)."""
 
-    external_proxy_url: str | None = None
+    external_proxy_url: Annotated[str | None, sets("engines")] = None
     """Address of a router in front of engines that were started elsewhere."""
 
-    external_server_urls: list[str] | None = None
+    external_server_urls: Annotated[list[str] | None, sets("engines")] = None
     """Addresses of engines that were started elsewhere."""
 
     @property

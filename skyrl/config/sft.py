@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from skyrl.train.config.generator import ChatTemplateConfig
-from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.fields import OneOrMore, one_of
-from skyrl.train.config.models import ModelConfig, OptimizerConfig
-from skyrl.train.config.strategies import STRATEGIES, default_strategy
-from skyrl.train.config.trainer import Trackers, all_or_some
+from skyrl.config.generator import ChatTemplateConfig
+from skyrl.config.machinery.base import BaseConfig
+from skyrl.config.machinery.fields import OneOrMore, one_of
+from skyrl.config.models import ModelConfig, OptimizerConfig
+from skyrl.config.strategies import STRATEGIES, default_strategy
+from skyrl.config.trainer import Trackers, all_or_some
 
 ADAPTER_LR, WHOLE_LR = 1e-4, 1e-5
 """Default learning rates: for training adapters, and for training all weights. The first is ten times the second.

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.fields import Fraction
+from skyrl.config.machinery.base import BaseConfig
+from skyrl.config.machinery.fields import Fraction
 
 
 @dataclass

@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_ty
 import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
+from skyrl.config.machinery.text import Written, load_yaml
 from skyrl.errors import ConfigError
-from skyrl.train.config.machinery.text import Written, load_yaml
 from skyrl.utils.expected import expected
 from skyrl.utils.spelling import did_you_mean
 
@@ -61,6 +61,14 @@ def one_of(*names: str | None) -> AfterValidator:
 
 
 @dataclass(frozen=True)
+class Fact:
+    """Metadata in the annotation of a field (see `uses`)."""
+
+    at: str
+    """Path below the field to which the metadata applies. Empty: the field itself."""
+
+
+@dataclass(frozen=True)
 class FieldSpec:
     """Specification of one field: the values that it accepts."""
 
@@ -74,6 +82,8 @@ class FieldSpec:
     adapter: TypeAdapter[Any] | None
     """Validator of a plain value; None for a section."""
     optional: bool
+    facts: tuple[Fact, ...] = ()
+    """Metadata in the annotation."""
 
     def takes_none(self, value: object) -> bool:
         """Return True if `value` is None and this field accepts None."""
@@ -136,13 +146,14 @@ def meanings_of(cls: type) -> dict[str, str]:
 
 
 def _spec(name: str, hint: Any, base: Callable[[], Any] | None) -> FieldSpec:
-    bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    bare, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    facts = tuple(extra for extra in extras if isinstance(extra, Fact))
     parts = get_args(bare) if get_origin(bare) in (Union, UnionType) else (bare,)
     classes = [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
     optional = type(None) in parts
     if classes:
-        return FieldSpec(name, hint, classes[0], base or classes[0], None, optional)
-    return FieldSpec(name, hint, None, lambda: None, _adapter(hint, not any(map(_is_not_yaml, parts))), optional)
+        return FieldSpec(name, hint, classes[0], base or classes[0], None, optional, facts)
+    return FieldSpec(name, hint, None, lambda: None, _adapter(hint, not any(map(_is_not_yaml, parts))), optional, facts)
 
 
 def _is_not_yaml(hint: Any) -> bool:

@@ -4,9 +4,9 @@ A configuration is a tree of dataclasses; a section is a dataclass in another on
 value are checked when it is set. Rules about several fields are checked by `resolve`, because a program sets fields one
 after another. Overrides are merged into the defaults, so overriding a field does not reset others of its section.
 
-To add a field, add it with a docstring to the class that owns it, add its row to `skyrl.train.strategy.jax_fields`, and
-regenerate docs/config.md. To add a rule, yield a message from `problems` of the smallest class that contains all fields
-of the rule. To extend a class, inherit from it and decorate the subclass with `@dataclass`.
+To add a field, add it with a docstring to the class that owns it, and regenerate docs/config.md. To add a rule, yield a
+message from `problems` of the smallest class that contains all fields of the rule. To extend a class, inherit from it
+and decorate the subclass with `@dataclass`.
 """
 
 import copy
@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from skyrl.config.machinery.fields import FieldSpec, Section, specs_of
+from skyrl.config.machinery.other_names import field_meant
+from skyrl.config.machinery.text import dump_yaml, merged, nested, read_file, unwritten
 from skyrl.errors import ConfigError
-from skyrl.train.config.machinery.fields import FieldSpec, Section, specs_of
-from skyrl.train.config.machinery.other_names import field_meant
-from skyrl.train.config.machinery.text import dump_yaml, merged, nested, read_file, unwritten
 from skyrl.utils.spelling import nearest
 
 _RESOLVED = (

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, TypeVar
 
+from skyrl.config.algorithm import AlgorithmConfig
+from skyrl.config.environment import EnvironmentConfig
+from skyrl.config.generator import GeneratorConfig
+from skyrl.config.machinery.base import BaseConfig
+from skyrl.config.machinery.fields import OneOrMore
+from skyrl.config.rules.geometry import BatchGeometry
+from skyrl.config.rules.root import root_cautions, root_problems
+from skyrl.config.trainer import TrainerConfig
 from skyrl.errors import ConfigError
-from skyrl.train.config.algorithm import AlgorithmConfig
-from skyrl.train.config.environment import EnvironmentConfig
-from skyrl.train.config.generator import GeneratorConfig
-from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.fields import OneOrMore
-from skyrl.train.config.rules.geometry import BatchGeometry
-from skyrl.train.config.rules.root import root_cautions, root_problems
-from skyrl.train.config.trainer import TrainerConfig
 
 T = TypeVar("T", bound=BaseConfig)
 

@@ -1,7 +1,7 @@
 """Options of the torch backend, derived from fields of a training configuration. Trainers and servers use them.
 
 A trainer uses all options that follow from its configuration (`torch_options`). A server uses only options that follow
-from the fields that it is given (`server_options`). `FOLLOWING` says which these are.
+from the fields that it is given (`server_options`). The metadata of a field says which these are (`uses.sets`).
 """
 
 import hashlib
@@ -9,18 +9,28 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from skyrl.config import FSDPConfig, InferenceEngineConfig, SkyRLTrainConfig, TrainerConfig
+from skyrl.config.machinery.fields import specs_of
+from skyrl.config.machinery.uses import TORCH, Status, options_set, use_of, why_of_trainers
+from skyrl.config.shared_options import base_dtype, config_overrides, sampler_options
+from skyrl.config.strategies import NEEDS_OF_MEGATRON, worker_options
 from skyrl.errors import ConfigError
-from skyrl.train.config import FSDPConfig, InferenceEngineConfig, SkyRLTrainConfig, TrainerConfig
-from skyrl.train.config.machinery.fields import specs_of
-from skyrl.train.config.strategies import NEEDS_OF_MEGATRON, worker_options
-from skyrl.train.strategy.shared_options import base_dtype, config_overrides, sampler_options
-from skyrl.train.strategy.support import Status, find
-from skyrl.train.strategy.torch_fields import STARTED_HERE, TORCH_SUPPORT
 
 MICRO_TRAIN = "micro_train_batch_size_per_gpu"
 SHARDING, RESHARDING = "fsdp_size", "reshard_after_forward"
 SEQUENCES = "sequence_parallel_size"
 UTILIZATION = "gpu_memory_utilization"
+STARTED_HERE = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "expert_parallel_size",
+    "data_parallel_size",
+    "enforce_eager",
+    "fully_sharded_loras",
+    "distributed_executor_backend",
+    "engine_init_kwargs",
+)
+"""Fields of inference engines that affect only vLLM servers that the trainer starts."""
 SHARED_WORK = ("num_workers", "ray_workers_per_node", "fsdp_size", "reshard_after_forward", "tensor_parallel_size")
 NAMES = ("fsdp2", "fsdp")
 OWN = "trainer.fsdp2"
@@ -360,64 +370,7 @@ def sharing_problems(
         )
 
 
-ENGINE, FSDP = "generator.inference_engine.", "trainer.policy.fsdp_config."
-WORKERS = ("workers", "num_workers", "ray_workers_per_node", "device")
-FOLLOWING: dict[str, tuple[str, ...]] = {
-    "trainer.placement.policy_num_nodes": WORKERS,
-    "trainer.placement.policy_num_gpus_per_node": WORKERS,
-    "trainer.policy.model.lora.rank": ("max_lora_rank",),
-    "trainer.critic.model.lora.rank": ("max_lora_rank",),
-    "trainer.policy.model.lora.lora_sync_path": ("engines",),
-    "trainer.policy.model_config_kwargs": ("config_overrides",),
-    "trainer.rope_theta": ("config_overrides",),
-    "trainer.rope_scaling": ("config_overrides",),
-    f"{FSDP}fsdp_size": ("fsdp_size",),
-    f"{FSDP}reshard_after_forward": ("reshard_after_forward",),
-    f"{FSDP}cpu_offload": ("cpu_offload",),
-    f"{FSDP}mixed_precision.param_dtype": ("dtype",),
-    f"{FSDP}mixed_precision.reduce_dtype": ("reduce_dtype", "float32_parts"),
-    "trainer.policy.sequence_parallel_size": (SEQUENCES,),
-    "trainer.policy.use_torch_compile": ("compile_scores",),
-    "trainer.gradient_checkpointing": ("gradient_checkpointing",),
-    "trainer.bf16": ("dtype",),
-    "trainer.use_sample_packing": ("train_micro_batch_size", "forward_micro_batch_size"),
-    "trainer.micro_train_batch_size_per_gpu": ("train_micro_batch_size",),
-    "trainer.micro_forward_batch_size_per_gpu": ("forward_micro_batch_size",),
-    "trainer.algorithm.value_head_prefix": ("value_head",),
-    "trainer.policy.optimizer_config.offload_after_step": ("offload_after_step",),
-    "trainer.critic.optimizer_config.offload_after_step": ("offload_after_step",),
-    f"{ENGINE}model_dtype": ("dtype",),
-    f"{ENGINE}enable_prefix_caching": ("prefix_caching",),
-    f"{ENGINE}enable_chunked_prefill": ("chunked_prefill",),
-    f"{ENGINE}max_num_batched_tokens": ("sample_max_num_batched_tokens",),
-    f"{ENGINE}max_num_seqs": ("sample_max_num_sequences", "engines"),
-    f"{ENGINE}{UTILIZATION}": (UTILIZATION,),
-    f"{ENGINE}run_engines_locally": ("engines",),
-    f"{ENGINE}remote_urls": ("engines",),
-    f"{ENGINE}external_server_urls": ("engines",),
-    f"{ENGINE}external_proxy_url": ("engines",),
-    f"{ENGINE}num_engines": ("engines",),
-    **{f"{ENGINE}{name}": ("engines",) for name in STARTED_HERE},
-}
-"""Options that follow from a field, or from the fields of a section."""
-OF_TRAINERS = {
-    "": "it is about a run of a trainer, and a server has none; leave it out",
-    "trainer.policy.model.path": "a server's base model is its --base-model; leave it out",
-    "trainer.critic.model.path": "all models of a server share its --base-model; leave it out",
-    "trainer.ref.model.path": "all models of a server share its --base-model; leave it out",
-    "trainer.policy.model.lora": "each client of a server chooses its adapters; leave it out",
-    "trainer.critic.model.lora": "each client of a server chooses its adapters; leave it out",
-    "trainer.critic.fsdp_config": "all models of a server share the policy's base weights; leave it out",
-    "trainer.ref.fsdp_config": "all models of a server share the policy's base weights; leave it out",
-    "trainer.policy.optimizer_config": "clients of a server send it with each optim_step; leave it out",
-    "trainer.critic.optimizer_config": "clients of a server send it with each optim_step; leave it out",
-    "trainer.algorithm": "clients of a server send losses and their settings with each pass; leave it out",
-    "generator.sampling_params": "clients of a server send it with each sample; leave it out",
-    "generator.eval_sampling_params": "clients of a server send it with each sample; leave it out",
-    "generator.rope_theta": "a server samples with the weights that it trains; set trainer.rope_theta alone",
-    "generator.rope_scaling": "a server samples with the weights that it trains; set trainer.rope_scaling alone",
-}
-"""Reason why a server rejects fields that a trainer supports, by a prefix of the field's path."""
+OF_A_RUN = "it is about a run of a trainer, and a server has none; leave it out"
 
 
 def server_options(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -430,7 +383,7 @@ def server_options(given: Mapping[str, Any], own: Mapping[str, Any] | None = Non
     given = dict(_flattened(given))
     config = SkyRLTrainConfig.from_cli_overrides(given)
     own = own or {}
-    names = {name for path in given for name in _following(path)} | set(config.trainer.fsdp2)
+    names = {name for path in given for name in options_set(SkyRLTrainConfig, path)} | set(config.trainer.fsdp2)
     followed = torch_options(config)
     on_ray = "workers" in names - set(own) and followed["workers"] == "ray"
     problems = [problem for path in given for problem in _problems(config, path)]
@@ -466,24 +419,18 @@ def _is_section(path: str) -> bool:
     return True
 
 
-def _following(path: str) -> tuple[str, ...]:
-    known = (where for where in FOLLOWING if path == where or path.startswith(f"{where}."))
-    return FOLLOWING.get(next(known, ""), ())
-
-
 def _problems(config: SkyRLTrainConfig, path: str) -> Iterator[str]:
     """Yield the reason why a server does not support the given field. Yield nothing if it does."""
-    support = find(TORCH_SUPPORT, path)[1]
+    use, follows = use_of(SkyRLTrainConfig, path, TORCH), options_set(SkyRLTrainConfig, path)
     value, default = _at(config, path), _at(SkyRLTrainConfig(), path)
     if path == "trainer.strategy" and value == "megatron":
         yield f"{path}={value} is not served yet: it would need {NEEDS_OF_MEGATRON}; leave it out"
     elif path == "trainer.strategy" and value not in NAMES:
         yield f"{path}={value}, and this server computes with torch; leave it out, or start it with --backend {value}"
-    elif support.status is Status.REFUSED and value != default:
-        yield f"{path}={value}: {support.by}"
-    elif support.status is Status.CONSUMED and not _following(path) and not path.startswith(("trainer.strategy", OWN)):
-        where = max((where for where in OF_TRAINERS if f"{path}.".startswith(f"{where}.") or not where), key=len)
-        yield f"{path}={value} has no meaning for a server: {OF_TRAINERS[where]}"
+    elif use.status is Status.REFUSED and value != default:
+        yield f"{path}={value}: {use.why}"
+    elif use.status is Status.READ and not follows and not path.startswith(("trainer.strategy", OWN)):
+        yield f"{path}={value} has no meaning for a server: {why_of_trainers(SkyRLTrainConfig, path) or OF_A_RUN}"
 
 
 def _at(config: SkyRLTrainConfig, path: str) -> Any:

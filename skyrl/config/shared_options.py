@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from skyrl.train.config import SkyRLTrainConfig
+from skyrl.config import SkyRLTrainConfig
 
 
 def config_overrides(config: SkyRLTrainConfig) -> dict[str, Any]:

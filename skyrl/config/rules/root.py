@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from skyrl.train.config.root import SkyRLTrainConfig
+    from skyrl.config.root import SkyRLTrainConfig
 
 GROUP_ESTIMATORS = ("grpo", "rloo", "maxrl")
 """Advantage estimators that compare the samples of a prompt."""

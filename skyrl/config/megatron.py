@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.fields import one_of
+from skyrl.config.machinery.base import BaseConfig
+from skyrl.config.machinery.fields import one_of
 
 DEFAULT_MEGATRON_OPTIMIZER_KWARGS: dict[str, Any] = {
     "overlap_cpu_optimizer_d2h_h2d": False,

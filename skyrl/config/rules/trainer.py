@@ -6,10 +6,10 @@ from operator import attrgetter
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from skyrl.train.config.strategies import STRATEGIES
+from skyrl.config.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from skyrl.train.config.trainer import TrainerConfig
+    from skyrl.config.trainer import TrainerConfig
 
 
 def trainer_problems(trainer: "TrainerConfig") -> Iterator[str]:

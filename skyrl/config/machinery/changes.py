@@ -1,7 +1,10 @@
-"""Settings in which two configurations differ."""
+"""Settings in which two configurations differ, or in which one differs from the defaults."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from skyrl.config.machinery.base import BaseConfig
+from skyrl.config.machinery.fields import specs_of
 
 RESUMING = ("resume_mode", "resume_path", "resume_from")
 """Settings that say from where a run starts. They are not compared, because a resumed run has other values."""
@@ -22,3 +25,14 @@ def leaves(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str
             yield from leaves(value, f"{section}{name}.")
         else:
             yield f"{section}{name}", value
+
+
+def changed_fields(config: BaseConfig, defaults: BaseConfig, section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, value in `config`) of each field that both configurations have, with different values."""
+    known = specs_of(type(defaults))
+    for name, value in ((name, getattr(config, name)) for name in specs_of(type(config)) if name in known):
+        default, where = getattr(defaults, name), f"{section}{name}"
+        if isinstance(value, BaseConfig):
+            yield from changed_fields(value, known[name].base() if default is None else default, f"{where}.")
+        elif value != default:
+            yield where, value

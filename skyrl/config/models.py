@@ -5,11 +5,21 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from skyrl.train.config.machinery.base import BaseConfig
-from skyrl.train.config.machinery.fields import one_of
-from skyrl.train.config.megatron import MegatronConfig
+from skyrl.config.machinery.base import BaseConfig
+from skyrl.config.machinery.fields import one_of
+from skyrl.config.machinery.uses import JAX, TORCH, of_trainers, refused, sets, where_available
+from skyrl.config.megatron import MegatronConfig
 from skyrl.utils.files.paths import data_folder
 
+WORKERS = sets("workers", "num_workers", "ray_workers_per_node", "device")
+OF_ADAPTERS = "each client of a server chooses its adapters; leave it out"
+OF_OPTIMIZERS = "clients of a server send it with each optim_step; leave it out"
+OF_BASE_MODELS = "all models of a server share its --base-model; leave it out"
+OF_BASE_WEIGHTS = "all models of a server share the policy's base weights; leave it out"
+NO_ADAPTER = "the reference is not trained, so it has no adapter; leave it out"
+NO_FSDP = refused("this is an option of FSDP, which only torch has; leave it out", JAX)
+NO_MEGATRON = refused("this is an option of Megatron; leave it out", JAX, TORCH)
+NO_SEQUENCE_PARALLELISM = refused("a sequence is never split over devices; leave it at 1", JAX)
 DType = Annotated[str, one_of("bf16", "fp16", "fp32")]
 
 
@@ -29,7 +39,7 @@ def _size_or_all(size: int) -> int:
 class SkyRLLoraConfig(BaseConfig):
     """Low-rank adapters. They are trained in place of the model's own weights."""
 
-    rank: NonNegativeInt = 0
+    rank: Annotated[NonNegativeInt, sets("max_lora_rank")] = 0
     """Rank of the adapters. 0: no adapters; all weights are trained."""
 
     alpha: PositiveInt = 16
@@ -38,7 +48,9 @@ class SkyRLLoraConfig(BaseConfig):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability with which each input value of an adapter is dropped in training."""
 
-    lora_sync_path: str = field(default_factory=lambda: str(data_folder() / "lora_sync"))
+    lora_sync_path: Annotated[
+        str, refused("adapters reach the sampler in memory; leave it out", JAX), sets("engines")
+    ] = field(default_factory=lambda: str(data_folder() / "lora_sync"))
     """Folder through which adapters reach the inference engines. If they run on other machines, it must be shared."""
 
     target_modules: str | list[str] = "all-linear"
@@ -60,7 +72,7 @@ class ModelConfig(BaseConfig):
     path: str | None = None
     """Hugging Face hub id or local folder."""
 
-    lora: SkyRLLoraConfig = field(default_factory=SkyRLLoraConfig)
+    lora: Annotated[SkyRLLoraConfig, of_trainers(OF_ADAPTERS)] = field(default_factory=SkyRLLoraConfig)
     """Low-rank adapters."""
 
     @classmethod
@@ -87,7 +99,7 @@ class OptimizerConfig(BaseConfig):
     max_grad_norm: float = 1.0
     """Global norm to which gradients are clipped. 0 or less: not clipped."""
 
-    offload_after_step: bool = True
+    offload_after_step: Annotated[bool, sets("offload_after_step")] = True
     """Move models and optimizer state to host memory between steps, if models share their GPUs with engines."""
 
     num_warmup_steps: NonNegativeInt = 0
@@ -101,13 +113,15 @@ class OptimizerConfig(BaseConfig):
 class MixedPrecisionConfig(BaseConfig):
     """Number formats of FSDP."""
 
-    param_dtype: DType = "bf16"
+    param_dtype: Annotated[DType, sets("dtype")] = "bf16"
     """Format of parameters in computation: bf16, fp16 or fp32. Master weights are float32."""
 
-    reduce_dtype: DType = "fp32"
+    reduce_dtype: Annotated[DType, sets("reduce_dtype", "float32_parts")] = "fp32"
     """Format in which gradients are summed over ranks."""
 
-    buffer_dtype: DType = "fp32"
+    buffer_dtype: Annotated[
+        DType, refused("buffers keep the format in which transformers creates them; leave it at fp32", TORCH)
+    ] = "fp32"
     """Format of buffers."""
 
 
@@ -115,20 +129,22 @@ class MixedPrecisionConfig(BaseConfig):
 class FSDPConfig(BaseConfig):
     """Fully sharded data parallelism (FSDP2)."""
 
-    cpu_offload: bool = False
+    cpu_offload: Annotated[bool, sets("cpu_offload")] = False
     """Keep parameters, gradients and optimizer state in host memory, and copy them to the GPU for computation."""
 
-    reshard_after_forward: bool | PositiveInt = True
+    reshard_after_forward: Annotated[bool | PositiveInt, sets("reshard_after_forward")] = True
     """Reshard parameters after a forward pass. A number: reshard over that many ranks."""
 
-    fsdp_size: Annotated[int, AfterValidator(_size_or_all)] = -1
+    fsdp_size: Annotated[int, AfterValidator(_size_or_all), sets("fsdp_size")] = -1
     """Number of ranks over which one copy of the parameters is sharded. Each such group has a copy. -1: all ranks.
     0: 1 if memory has room for a copy on each rank, otherwise all ranks."""
 
     mixed_precision: MixedPrecisionConfig | None = None
     """Number formats. None: bf16 parameters, fp32 reduction."""
 
-    wrap_policy: dict[str, Any] = field(default_factory=dict)
+    wrap_policy: Annotated[dict[str, Any], refused("each layer is a separate FSDP unit; leave it out", TORCH)] = field(
+        default_factory=dict
+    )
     """Classes of modules that are sharded as a unit: {transformer_layer_cls_to_wrap: name or names}. Empty: the classes
     that the model names."""
 
@@ -137,29 +153,33 @@ class FSDPConfig(BaseConfig):
 class PolicyConfig(BaseConfig):
     """The model that is trained."""
 
-    model: ModelConfig = field(default_factory=lambda: ModelConfig.at("Qwen/Qwen2.5-1.5B-Instruct"))
+    model: Annotated[ModelConfig, of_trainers("a server's base model is its --base-model; leave it out", at="path")] = (
+        field(default_factory=lambda: ModelConfig.at("Qwen/Qwen2.5-1.5B-Instruct"))
+    )
     """The model and its adapters."""
 
-    optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer_config: Annotated[OptimizerConfig, of_trainers(OF_OPTIMIZERS)] = field(default_factory=OptimizerConfig)
     """Optimizer of the policy."""
 
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: Annotated[FSDPConfig, NO_FSDP, where_available(TORCH, at="fsdp_size")] = field(
+        default_factory=FSDPConfig
+    )
     """Sharding, with strategy fsdp2."""
 
-    sequence_parallel_size: PositiveInt = 1
+    sequence_parallel_size: Annotated[PositiveInt, NO_SEQUENCE_PARALLELISM, sets("sequence_parallel_size")] = 1
     """Number of ranks over which each sequence is split (Ulysses)."""
 
-    use_torch_compile: bool = False
+    use_torch_compile: Annotated[bool, where_available(JAX), sets("compile_scores")] = False
     """Compile the computation of the policy's entropy."""
 
     record_memory: bool = False
     """With each checkpoint, write a snapshot of the device's memory to <ckpt_path>/memory. Its format is pprof, or JSON
     with strategy fsdp2."""
 
-    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
+    megatron_config: Annotated[MegatronConfig, NO_MEGATRON] = field(default_factory=MegatronConfig)
     """Parallelism, with strategy megatron."""
 
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    model_config_kwargs: Annotated[dict[str, Any], sets("config_overrides")] = field(default_factory=dict)
     """Fields of the model's Hugging Face configuration to override."""
 
 
@@ -167,16 +187,24 @@ class PolicyConfig(BaseConfig):
 class CriticConfig(BaseConfig):
     """The model that estimates values. Without a model path, there is no critic."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: Annotated[
+        ModelConfig,
+        of_trainers(OF_BASE_MODELS, at="path"),
+        refused("a critic is not sampled; leave it out", TORCH, at="lora.lora_sync_path"),
+    ] = field(default_factory=ModelConfig)
     """The model and its adapters."""
 
-    optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
+    optimizer_config: Annotated[OptimizerConfig, of_trainers(OF_OPTIMIZERS)] = field(
+        default_factory=lambda: OptimizerConfig(lr=5e-6)
+    )
     """Optimizer of the critic."""
 
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: Annotated[FSDPConfig, NO_FSDP, of_trainers(OF_BASE_WEIGHTS, whole=True)] = field(
+        default_factory=FSDPConfig
+    )
     """Sharding, with strategy fsdp2."""
 
-    sequence_parallel_size: PositiveInt = 1
+    sequence_parallel_size: Annotated[PositiveInt, NO_SEQUENCE_PARALLELISM] = 1
     """Number of ranks over which each sequence is split (Ulysses)."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -187,16 +215,20 @@ class CriticConfig(BaseConfig):
 class RefConfig(BaseConfig):
     """The frozen reference model. It is loaded if the loss or the reward uses the KL divergence from it."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: Annotated[
+        ModelConfig, refused(NO_ADAPTER, JAX, TORCH, at="lora"), of_trainers(OF_BASE_MODELS, at="path")
+    ] = field(default_factory=ModelConfig)
     """The model. Without a path, it is the policy's model before training."""
 
-    sequence_parallel_size: PositiveInt = 1
+    sequence_parallel_size: Annotated[PositiveInt, NO_SEQUENCE_PARALLELISM] = 1
     """Number of ranks over which each sequence is split (Ulysses)."""
 
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: Annotated[FSDPConfig, NO_FSDP, of_trainers(OF_BASE_WEIGHTS, whole=True)] = field(
+        default_factory=FSDPConfig
+    )
     """Sharding, with strategy fsdp2."""
 
-    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
+    megatron_config: Annotated[MegatronConfig, NO_MEGATRON] = field(default_factory=MegatronConfig)
     """Parallelism, with strategy megatron."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -210,13 +242,13 @@ class PlacementConfig(BaseConfig):
     colocate_all: bool = True
     """Put models and inference engines on the same GPUs. They compute in turns."""
 
-    colocate_policy_ref: bool = True
+    colocate_policy_ref: Annotated[bool, where_available(JAX)] = True
     """Put policy and reference on the same GPUs. Has an effect only without colocate_all."""
 
-    policy_num_nodes: PositiveInt = 1
+    policy_num_nodes: Annotated[PositiveInt, WORKERS] = 1
     """Number of machines of the policy. With strategy fsdp2, several machines are nodes of a Ray cluster."""
 
-    policy_num_gpus_per_node: NonNegativeInt = 1
+    policy_num_gpus_per_node: Annotated[NonNegativeInt, WORKERS] = 1
     """Number of GPUs of the policy on each machine. 0: the CPU, with strategy fsdp2."""
 
     critic_num_nodes: PositiveInt = 1
