@@ -39,7 +39,7 @@ def test_the_image_has_what_the_package_is_built_of():
     copied = re.findall(r"^COPY (.+) \S+$", (DEPLOY / "Containerfile").read_text(), re.MULTILINE)
     names = {name for line in copied for name in line.split()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"pyproject.toml", project["readme"], *project["license-files"], "skyrl"} == names
+    assert {"pyproject.toml", "setup.py", "README.md", *project["license-files"], "skyrl"} == names
     assert all((ROOT / name).exists() for name in names)
     kept = re.findall(r"^!(.+)$", (DEPLOY / "Containerfile.dockerignore").read_text(), re.MULTILINE)
     assert set(kept) == names

@@ -17,7 +17,7 @@ BACKENDS.register("jax")("skyrl.backends.jax:JaxBackend")
 for _name in ("skyrl_train", "fsdp2", "fsdp"):
     BACKENDS.register(_name)("skyrl.backends.skyrl_train_backend:SkyRLTrainBackend")
 
-EXTRAS = {"torch": "skyrl[train]", "ray": "skyrl[train]"}
+EXTRAS = {"torch": "skyrl[torch]", "ray": "skyrl[train]"}
 """Extras of this package that install a package needed by a backend."""
 
 
