@@ -20,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from skyrl.train.tracking.clients import TRACKERS
+from skyrl.config.trackers import TRACKERS
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -33,7 +33,7 @@ EXTRAS = {
     "train": ["backends/torch/workers/ray_", "train/data/files.py", "train/tracking/plots.py"],
 }
 """Extras, and the files below skyrl/ that may import what they install. All other files have the base install."""
-NOT_DECLARED = {"vllm"} | {needs.package for tracker in TRACKERS.values() if (needs := tracker.needs)}
+NOT_DECLARED = {"vllm"} | {needs.package for needs in TRACKERS.values() if needs}
 """Packages that users choose and install themselves. They are imported if an option names them."""
 
 
