@@ -139,7 +139,7 @@ def _overrides(given: argparse.Namespace) -> Iterator[str]:
         raise ConfigError(
             f"--tp-size {given.tp_size}: tensor parallelism is not served, a model is trained on one device; leave "
             "--tp-size out, and make the model fit with --lora-rank, or shard it over several GPUs with "
-            "skyrl train sft strategy=fsdp2"
+            "skyrl train sft strategy=torch"
         )
     if given.resume and given.load_checkpoint_path:
         raise ConfigError("--resume and --load-checkpoint-path both say where the run begins; leave out one")

@@ -12,7 +12,7 @@ from skyrl.cli import main as skyrl
 from skyrl.tx.synthetic.make_model import make_model
 
 RL = [
-    "trainer.strategy=fsdp2",
+    "trainer.strategy=torch",
     "trainer.policy.model.path=model",
     "trainer.max_steps=2",
     "trainer.train_batch_size=4",
@@ -24,7 +24,7 @@ RL = [
     "generator.n_samples_per_prompt=2",
     "generator.sampling_params.max_generate_length=8",
 ]
-SFT = ["strategy=fsdp2", "model.path=model", "num_steps=2", "batch_size=2"]
+SFT = ["strategy=torch", "model.path=model", "num_steps=2", "batch_size=2"]
 OF_RECIPE = {
     "gsm8k-ppo": ["trainer.critic.model.path=model"],
     "dapo-math": ["environment.reward=tiny:odd", "trainer.algorithm.overlong_buffer_len=2"],

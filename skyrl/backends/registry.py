@@ -14,7 +14,9 @@ from skyrl.utils.registry import Registry
 BACKENDS: Registry[str] = Registry("backend")
 """module:attribute of each backend class, imported on demand."""
 BACKENDS.register("jax")("skyrl.backends.jax:JaxBackend")
-for _name in ("skyrl_train", "fsdp2", "fsdp"):
+TORCH_NAMES = ("torch", "skyrl_train", "fsdp2", "fsdp")
+"""Names of the torch backend. The first is its own; the others are documented aliases."""
+for _name in TORCH_NAMES:
     BACKENDS.register(_name)("skyrl.backends.skyrl_train_backend:SkyRLTrainBackend")
 
 EXTRAS = {"torch": "skyrl[torch]", "ray": "skyrl[train]"}
@@ -23,7 +25,7 @@ EXTRAS = {"torch": "skyrl[torch]", "ray": "skyrl[train]"}
 
 def default_backend() -> str:
     """Name of the default backend: torch's if torch finds a GPU, otherwise JAX's."""
-    return "skyrl_train" if torch_sees_gpu() else "jax"
+    return "torch" if torch_sees_gpu() else "jax"
 
 
 def find_backend(name: str) -> Callable[..., AbstractBackend]:

@@ -28,7 +28,7 @@ NO_ENDPOINT = refused(
 
 @dataclass
 class InferenceEngineConfig(BaseConfig):
-    """Inference engines. They sample for the strategies fsdp2 and megatron."""
+    """Inference engines. They sample for the strategies torch and megatron."""
 
     model_dtype: Annotated[str, where_available(JAX, TORCH), sets("dtype")] = "bfloat16"
     """Number format of the engines' weights."""

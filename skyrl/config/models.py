@@ -32,7 +32,7 @@ def _two_betas(betas: list[float]) -> list[float]:
 def _size_or_all(size: int) -> int:
     if size >= -1:
         return size
-    raise ValueError("give a number of GPUs from 1, -1 for all of them, or 0 to decide by memory")
+    raise ValueError("give a number of ranks from 1, -1 for all of them, or 0 to decide by memory")
 
 
 @dataclass
@@ -164,7 +164,7 @@ class PolicyConfig(BaseConfig):
     fsdp_config: Annotated[FSDPConfig, NO_FSDP, where_available(TORCH, at="fsdp_size")] = field(
         default_factory=FSDPConfig
     )
-    """Sharding, with strategy fsdp2."""
+    """Sharding, with strategy torch."""
 
     sequence_parallel_size: Annotated[PositiveInt, NO_SEQUENCE_PARALLELISM, sets("sequence_parallel_size")] = 1
     """Number of ranks over which each sequence is split (Ulysses)."""
@@ -174,7 +174,7 @@ class PolicyConfig(BaseConfig):
 
     record_memory: bool = False
     """With each checkpoint, write a snapshot of the device's memory to <ckpt_path>/memory. Its format is pprof, or JSON
-    with strategy fsdp2."""
+    with strategy torch."""
 
     megatron_config: Annotated[MegatronConfig, NO_MEGATRON] = field(default_factory=MegatronConfig)
     """Parallelism, with strategy megatron."""
@@ -202,7 +202,7 @@ class CriticConfig(BaseConfig):
     fsdp_config: Annotated[FSDPConfig, NO_FSDP, of_trainers(OF_BASE_WEIGHTS, whole=True)] = field(
         default_factory=FSDPConfig
     )
-    """Sharding, with strategy fsdp2."""
+    """Sharding, with strategy torch."""
 
     sequence_parallel_size: Annotated[PositiveInt, NO_SEQUENCE_PARALLELISM] = 1
     """Number of ranks over which each sequence is split (Ulysses)."""
@@ -226,7 +226,7 @@ class RefConfig(BaseConfig):
     fsdp_config: Annotated[FSDPConfig, NO_FSDP, of_trainers(OF_BASE_WEIGHTS, whole=True)] = field(
         default_factory=FSDPConfig
     )
-    """Sharding, with strategy fsdp2."""
+    """Sharding, with strategy torch."""
 
     megatron_config: Annotated[MegatronConfig, NO_MEGATRON] = field(default_factory=MegatronConfig)
     """Parallelism, with strategy megatron."""
@@ -246,10 +246,10 @@ class PlacementConfig(BaseConfig):
     """Put policy and reference on the same GPUs. Has an effect only without colocate_all."""
 
     policy_num_nodes: Annotated[PositiveInt, WORKERS] = 1
-    """Number of machines of the policy. With strategy fsdp2, several machines are nodes of a Ray cluster."""
+    """Number of machines of the policy. With strategy torch, several machines are nodes of a Ray cluster."""
 
     policy_num_gpus_per_node: Annotated[NonNegativeInt, WORKERS] = 1
-    """Number of GPUs of the policy on each machine. 0: the CPU, with strategy fsdp2."""
+    """Number of GPUs of the policy on each machine. 0: the CPU, with strategy torch."""
 
     critic_num_nodes: PositiveInt = 1
     """Number of machines of the critic."""

@@ -1,7 +1,7 @@
 """Supervised fine-tuning, and preference optimization: data, optimizer, evaluation, checkpoints and logging."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +12,7 @@ from skyrl.config.generator import ChatTemplateConfig
 from skyrl.config.machinery.base import BaseConfig
 from skyrl.config.machinery.fields import OneOrMore, one_of
 from skyrl.config.models import ModelConfig, OptimizerConfig
+from skyrl.config.rules.renames import renamed
 from skyrl.config.strategies import STRATEGIES, default_strategy
 from skyrl.config.trainer import Trackers, all_or_some
 
@@ -45,14 +46,14 @@ class SFTConfig(BaseConfig):
     """Optimizer of the model. If optimizer_config.lr is unset, it is 1e-4 with adapters and 1e-5 for all weights."""
 
     strategy: Annotated[str, one_of(*STRATEGIES)] = "fsdp2"
-    """Strategy: jax, or fsdp2 (fsdp is another name of it). megatron is not supported yet. Unset: fsdp2 if torch sees a
-    GPU; otherwise jax."""
+    """Backend of the run: torch (other names: fsdp2, fsdp), or jax. megatron is not supported yet. Unset: torch if it
+    sees a GPU; otherwise jax."""
 
     jax: dict[str, Any] = field(default_factory=dict)
     """Options of the JAX backend."""
 
-    fsdp2: dict[str, Any] = field(default_factory=dict)
-    """Options of the torch backend, with strategy fsdp2."""
+    torch: dict[str, Any] = field(default_factory=dict)
+    """Options of the torch backend, with strategy torch. Another name of this section is fsdp2."""
 
     train_datasets: OneOrMore = field(default_factory=list)
     """Data to train on: .parquet, .json, .jsonl or .csv files, or data sets of the Hugging Face hub (name, or
@@ -171,6 +172,10 @@ class SFTConfig(BaseConfig):
 
     callbacks: OneOrMore = field(default_factory=list)
     """Callbacks. Each is the module:Class of a subclass of skyrl.train.callbacks.Callback."""
+
+    @classmethod
+    def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        return renamed(given, "fsdp2", "torch")
 
     @property
     def example(self) -> str:

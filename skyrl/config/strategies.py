@@ -10,10 +10,11 @@ class StrategyTraits(NamedTuple):
     """Properties of a strategy that configuration rules need."""
 
     is_distributed: bool
-    """True if models run on ranks with GPUs, and separate engines sample. Rules about ranks and engines then apply."""
+    """True if models run on ranks, and separate engines sample. Rules about ranks and engines then apply."""
 
 
 STRATEGIES = {
+    "torch": StrategyTraits(is_distributed=True),
     "fsdp2": StrategyTraits(is_distributed=True),
     "fsdp": StrategyTraits(is_distributed=True),
     "megatron": StrategyTraits(is_distributed=True),
@@ -21,12 +22,14 @@ STRATEGIES = {
 }
 
 
+ALIASES = {"fsdp2": "torch", "fsdp": "torch"}
+"""Documented other names of strategies."""
 NEEDS_OF_MEGATRON = "megatron-core, megatron-bridge and transformer-engine, which need CUDA and Python 3.12"
 
 
 def default_strategy() -> str:
-    """Return the default strategy: fsdp2 if torch sees a GPU, jax otherwise."""
-    return "fsdp2" if torch_sees_gpu() else "jax"
+    """Return the default strategy: torch if it sees a GPU, jax otherwise."""
+    return "torch" if torch_sees_gpu() else "jax"
 
 
 def worker_options(nodes: int, gpus_per_node: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from skyrl.config import FSDPConfig, InferenceEngineConfig, SkyRLTrainConfig, Tr
 from skyrl.config.machinery.fields import specs_of
 from skyrl.config.machinery.uses import TORCH, Status, options_set, use_of, why_of_trainers
 from skyrl.config.shared_options import base_dtype, config_overrides, sampler_options
-from skyrl.config.strategies import NEEDS_OF_MEGATRON, worker_options
+from skyrl.config.strategies import ALIASES, NEEDS_OF_MEGATRON, worker_options
 from skyrl.errors import ConfigError
 
 MICRO_TRAIN = "micro_train_batch_size_per_gpu"
@@ -32,8 +32,8 @@ STARTED_HERE = (
 )
 """Fields of inference engines that affect only vLLM servers that the trainer starts."""
 SHARED_WORK = ("num_workers", "ray_workers_per_node", "fsdp_size", "reshard_after_forward", "tensor_parallel_size")
-NAMES = ("fsdp2", "fsdp")
-OWN = "trainer.fsdp2"
+NAMES = ("torch", *ALIASES)
+OWN = "trainer.torch"
 PARAM_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -58,7 +58,7 @@ def torch_options(config: SkyRLTrainConfig, model: str = "policy") -> dict[str, 
     }
     if overrides := config_overrides(config):
         options["config_overrides"] = overrides
-    given = {name: value for name, value in trainer.fsdp2.items() if model == "policy" or name not in SHARED_WORK}
+    given = {name: value for name, value in trainer.torch.items() if model == "policy" or name not in SHARED_WORK}
     fsdp = own.fsdp
     if trains_all_weights(trainer, model):
         options |= sharding_of_all_weights(given.get(SHARDING, fsdp.fsdp_size))
@@ -208,7 +208,7 @@ def urls_of(engines: InferenceEngineConfig) -> list[str]:
 
 def launched(config: SkyRLTrainConfig) -> dict[str, Any]:
     """Return the launch options that the configuration gives for engines. Empty: the trainer starts no engines."""
-    engines = config.trainer.fsdp2.get("engines") or {}
+    engines = config.trainer.torch.get("engines") or {}
     return dict(engines.get("launch") or {}) if isinstance(engines, Mapping) else {}
 
 
@@ -239,7 +239,7 @@ def engines_of_a_run(config: SkyRLTrainConfig) -> dict[str, Any]:
                 "first_gpu": 0 if trainer.placement.colocate_all else gpus + apart,
             }
             options["launch"] = places | _launch(config, launch)
-    return options | {name: value for name, value in trainer.fsdp2.get("engines", {}).items() if name != "launch"}
+    return options | {name: value for name, value in trainer.torch.get("engines", {}).items() if name != "launch"}
 
 
 def _launch(config: SkyRLTrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,12 +287,12 @@ def engine_problems(config: SkyRLTrainConfig, on_ray: Iterable[str]) -> Iterator
     engines, launch = config.generator.inference_engine, launched(config)
     if engines.external and launch:
         yield (
-            f"trainer.fsdp2.engines.launch={launch} and engines that were started elsewhere (remote_urls, "
+            f"trainer.torch.engines.launch={launch} and engines that were started elsewhere (remote_urls, "
             "external_server_urls or external_proxy_url); leave one of them out"
         )
     for cause, way_out in dict.fromkeys(_cause_of_ray(config.trainer, model) for model in on_ray) if launch else ():
         yield (
-            f"trainer.fsdp2.engines.launch and workers on Ray ({cause}): engines are started on this machine alone, "
+            f"trainer.torch.engines.launch and workers on Ray ({cause}): engines are started on this machine alone, "
             "and Ray may place workers on their GPUs or on other machines; start the engines yourself and give their "
             f"addresses as generator.inference_engine.external_server_urls, or {way_out} to keep workers on this "
             "machine"
@@ -314,7 +314,7 @@ def engine_problems(config: SkyRLTrainConfig, on_ray: Iterable[str]) -> Iterator
         if value != getattr(InferenceEngineConfig(), name):
             yield (
                 f"generator.inference_engine.{name}={value} without vLLM servers that are started here: {why}; leave "
-                "it out, or name a Python that has vLLM as trainer.fsdp2.engines={launch: {python: PYTHON}}"
+                "it out, or name a Python that has vLLM as trainer.torch.engines={launch: {python: PYTHON}}"
             )
 
 
@@ -322,9 +322,9 @@ def _cause_of_ray(trainer: TrainerConfig, model: str) -> tuple[str, str]:
     """Return the setting that puts the workers of `model` on Ray, and the change that avoids Ray."""
     if (nodes := own_of(trainer, model).nodes) > 1:
         return f"trainer.placement.{model}_num_nodes={nodes}", f"set {model}_num_nodes=1"
-    processes = "set trainer.fsdp2.workers=processes"
-    if "workers" in trainer.fsdp2:
-        return "trainer.fsdp2.workers=ray", processes
+    processes = "set trainer.torch.workers=processes"
+    if "workers" in trainer.torch:
+        return "trainer.torch.workers=ray", processes
     return f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}", f"unset RAY_ADDRESS or {processes}"
 
 
@@ -341,7 +341,7 @@ def sharing_problems(
     trainer, options = config.trainer, {**torch_options(config, model), **(own or {})}
     fsdp, path = own_of(trainer, model).fsdp, f"trainer.{model}.fsdp_config"
     workers, asked = options["num_workers"], options.get(SHARDING, 0)
-    given = {name: f"{OWN}.{name}" for name in (trainer.fsdp2 if model == "policy" else ())}
+    given = {name: f"{OWN}.{name}" for name in (trainer.torch if model == "policy" else ())}
     given |= {name: name for name in own or ()}
     size = given.get(SHARDING, f"{path}.{SHARDING}")
     count = given.get("num_workers", f"trainer.placement.{model}_num_nodes x {model}_num_gpus_per_node")
@@ -383,7 +383,7 @@ def server_options(given: Mapping[str, Any], own: Mapping[str, Any] | None = Non
     given = dict(_flattened(given))
     config = SkyRLTrainConfig.from_cli_overrides(given)
     own = own or {}
-    names = {name for path in given for name in options_set(SkyRLTrainConfig, path)} | set(config.trainer.fsdp2)
+    names = {name for path in given for name in options_set(SkyRLTrainConfig, path)} | set(config.trainer.torch)
     followed = torch_options(config)
     on_ray = "workers" in names - set(own) and followed["workers"] == "ray"
     problems = [problem for path in given for problem in _problems(config, path)]
@@ -392,7 +392,7 @@ def server_options(given: Mapping[str, Any], own: Mapping[str, Any] | None = Non
     if problems:
         raise ConfigError("\n".join(problems))
     if launched(config) and "trainer.policy.model.lora.lora_sync_path" not in given:
-        engines = config.trainer.fsdp2["engines"]
+        engines = config.trainer.torch["engines"]
         followed["engines"] = {**followed["engines"], "folder": engines.get("folder")}  # the default is for a run
     if _places_workers(own):
         followed.pop("ray_workers_per_node", None)

@@ -67,20 +67,20 @@ class TrainerConfig(BaseConfig):
     """Method that splits sequences over ranks: ulysses."""
 
     strategy: Annotated[str, one_of(*STRATEGIES)] = "fsdp2"
-    """Strategy: fsdp2 (fsdp is another name of it), megatron, or jax. Unset: fsdp2 if torch sees a GPU; otherwise jax.
-    """
+    """Backend of the run: torch (other names: fsdp2, fsdp), or jax. megatron is not supported yet. Unset: torch if it
+    sees a GPU; otherwise jax."""
 
     jax: Annotated[
         dict[str, Any],
-        refused("these are options of the JAX backend; set trainer.fsdp2, or trainer.strategy=jax", TORCH),
+        refused("these are options of the JAX backend; set trainer.torch, or trainer.strategy=jax", TORCH),
     ] = field(default_factory=dict)
     """Options of the JAX backend, with strategy jax."""
 
-    fsdp2: Annotated[
+    torch: Annotated[
         dict[str, Any],
-        refused("these are options of the torch backend; set trainer.jax, or trainer.strategy=fsdp2", JAX),
+        refused("these are options of the torch backend; set trainer.jax, or trainer.strategy=torch", JAX),
     ] = field(default_factory=dict)
-    """Options of the torch backend, with strategy fsdp2."""
+    """Options of the torch backend, with strategy torch. Another name of this section is fsdp2."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The model that is trained."""
@@ -268,7 +268,7 @@ class TrainerConfig(BaseConfig):
 
     @classmethod
     def translate(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        return renamed(given, "remove_microbatch_padding", "use_sample_packing")
+        return renamed(renamed(given, "remove_microbatch_padding", "use_sample_packing"), "fsdp2", "torch")
 
     @property
     def has_critic(self) -> bool:

@@ -81,8 +81,8 @@ class EngineConfig(BaseModel):
     """Additional names of the base model for clients, separated by commas."""
 
     backend: str | None = None
-    """Backend: "jax", "skyrl_train" (torch; also "fsdp2", "fsdp"), or module:attribute of a custom class. Default:
-    skyrl_train if torch is installed and finds a GPU, otherwise jax."""
+    """Backend: "jax", "torch" (other names: "skyrl_train", "fsdp2", "fsdp"), or module:attribute of a custom class.
+    Default: torch if it is installed and finds a GPU, otherwise jax."""
 
     backend_config: JsonObject = Field(default_factory=dict)
     """Options of the backend as a JSON object, for example '{"max_lora_rank": 64}'."""
@@ -232,7 +232,7 @@ class EngineConfig(BaseModel):
     """Log a line for each response: method, route, status, bytes, milliseconds, tenant, address."""
 
     external_inference_url: Names = ()
-    """URLs of vLLM servers that generate samples, separated by commas (backend skyrl_train). This server trains, and it
+    """URLs of vLLM servers that generate samples, separated by commas (backend torch). This server trains, and it
     generates the samples that the vLLM servers do not support. More options: backend_config
     '{"engines": {"max_loras": 4}}'."""
 

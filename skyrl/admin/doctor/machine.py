@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from skyrl.admin.doctor.finding import Finding, ok, problem, warning
-from skyrl.backends.registry import default_backend
+from skyrl.backends.registry import TORCH_NAMES, default_backend
 from skyrl.tinker.config import EngineConfig
 from skyrl.utils.accelerators import gpu_files
 
@@ -47,7 +47,7 @@ def python(config: EngineConfig) -> Finding:
 
 def packages(config: EngineConfig) -> Finding:
     """Check versions of packages against the lower bounds in `pyproject.toml`."""
-    extras = {"train"} if backend_of(config) in ("skyrl_train", "fsdp2", "fsdp") else set[str]()
+    extras = {"train"} if backend_of(config) in TORCH_NAMES else set[str]()
     extras |= {"postgres"} if config.database_url.startswith("postgresql") else set()
     wrong, count = [], 0
     for needed in map(Requirement, metadata.requires("skyrl") or []):

@@ -118,7 +118,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         whole = config.full_models and config.full_models * self.stored_bytes(FULL_MODEL)
         if (copies := facts.decided.copies) is not None and copies.left >= whole:
             progress(
-                "a copy of the base weights on each worker would fit; with fsdp_size=1 (fsdp2.fsdp_size of trainers), "
+                "a copy of the base weights on each worker would fit; with fsdp_size=1 (torch.fsdp_size of trainers), "
                 "no pass waits for weights of other workers, and each worker samples a share of the requests"
             )
         self._models = ModelOffload[TorchState](

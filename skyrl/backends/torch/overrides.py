@@ -18,7 +18,7 @@ def native(given: Any) -> Any:
     dotted = {name: value for name, value in given.items() if name.startswith(SECTIONS)}
     own = {name: value for name, value in given.items() if name not in dotted}
     if dotted and "engines" in own:  # fields of engines can be dotted overrides too
-        dotted["trainer.fsdp2.engines"] = own.pop("engines")
+        dotted["trainer.torch.engines"] = own.pop("engines")
     options = server_options(dotted, own) if dotted else {}
     both = {name for name in own.keys() & options.keys() if isinstance(own[name], Mapping)}
     return options | own | {name: {**options[name], **own[name]} for name in both}

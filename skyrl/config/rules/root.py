@@ -202,7 +202,7 @@ def _engine_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
     gpus, engine_gpus = trainer.gpus("policy"), engine.num_engines * engine.gpus_per_engine
     if gpus != engine_gpus and trainer.placement.policy_num_gpus_per_node:
         yield (
-            f"trainer.placement.colocate_all=True, but the policy has {gpus} GPUs (policy_num_nodes x "
+            f"trainer.placement.colocate_all=True, but the policy has {gpus} devices (policy_num_nodes x "
             f"policy_num_gpus_per_node) and the engines {engine_gpus} (generator.inference_engine: num_engines="
             f"{engine.num_engines} x {engine.gpus_per_engine} of tensor x pipeline x data parallel sizes); make them "
             "equal, or set colocate_all=False"
@@ -213,6 +213,6 @@ def _engine_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
     )
     if engine.distributed_executor_backend == "mp" and ranks > here:
         yield (
-            f"generator.inference_engine.distributed_executor_backend=mp and {ranks} GPUs of tensor x pipeline "
+            f"generator.inference_engine.distributed_executor_backend=mp and {ranks} devices of tensor x pipeline "
             f"parallel sizes, but trainer.placement.policy_num_gpus_per_node={here}: mp stays on one machine; use ray"
         )

@@ -6,7 +6,7 @@ from operator import attrgetter
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from skyrl.config.strategies import STRATEGIES
+from skyrl.config.strategies import ALIASES
 
 if TYPE_CHECKING:
     from skyrl.config.trainer import TrainerConfig
@@ -41,7 +41,7 @@ def trainer_problems(trainer: "TrainerConfig") -> Iterator[str]:
     beside = [name for name in ("fully_async.enabled", "one_step_off") if attrgetter(name)(trainer)]
     if beside and trainer.placement.colocate_all and trainer.is_distributed:  # one process interleaves the two
         yield (
-            f"{beside[0]}=True and placement.colocate_all=True: rollouts beside training need their own GPUs; set "
+            f"{beside[0]}=True and placement.colocate_all=True: rollouts beside training need their own devices; set "
             "placement.colocate_all=False"
         )
 
@@ -62,9 +62,9 @@ def _resume_problems(trainer: "TrainerConfig") -> Iterator[str]:
 
 
 def _strategy_problems(trainer: "TrainerConfig") -> Iterator[str]:
-    for name in STRATEGIES:
-        options = getattr(trainer, name, None)
-        if options and name != trainer.strategy:
+    for name in ("jax", "torch"):
+        options = getattr(trainer, name)
+        if options and name != ALIASES.get(trainer.strategy, trainer.strategy):
             yield f"{name}={options} is not read with strategy={trainer.strategy}; set strategy={name}, or leave it out"
     if not trainer.is_distributed:
         return
@@ -78,7 +78,7 @@ def _strategy_problems(trainer: "TrainerConfig") -> Iterator[str]:
     if trainer.has_critic:
         yield (
             f"strategy=megatron and critic.model.path={trainer.critic.model.path}: Megatron trains no critic; set "
-            "strategy=fsdp2, or an advantage estimator without one"
+            "strategy=torch, or an advantage estimator without one"
         )
     for model in ("policy", "ref"):
         owner = getattr(trainer, model)
@@ -113,9 +113,9 @@ def _placement_problems(trainer: "TrainerConfig") -> Iterator[str]:
         gpus, size = trainer.gpus(model), trainer.model_parallel_size(model)
         if gpus % size:
             yield (
-                f"placement gives the {model} {gpus} GPUs ({model}_num_nodes x {model}_num_gpus_per_node), which do "
+                f"placement gives the {model} {gpus} devices ({model}_num_nodes x {model}_num_gpus_per_node), which do "
                 f"not divide into groups of {size} (sequence, or tensor x pipeline x context, parallel size); give it "
-                f"{(gpus // size + 1) * size} GPUs, or lower the size"
+                f"{(gpus // size + 1) * size} devices, or lower the size"
             )
     placement = trainer.placement
     ref = (placement.ref_num_nodes, placement.ref_num_gpus_per_node)
@@ -123,7 +123,7 @@ def _placement_problems(trainer: "TrainerConfig") -> Iterator[str]:
     shared = placement.colocate_policy_ref and not placement.colocate_all and trainer.algorithm.uses_reference
     if shared and ref != policy:
         yield (
-            f"placement.colocate_policy_ref=True, but the reference has {ref[0]} x {ref[1]} GPUs and the policy "
+            f"placement.colocate_policy_ref=True, but the reference has {ref[0]} x {ref[1]} devices and the policy "
             f"{policy[0]} x {policy[1]}; give them the same, or set colocate_policy_ref=False"
         )
 

@@ -340,7 +340,7 @@ def open_backend(config: EngineConfig, progress: Callable[[str], None]) -> Abstr
     if config.engines and "engines" not in options.model_fields:
         raise RequestError(
             f"external_inference_url={', '.join(config.external_inference_url)}: the {name} backend samples by itself; "
-            "leave it out, or serve with --backend skyrl_train"
+            "leave it out, or serve with --backend torch"
         )
     if config.engines:
         given["engines"] = given.get("engines", {}) | config.engines

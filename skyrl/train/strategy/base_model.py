@@ -59,7 +59,7 @@ def check_base_model(path: str, field: str, architectures: Collection[str] | Non
     if architectures is not None and names[0] not in architectures:
         raise ConfigError(
             f"{field}={path}: its architecture is {names[0]}, which is not implemented (known: "
-            f"{', '.join(architectures)}); use a model of a known one, such as Qwen/Qwen3-0.6B, or strategy=fsdp2"
+            f"{', '.join(architectures)}); use a model of a known one, such as Qwen/Qwen3-0.6B, or strategy=torch"
         )
     return model_sizes(path).context
 

@@ -34,7 +34,7 @@ Each value is checked when it is set. Rules about several fields are checked whe
 `skyrl.train.strategy.validate.validate` rejects unknown, uninstalled and unsupported options. `trainer.strategy`
 selects the backend:
 
-- `jax` and `fsdp2` (or `fsdp`) are supported. The last columns show the effect of a field with each.
+- `jax` and `torch` (other names: `fsdp2`, `fsdp`) are supported. The last columns show the effect of a field with each.
 - `megatron` is not supported yet. It would need {NEEDS_OF_MEGATRON}.
 """
 

@@ -1,6 +1,6 @@
 """Translation of a training configuration into options of the torch backend.
 
-Options under `trainer.fsdp2` override options derived from other fields. Importing this module loads neither torch nor
+Options under `trainer.torch` override options derived from other fields. Importing this module loads neither torch nor
 jax; the backend is imported on demand.
 """
 
@@ -48,7 +48,7 @@ OF_ENGINES = (
 class TorchStrategy(Strategy):
     """Workers on one or several machines train and sample, on GPUs or on the CPU."""
 
-    name, backend = "fsdp2", "skyrl_train"
+    name = backend = "torch"
     kind = TORCH
 
     def rl_options(self, config: SkyRLTrainConfig) -> dict[str, Any]:
@@ -71,10 +71,10 @@ class TorchStrategy(Strategy):
         if config.model.lora.rank:
             options["max_lora_rank"] = config.model.lora.rank
         else:
-            options |= {"full_models": 1, **sharding_of_all_weights(config.fsdp2.get(SHARDING, -1))}
+            options |= {"full_models": 1, **sharding_of_all_weights(config.torch.get(SHARDING, -1))}
         if not config.optimizer_config.offload_after_step:
             options["offload_after_step"] = False
-        return options | config.fsdp2
+        return options | config.torch
 
     def problems(self, config: SkyRLTrainConfig) -> Iterator[str]:
         engines = config.generator.inference_engine

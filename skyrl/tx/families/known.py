@@ -37,7 +37,7 @@ def check_known(config: Mapping[str, Any], where: str) -> None:
     """
     names = config.get("architectures") or ["none"]
     if names[0] not in (known := architectures()):
-        way_out = ", or the torch backend (--backend skyrl_train), which loads this one" if _torch_loads(config) else ""
+        way_out = ", or the torch backend (--backend torch), which loads this one" if _torch_loads(config) else ""
         raise ValueError(
             f"{where}: architectures={names} is not implemented (known: {', '.join(known)}); use a base model of a "
             f"known architecture{way_out}"
