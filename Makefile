@@ -28,7 +28,7 @@ help:
 	@echo "test-next  contract, parity and SDK tests on Python 3.12 with the newest packages, in .sdk; status 77: it cannot here"
 	@echo "matrix     every SDK from 0.7.0 to 0.38.0, or those of SDK=\"0.7.0 0.38.0\", against one server, in .sdk"
 	@echo "cookbook   recipes of tinker-cookbook against a server, offline"
-	@echo "mutations  re-introduce known defects, all or those of ONLY=\"C1.5 F1.8\"; each must turn a test red"
+	@echo "mutations  reintroduce known defects, all or those of ONLY=\"padded-mean uncut-mask\"; each must fail a test"
 	@echo "accelerator  all that benchmarks/accelerator.py measures on a GPU or TPU, or ONLY=\"train decode\", small, here"
 	@echo "check      format, lint, types, layers"
 	@echo "bench      all benchmarks, JSON lines on standard output"

@@ -1,894 +1,568 @@
-"""Defects that silently train or sample the wrong model, as small edits of our source, with the tests that see them.
+"""Defects that break a promise of the project, as small edits of our source, each with a test that must fail.
 
-Numbers follow the list of known defects that the tests were written against. To add one, write the shortest edit that
-brings its symptom back and name a test of that symptom.
+To add one, write the shortest edit that reintroduces the defect, and name the cheapest test that detects it. Keep a few
+for each promise and package: every edit has to match the source.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Edit:
-    """Replace `old`, which occurs once in `file`, by `new`."""
+class Defect(NamedTuple):
+    """Replace `old`, which occurs once in `file`, by `new`: `test` must fail."""
 
+    name: str
+    effect: str
+    test: str
     file: str
     old: str
     new: str
 
 
-@dataclass(frozen=True)
-class Defect:
-    id: str
-    what: str
-    edits: list[Edit]
-    tests: list[str]
-
-
-BACKEND = "skyrl/backends/jax/backend.py"
-OPERATIONS = "skyrl/backends/common/models/operations.py"
-STEP = "skyrl/backends/jax/training/programs.py"
-PASSES = "skyrl/backends/jax/training/microbatches.py"
-CHECKS = "skyrl/algorithms/checks/requests.py"
-JAX_TESTS = "tests/backends/test_jax_backend.py::"
-GRADIENTS = "tests/conformance/test_gradients.py::"
-TRAINING = "tests/conformance/test_training.py::"
-TENANTS = "tests/backends/test_jax_tenants.py::"
-SAMPLER = "skyrl/backends/common/sampling/sampler.py"
-VERSIONS = "skyrl/backends/common/versions.py"
-WRITER = "skyrl/backends/common/background_writer.py"
-BATCHING = "tests/backends/test_sampler_batching.py::"
-RECOVERY = "tests/tinker/test_engine_recovery.py::"
-CRASH_RECORD = "skyrl/tinker/processes/crash_record.py"
-BLAMED = "tests/tinker/test_crash_record.py::"
-FAILING = "tests/tinker/test_failing_database.py::"
-
 DEFECTS = [
+    # Numbers equal those of independent references.
     Defect(
-        "C1.0",
-        "each sequence's loss is divided by the sum of its weights, so custom losses train on garbage",
-        [
-            Edit(
-                STEP,
-                "        return token_losses.sum(), PassOutput",
-                "        totals = jnp.zeros(len(tile.tokens)).at[tile.segments].add(tile.weights.sum(1))\n"
-                "        divided = token_losses / jnp.maximum(totals[tile.segments], 1e-9)\n"
-                "        return divided.sum(), PassOutput",
-            )
-        ],
-        [GRADIENTS + "test_a_loss_of_the_clients_own[jax-untied]"],
+        "loss-mean",
+        "gradients are divided by the number of sequences of a request",
+        "tests/backends/test_jax_backend.py::test_a_batch_in_one_request_equals_the_same_batch_in_several",
+        "skyrl/backends/common/models/operations.py",
+        "                self.add_gradients(state, gradients)\n",
+        "                divided = __import__('jax').tree.map(lambda x: x / len(operation.data), gradients)\n"
+        "                self.add_gradients(state, divided)\n",
     ),
     Defect(
-        "C1.1",
-        "sampling an older version overwrites the live training weights",
-        [
-            Edit(
-                OPERATIONS,
-                "    def discard_gradients(self, model_id: str) -> None:",
-                "    def submit(self, operation) -> None:\n"
-                "        super().submit(operation)\n"
-                "        for state in map(self._models.peek, self._models):\n"
-                "            old = self._versions._resident.get(getattr(operation, 'version', None))\n"
-                "            if old is not None and hasattr(operation, 'prompt'):\n"
-                "                state.adapter = old\n\n"
-                "    def discard_gradients(self, model_id: str) -> None:",
-            )
-        ],
-        [JAX_TESTS + "test_sampling_an_older_version_leaves_the_training_weights"],
-    ),
-    Defect(
-        "C1.2",
-        "a published version is an alias of the live weights",
-        [
-            Edit(
-                BACKEND,
-                "            state.step += 1\n",
-                "            state.step += 1\n"
-                "            for version in list(self._versions._resident):\n"
-                "                self._versions.publish(version, state.adapter)\n",
-            )
-        ],
-        [JAX_TESTS + "test_a_version_samples_the_same_after_more_training_and_unloading"],
-    ),
-    Defect(
-        "C1.3",
-        "weight decay of one tenant shrinks the weights of all",
-        [
-            Edit(
-                BACKEND,
-                "            state.step += 1\n",
-                "            state.step += 1\n"
-                "            decay = 1 - params.learning_rate * params.weight_decay\n"
-                "            for other in map(self._models.peek, self._models):\n"
-                "                if other is not state:\n"
-                "                    decayed = jax.tree.map(lambda leaf: leaf * decay, other.adapter.weights)\n"
-                "                    other.adapter = other.adapter._replace(weights=decayed)\n",
-            )
-        ],
-        [TRAINING + "test_a_step_of_one_model_leaves_every_bit_of_another[jax]"],
-    ),
-    Defect(
-        "C1.4",
-        "a new model starts with the gradients of a deleted one",
-        [
-            Edit(
-                OPERATIONS,
-                "        self._models.remove(operation.model_id)\n",
-                "        self.leftover = self._models.peek(operation.model_id).gradient_sums\n"
-                "        self._models.remove(operation.model_id)\n",
-            ),
-            Edit(
-                OPERATIONS,
-                "            self._models.put(model_id, self.fresh_state(kind, seed))\n",
-                "            state = self.fresh_state(kind, seed)\n"
-                "            state.gradient_sums = getattr(self, 'leftover', None)\n"
-                "            self._models.put(model_id, state)\n",
-            ),
-        ],
-        [TRAINING + "test_a_model_that_is_made_again_has_no_gradients_of_its_predecessor[jax]"],
-    ),
-    Defect(
-        "C1.5",
-        "the fan-in of the initial A counts all stacked layers",
-        [
-            Edit(
-                "skyrl/tx/lora.py",
-                "        bound = np.float32(1 / np.sqrt(target.in_features))\n",
-                "        bound = np.float32(1 / np.sqrt(target.in_features * len(target.stack.layers or [0])))\n",
-            )
-        ],
-        ["tests/tx/test_lora.py::test_initial_a_has_the_spread_of_pefts_in_every_layer"],
-    ),
-    Defect(
-        "C1.8",
-        "the log-sum-exp is computed in bfloat16",
-        [
-            Edit(
-                "skyrl/tx/layers/logprobs.py",
-                "        normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)\n",
-                "        normaliser = jax.nn.logsumexp(logits.astype(jnp.bfloat16), axis=-1, keepdims=True)\n"
-                "        normaliser = normaliser.astype(jnp.float32)\n",
-            )
-        ],
-        [
-            "tests/tx/models/test_qwen3.py::"
-            "test_log_probabilities_over_150_thousand_tokens_are_accurate_over_a_bfloat16_base"
-        ],
-    ),
-    Defect(
-        "C1.9",
-        "gradients are divided by the number of sequences of the request",
-        [
-            Edit(
-                OPERATIONS,
-                "                self.add_gradients(state, gradients)\n",
-                "                divided = __import__('jax').tree.map(lambda x: x / len(operation.data), gradients)\n"
-                "                self.add_gradients(state, divided)\n",
-            )
-        ],
-        [
-            JAX_TESTS + "test_a_batch_in_one_request_equals_the_same_batch_in_several",
-            GRADIENTS + "test_the_gradient_of_a_loss[jax-untied-cross_entropy-attn]",
-        ],
-    ),
-    Defect(
-        "C1.10",
-        "requests run in the order of arrival, so an optimizer step may overtake the pass before it",
-        [
-            Edit(
-                "skyrl/tinker/engine/scheduler.py",
-                "            self._line_up(line, seq_id, operation, now)\n",
-                "            self._queue(operation, seq_id)\n",
-            )
-        ],
-        ["tests/tinker/test_scheduler.py::test_a_model_runs_in_seq_id_order_whatever_order_its_requests_arrive_in"],
-    ),
-    Defect(
-        "C1.12",
-        "prompt log-probabilities lack the first token's entry",
-        [
-            Edit(
-                "skyrl/backends/common/sampling/sequences.py",
-                "            scores.prompt_logprobs,\n",
-                "            None if scores.prompt_logprobs is None else scores.prompt_logprobs[1:],\n",
-            )
-        ],
-        ["tests/backends/test_sampler.py::test_prompt_logprobs_equal_hugging_faces_and_begin_with_nan"],
-    ),
-    Defect(
-        "C1.15",
-        "images are dropped silently and the text around them is trained on",
-        [
-            Edit(
-                "skyrl/tinker/wire/codec.py",
-                '        raise RequestError(_only_text(kind or "unknown"))\n',
-                "        return np.zeros(0, np.int32)\n",
-            )
-        ],
-        ["tests/tinker/test_wire.py::test_a_faulty_protobuf_request_keeps_its_place_and_says_why"],
-    ),
-    Defect(
-        "C1.16",
-        "any base model is accepted and the served one trained instead",
-        [
-            Edit(
-                "skyrl/tinker/operations/models.py",
-                "    admission.service.check_base_model(request.base_model)\n    config = request.lora_config\n",
-                "    config = request.lora_config\n",
-            )
-        ],
-        ["tests/tinker/test_api_training.py::test_unknown_base_model_fails_and_names_the_served_ones"],
-    ),
-    Defect(
-        "C1.17",
-        "targets of another length than the input reach the engine",
-        [Edit(CHECKS, "    _check_lengths(data, max_context_length)\n", "")],
-        ["tests/algorithms/test_checks.py::test_a_bad_pass_is_refused_by_name"],
-    ),
-    Defect(
-        "C1.17b",
-        "seeds beyond 32 bits fail",
-        [Edit(CHECKS, "not -(2**63) <= seed < 2**63", "not -(2**31) <= seed < 2**31")],
-        ["tests/algorithms/test_checks.py::test_any_int64_is_a_seed"],
-    ),
-    Defect(
-        "C1.18",
+        "bfloat16-sums",
         "gradient sums are kept in bfloat16",
-        [
-            Edit(
-                STEP,
-                'jit("add", lambda a, b: jax.tree.map(jnp.add, a, b))',
-                'jit("add", lambda a, b: jax.tree.map(lambda x, y: (x + y).astype("bfloat16").astype(x.dtype), a, b))',
-            )
-        ],
-        [JAX_TESTS + "test_a_batch_in_one_request_equals_the_same_batch_in_several"],
+        "tests/backends/test_jax_backend.py::test_a_batch_in_one_request_equals_the_same_batch_in_several",
+        "skyrl/backends/jax/training/programs.py",
+        'jit("add", lambda a, b: jax.tree.map(jnp.add, a, b))',
+        'jit("add", lambda a, b: jax.tree.map(lambda x, y: (x + y).astype("bfloat16").astype(x.dtype), a, b))',
     ),
     Defect(
-        "C1.18b",
-        "adapters are kept in bfloat16",
-        [Edit("skyrl/tx/lora.py", "jnp.asarray(matrix, jnp.float32)", "jnp.asarray(matrix, jnp.bfloat16)")],
-        [JAX_TESTS + "test_state_is_float32_over_a_bfloat16_base"],
+        "bfloat16-normaliser",
+        "the log-sum-exp is computed in bfloat16",
+        "tests/tx/models/test_qwen3.py::"
+        "test_log_probabilities_over_150_thousand_tokens_are_accurate_over_a_bfloat16_base",
+        "skyrl/tx/layers/logprobs.py",
+        "        normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)\n",
+        "        normaliser = jax.nn.logsumexp(logits.astype(jnp.bfloat16), axis=-1, keepdims=True)\n"
+        "        normaliser = normaliser.astype(jnp.float32)\n",
     ),
     Defect(
-        "C1.19",
-        "running out of memory destroys a donated accumulator, and training fails until a restart",
-        [
-            Edit(
-                OPERATIONS,
-                "            output, gradients = yield from self.run_pass(self._checked(operation, state), state)\n",
-                "            model, self.accumulator = state, getattr(self, 'accumulator', state)\n"
-                "            state = self.accumulator\n"
-                "            self.accumulator = None\n"
-                "            output, gradients = yield from self.run_pass(self._checked(operation, state), state)\n"
-                "            state = self.accumulator = model\n",
-            ),
-        ],
-        ["tests/backends/test_out_of_memory.py::test_running_out_of_memory_fails_one_request_and_nothing_else"],
+        "initial-fan-in",
+        "the fan-in of the initial LoRA matrix A counts all stacked layers",
+        "tests/tx/test_lora.py::test_initial_a_has_the_spread_of_pefts_in_every_layer",
+        "skyrl/tx/lora.py",
+        "        bound = np.float32(1 / np.sqrt(target.in_features))\n",
+        "        bound = np.float32(1 / np.sqrt(target.in_features * len(target.stack.layers or [0])))\n",
     ),
     Defect(
-        "P5.1",
-        "a snapshot claims a request that came after it",
-        [
-            Edit(
-                "skyrl/tinker/engine/maintenance.py",
-                "        seq_id = self._scheduler.finished(model_id)\n",
-                "        seq_id = self._scheduler.finished(model_id)\n"
-                "        seq_id = seq_id if seq_id is None else seq_id + 1\n",
-            )
-        ],
-        [RECOVERY + "test_a_model_whose_engine_is_lost_again_and_again_ends_as_one_whose_engine_never_was"],
+        "packed-attention",
+        "sequences packed into one tile attend to each other",
+        "tests/conformance/test_gradients.py::test_the_gradient_of_a_loss[jax-untied-cross_entropy-attn]",
+        "skyrl/tx/layers/packed_attention.py",
+        "    return (causal & (own[:, :, None] == segments[:, None, :keys]))[:, None, None]\n",
+        "    return (causal & (own[:, :, None] >= -1))[:, None, None]\n",
     ),
     Defect(
-        "P5.2",
-        "a snapshot lacks the gradients that no optimizer step has taken yet",
-        [
-            Edit(
-                "skyrl/backends/common/models/store.py",
-                "        state = copy.copy(state)\n",
-                "        state = copy.copy(state)\n        state.drop_sums()\n",
-            )
-        ],
-        [
-            "tests/conformance/test_saved_state.py::"
-            "test_a_model_revived_from_its_snapshot_elsewhere_goes_on_bit_for_bit[jax-with pending gradients]"
-        ],
+        "rounded-attention",
+        "training rounds attention weights to bfloat16 and decoding does not, so fresh ratios are not 1",
+        "tests/tx/layers/test_attention_bfloat16.py::test_attention_over_bfloat16_is_that_of_float64_rounded_once",
+        "skyrl/tx/layers/packed_attention.py",
+        "            weights,  # not rounded",
+        "            weights.astype(value.dtype).astype(jnp.float32),  # not rounded",
     ),
     Defect(
-        "P5.3",
-        "a failed optimizer step that is repeated leaves the gradients that it had cleared",
-        [
-            Edit(
-                "skyrl/backends/executor/executor.py",
-                '            if operation.gradients == "dropped":\n',
-                "            if False:\n",
-            )
-        ],
-        [RECOVERY + "test_a_model_whose_engine_is_lost_again_and_again_ends_as_one_whose_engine_never_was"],
+        "llama3-rotations",
+        "frequencies of Llama 3.1 are not scaled",
+        "tests/backends/test_families.py::test_logits_equal_those_of_transformers[20000-False-LlamaForCausalLM]",
+        "skyrl/tx/design/rotations.py",
+        '    "llama3": _llama3,\n',
+        '    "llama3": _default,\n',
     ),
     Defect(
-        "P5.4",
-        "a request is done although those that follow it have failed for want of it",
-        [
-            Edit(
-                "skyrl/tinker/engine/scheduler.py",
-                '            self._queue(_rejected(operation, error, "kept"), None)\n',
-                "            self._queue(operation, None)\n",
-            )
-        ],
-        ["tests/tinker/test_scheduler.py::test_a_request_that_arrives_after_its_followers_failed_is_refused"],
+        "peft-names",
+        "adapters on shared experts and dense layers are not named, so PEFT ignores them",
+        "tests/backends/test_families.py::test_our_adapter_in_peft_gives_the_same_logits[DeepseekV3ForCausalLM]",
+        "skyrl/tx/io/peft.py",
+        "lora_config, modules, parameters)",
+        "lora_config, modules)",
     ),
     Defect(
-        "P5.5",
-        "a model that was unloaded is unloaded again before the saves that it still owes",
-        [
-            Edit(
-                "skyrl/tinker/requests/replay.py",
-                "        elif request.is_done and request.seq_id is None:\n",
-                "        elif False:\n",
-            )
-        ],
-        ["tests/tinker/test_revival.py::test_an_unloading_that_overtook_a_save_does_not_come_before_it"],
+        "jax-merge",
+        "a merged export of the JAX backend omits the scaling",
+        "tests/train/test_export_command.py::test_a_merged_export_is_base_and_adapter_to_transformers[jax]",
+        "skyrl/tx/io/export.py",
+        "        product *= np.float32(scaling)\n",
+        "",
     ),
     Defect(
-        "P5.6",
-        "requests overtake the revival of their model",
-        [
-            Edit(
-                "skyrl/tinker/requests/replay.py",
-                "        history.session, model.tenant, model.model_id, request.seq_id,",
-                "        history.session, model.session_id, model.model_id, request.seq_id,",
-            )
-        ],
-        ["tests/tinker/test_api_recovery.py::test_a_revival_waits_in_the_same_lane_as_the_requests_that_follow_it"],
+        "torch-merge",
+        "a merged export of the torch backend omits the scaling",
+        "tests/train/test_export_command.py::test_a_merged_export_is_base_and_adapter_to_transformers[fsdp2]",
+        "skyrl/backends/torch/models/checkpoints.py",
+        "base() + np.float32(scaling) * (a @ b).T",
+        "base() + (a @ b).T",
     ),
     Defect(
-        "P5.7",
-        "a refusal that was answered is not known any more after a restart",
-        [
-            Edit(
-                "skyrl/tinker/database/log/request_log.py",
-                "            refusal = _taken(entry, kind)\n",
-                "            return Logged(entry.request_id, _taken(entry, kind))\n",
-            )
-        ],
-        ["tests/tinker/test_api_recovery.py::test_a_refused_seq_id_keeps_its_outcome_and_breaks_nothing"],
+        "torch-scaling",
+        "the torch backend trains adapters without their scaling",
+        "tests/conformance/test_gradients.py::test_the_gradient_of_a_loss[torch-untied-cross_entropy-attn]",
+        "skyrl/backends/torch/base_model/lora.py",
+        "inner, b, alpha=self._scaling)",
+        "inner, b, alpha=1.0)",
     ),
     Defect(
-        "B7.1",
-        "a tenant's prompts are answered from another tenant's cache",
-        [Edit(SAMPLER, "        return job.request.tenant, self._versions", "        return 0, self._versions")],
-        [BATCHING + "test_nothing_is_shared_between_tenants_or_versions"],
+        "weight-decay",
+        "weight decay is independent of the learning rate",
+        "tests/conformance/test_optimizer_steps.py::test_three_steps_are_those_of_torch[torch-untied-betas]",
+        "skyrl/backends/common/adamw.py",
+        "1.0 - params.learning_rate * params.weight_decay",
+        "1.0 - params.weight_decay",
     ),
     Defect(
-        "B7.2",
-        "keys and values of a version are used for the one that took its name",
-        [Edit(SAMPLER, "self._versions.content(job.slot), 0 if", "job.request.version, 0 if")],
-        [BATCHING + "test_a_name_that_is_published_again_shares_nothing_with_what_it_was"],
+        "tied-weights",
+        "only one of two tied weights is loaded",
+        "tests/backends/test_torch_loading.py::test_tied_weights_are_filled_as_one",
+        "skyrl/backends/torch/base_model/loading.py",
+        "for owner, name in self._owners[id(parameter)]:",
+        "for owner, name in self._owners[id(parameter)][:1]:",
     ),
     Defect(
-        "B7.3",
-        "samples of one prompt write into the page that they share",
-        [Edit(SAMPLER, "copies.append((prompt.path[full].page, own[0]))", "own[0] = prompt.path[full].page")],
-        [BATCHING + "test_a_request_samples_the_same_alone_and_beside_others_that_come_and_go"],
+        "burst-attention",
+        "decode steps of a burst do not attend to tokens of earlier steps",
+        "tests/backends/test_torch_sampling.py::test_greedy_tokens_and_all_scores_are_those_of_transformers",
+        "skyrl/backends/torch/base_model/attention.py",
+        "            held[self._rows, :, self.positions[:, 0]] = new\n",
+        "            held[self._rows, :, self.positions[:, 0]] = 0\n",
     ),
     Defect(
-        "B7.4",
-        "samples of the base model beside an adapter's are sampled with the adapter",
-        [
-            Edit(
-                "skyrl/backends/jax/sampling/adapter_stacks.py",
-                "groups[0].places[BASE_SLOT] = -1",
-                "groups[0].places[BASE_SLOT] = 0",
-            )
-        ],
-        ["tests/backends/test_sampler_versions.py::test_versions_and_the_base_sampled_together_are_as_each_alone"],
+        "min-p",
+        "min_p is compared with the probability of a token, not with its ratio to the likeliest token",
+        "tests/tx/test_sampling.py::test_min_p_keeps_the_tokens_that_transformers_keeps[0.02]",
+        "skyrl/tx/sampling.py",
+        "jnp.exp(tempered) >= min_p[:, None]",
+        "jax.nn.softmax(tempered) >= min_p[:, None]",
     ),
     Defect(
-        "C3.1",
-        "gradients of models that share a call go to a neighbour",
-        [
-            Edit(
-                PASSES,
-                "for output, gradients in results[: len(works)]]",
-                "for output, gradients in results[len(works) - 1 :: -1]]",
-            )
-        ],
-        [TENANTS + "test_a_stack_of_models_gives_each_what_it_gets_alone"],
+        "shared-page",
+        "a sample starts with an empty page if its prompt ends within a page",
+        "tests/backends/test_family_sampling.py::"
+        "test_forks_of_a_prompt_and_its_return_after_eviction_have_the_log_probabilities_of_training[LlamaForCausalLM]",
+        "skyrl/backends/common/sampling/sampler.py",
+        "self._runner.copy_pages(copies)",
+        "self._runner.copy_pages([])",
     ),
     Defect(
-        "C3.2",
-        "a model that waits on the host or on disk loses its gradient sums",
-        [
-            Edit(
-                "skyrl/backends/jax/models/state.py",
-                "first, second, self.step, sums, self.sequences)",
-                "first, second, self.step, None)",
-            )
-        ],
-        ["tests/backends/test_offload.py::test_a_model_that_is_used_comes_back_as_it_was"],
+        "kl-gradient",
+        "the KL term has no gradient",
+        "tests/algorithms/test_objective.py::test_kl_and_entropy_terms_change_the_gradient[use_kl_loss]",
+        "skyrl/algorithms/objective.py",
+        "self.kl_estimator(x.logprobs,",
+        "self.kl_estimator(stop_gradient(x.logprobs),",
     ),
     Defect(
-        "C3.3",
-        "a model that is changed while it is about to leave comes back as it was before",
-        [
-            Edit(
-                "skyrl/backends/common/offload.py",
-                "            self._keep(model)\n            self._working.add(model)\n",
-                "            self._working.add(model)\n",
-            )
-        ],
-        ["tests/backends/test_offload.py::test_what_a_model_becomes_while_it_was_about_to_leave_is_kept"],
+        "kl-reduction",
+        "the KL term is not reduced as the policy loss is",
+        "tests/algorithms/test_objective.py::test_the_objective_is_the_reduction_of_policy_plus_kl_minus_entropy",
+        "skyrl/algorithms/objective.py",
+        "self.kl_coef * x.weights *",
+        "self.kl_coef *",
     ),
     Defect(
-        "C3.4",
-        "sequences that are packed into one tile see each other",
-        [
-            Edit(
-                "skyrl/tx/layers/packed_attention.py",
-                "    return (causal & (own[:, :, None] == segments[:, None, :keys]))[:, None, None]\n",
-                "    return (causal & (own[:, :, None] >= -1))[:, None, None]\n",
-            )
-        ],
-        [GRADIENTS + "test_the_gradient_of_a_loss[jax-untied-cross_entropy-attn]"],
+        "k3-clamp",
+        "the k3 estimate and its gradient are clamped at large divergences",
+        "tests/algorithms/test_kl.py::test_k3_keeps_its_gradient_where_the_divergence_is_large",
+        "skyrl/algorithms/kl.py",
+        "    return xp.expm1(inside) + math.exp(MAX_LOG_RATIO) * beyond - difference\n",
+        "    return xp.clip(xp.expm1(inside) + math.exp(MAX_LOG_RATIO) * beyond - difference, -10.0, 10.0)\n",
     ),
     Defect(
-        "C3.5",
-        "tokens that need a gradient do not reach the vocabulary projection's backward pass",
-        [
-            Edit(
-                "skyrl/backends/common/packing.py",
-                "    arrays.trained[...] = trained.sum()\n",
-                "    arrays.trained[...] = trained.sum() // 2\n",
-            )
-        ],
-        [GRADIENTS + "test_the_gradient_of_a_loss[jax-untied-cross_entropy-attn]"],
+        "padded-mean",
+        "the mean of advantages includes padding",
+        "tests/algorithms/test_advantages.py::test_whitening_ignores_padding_in_the_mean_as_well_as_in_the_variance",
+        "skyrl/algorithms/arrays.py",
+        "xp.sum(select(mask, values)) / xp.maximum(total, xp.ones_like(total))",
+        "xp.mean(values)",
     ),
     Defect(
-        "C3.6",
-        "weights of tenants are accepted and mean nothing",
-        [
-            Edit(
-                "skyrl/utils/fairness.py",
-                "        return round(cost * SCALE / self._weights.get(tenant, 1))\n",
-                "        return round(cost * SCALE)\n",
-            )
-        ],
-        ["tests/utils/test_fairness.py::test_tenants_are_served_in_proportion_to_their_weights"],
+        "uncut-mask",
+        "the mask is not truncated with the tokens",
+        "tests/train/sft/test_sft_rows.py::test_truncation_cuts_tokens_and_mask_at_the_same_place",
+        "skyrl/train/sft/examples.py",
+        "mask[: self.max_length], truncated",
+        "mask, truncated",
     ),
     Defect(
-        "C3.7",
-        "what gradient checkpointing decides on is not what is compiled",
-        [Edit("skyrl/backends/jax/training/program_choice.py", "graphs[modes[length]]", "graphs[False]")],
-        ["tests/backends/test_memory.py::test_auto_runs_the_mode_that_fits_and_short_tiles_without"],
+        "shifted-mask",
+        "the mask of a token is applied to the token after it",
+        "tests/train/sft/test_sft_batches.py::test_each_token_predicts_the_next_one",
+        "skyrl/train/sft/batches.py",
+        "example.mask[1:].astype",
+        "example.mask[:-1].astype",
     ),
     Defect(
-        "poisoned-cache",
-        "pages that carry the error of a program that failed on the device are kept, so every later sample fails",
-        [
-            Edit(
-                "skyrl/backends/jax/sampling/runner.py",
-                "        except Exception:  # any device error\n            return True",
-                "        except Exception:  # any device error\n            return False",
-            )
-        ],
-        [BATCHING + "test_a_cache_that_a_failed_program_has_poisoned_is_made_again"],
+        "appended-eos",
+        "an appended end-of-sequence token is trained on, as if sampled with probability 1",
+        "tests/train/rollouts/test_rollout_tokens.py::test_an_appended_end_of_sequence_token_is_not_trained_on",
+        "skyrl/train/rollouts/rows.py",
+        "    if rows:\n        _append(rows[-1], Segment(closing))\n",
+        "    if rows:\n        _append(rows[-1], Segment(closing, True, [0.0] * len(closing), 0))\n",
     ),
     Defect(
-        "bf16-attention",
-        "training rounds attention weights to bfloat16 and decoding does not, so ratios of fresh samples are not 1",
-        [
-            Edit(
-                "skyrl/tx/layers/packed_attention.py",
-                "            weights,  # not rounded",
-                "            weights.astype(value.dtype).astype(jnp.float32),  # not rounded",
-            )
-        ],
-        ["tests/tx/layers/test_attention_bfloat16.py::test_attention_over_bfloat16_is_that_of_float64_rounded_once"],
+        "late-length-check",
+        "the length of an input is checked one turn late",
+        "tests/train/rollouts/test_rollout_episode.py::"
+        "test_an_input_that_is_too_long_is_never_sampled_from_and_one_that_just_fits_is[steps]",
+        "skyrl/train/rollouts/episode.py",
+        "if len(prompt_ids) > limit:",
+        "if len(self.turns[-1].prompt_ids if self.turns else prompt_ids) > limit:",
     ),
     Defect(
-        "exact-float32",
-        "products of float32 base weights are rounded to TF32 on a GPU",
-        [
-            Edit(
-                "skyrl/backends/jax/defaults.py",
-                '"highest" if on_host or exact else "high"',
-                '"highest" if on_host else "high"',
-            )
-        ],
-        ["tests/backends/test_defaults.py::test_products_are_exact_where_base_weights_are_float32"],
+        "stale-samples",
+        "samples that exceed max_staleness are trained on",
+        "tests/train/test_rl_sources.py::test_who_drops_trains_on_nothing_older_than_allowed_and_says_what_is_left_out",
+        "skyrl/train/rl/rollout_source.py",
+        'if self._policy == "drop":\n            self._drop_stale()',
+        "if False:\n            pass",
+    ),
+    # Tenants are isolated.
+    Defect(
+        "shared-decay",
+        "weight decay of one tenant shrinks the weights of all",
+        "tests/conformance/test_training.py::test_a_step_of_one_model_leaves_every_bit_of_another[jax]",
+        "skyrl/backends/jax/backend.py",
+        "            state.step += 1\n",
+        "            state.step += 1\n"
+        "            decay = 1 - params.learning_rate * params.weight_decay\n"
+        "            for other in map(self._models.peek, self._models):\n"
+        "                if other is not state:\n"
+        "                    decayed = jax.tree.map(lambda leaf: leaf * decay, other.adapter.weights)\n"
+        "                    other.adapter = other.adapter._replace(weights=decayed)\n",
     ),
     Defect(
-        "nan-past-the-table",
-        "padding of a prompt reads pages of others past its table, so a tenant's NaN reaches a neighbour",
-        [
-            Edit(
-                "skyrl/tx/layers/cached_attention.py",
-                " & (place < pages.table.shape[1] * pages.size)[None, None]",
-                "",
-            )
-        ],
-        [
-            "tests/backends/test_nan_neighbours.py::test_samples_and_prompt_scores_are_the_same_in_a_context_of_any_length[jax-400]"
-        ],
+        "swapped-gradients",
+        "models in one call get the gradients of each other",
+        "tests/backends/test_jax_tenants.py::test_a_stack_of_models_gives_each_what_it_gets_alone",
+        "skyrl/backends/jax/training/microbatches.py",
+        "for output, gradients in results[: len(works)]]",
+        "for output, gradients in results[len(works) - 1 :: -1]]",
     ),
     Defect(
-        "one-piece-warm-up",
-        "the warm-up ends after its first piece, so first requests wait for programs to be compiled",
-        [Edit(BACKEND, "next(self._warm_up, ENDED) is not ENDED", "next(self._warm_up, None) is not None")],
-        [TENANTS + "test_an_idle_backend_reaches_all_its_programs_by_itself"],
+        "shared-prefixes",
+        "a tenant's prompt is answered from the cache of another tenant",
+        "tests/backends/test_sampler_batching.py::test_nothing_is_shared_between_tenants_or_versions",
+        "skyrl/backends/common/sampling/sampler.py",
+        "        return job.request.tenant, self._versions",
+        "        return 0, self._versions",
     ),
     Defect(
-        "predecessor-not-waited-for",
-        "a server that is started while the one before it ends is refused",
-        [
-            Edit(
-                "skyrl/utils/locks/lease.py",
-                "patience_s = ENDING_S if holder.startswith(ENDING) else NOTICE_S",
-                "patience_s = 0.0",
-            )
-        ],
-        ["tests/tinker/test_launcher.py::test_start_waits_for_a_server_that_is_stopping"],
+        "shared-salt",
+        "tenants share cached prefixes on engines",
+        "tests/backends/engines/test_sync_check.py::test_requests_of_two_tenants_share_no_salt",
+        "skyrl/backends/engines/requests.py",
+        "salt=blake2b(request.tenant.encode(), digest_size=16).hexdigest(),",
+        'salt="all",',
     ),
     Defect(
-        "paths-told",
-        "messages to tenants name folders of the server",
-        [
-            Edit(
-                "skyrl/tinker/requests/outcomes.py",
-                "told = replace(result, error=self._service.redact(result.error))",
-                "told = replace(result, error=result.error)",
-            )
-        ],
-        ["tests/tinker/test_redaction.py::test_a_damaged_checkpoint_is_named_without_its_folder"],
+        "nan-neighbour",
+        "rows of an adapter that is not finite reach other rows of a decode call",
+        "tests/conformance/test_isolation.py::"
+        "test_a_version_is_sampled_and_scored_beside_one_of_nan_as_alone[torch-untied-17]",
+        "skyrl/backends/torch/base_model/lora.py",
+        "finite = all(bool(x.isfinite().all()) for x in tensors.values())",
+        "finite = True",
     ),
     Defect(
-        "nan-tokens",
-        "a model whose weights are not finite is sampled: it answers token 0 again and again",
-        [
-            Edit(
-                "skyrl/tinker/requests/samples.py",
-                "if any(np.isnan(one.logprobs).any() for one in result.sequences):",
-                "if False:",
-            )
-        ],
-        ["tests/tinker/test_sdk_errors.py::test_a_sample_beside_a_nan_version_is_unchanged[jax]"],
+        "stored-key",
+        "a key in a request to load weights is stored",
+        "tests/tinker/test_doors.py::test_no_secret_is_anywhere_but_where_it_was_put",
+        "skyrl/tinker/requests/training.py",
+        'if operation.name != "load_weights":',
+        "if operation:",
     ),
     Defect(
-        "version-read-inline",
-        "the engine stands still while a version is read from the disk",
-        [
-            Edit(
-                VERSIONS,
-                "            reading = self._load(path)\n",
-                "            reading = self._load(path)\n            reading.exception()\n",
-            )
-        ],
-        [JAX_TESTS + "test_others_are_sampled_while_a_version_is_read_from_a_disk_that_does_not_answer"],
+        "writable-mounts",
+        "code in the sandbox may write to files of the trainer",
+        "tests/utils/test_sandbox_escapes.py::"
+        "test_full_holds_only_mounts_that_are_read_only_or_its_own_memory_or_harmless_devices",
+        "skyrl/utils/sandbox/namespaces.py",
+        "_MS_RDONLY | _MS_NOSUID | _MS_NODEV",
+        "_MS_NOSUID | _MS_NODEV",
+    ),
+    # Published versions are frozen.
+    Defect(
+        "alias-version",
+        "a published version is an alias of the weights in training",
+        "tests/backends/test_jax_backend.py::test_a_version_samples_the_same_after_more_training_and_unloading",
+        "skyrl/backends/jax/backend.py",
+        "            state.step += 1\n",
+        "            state.step += 1\n"
+        "            for version in list(self._versions._resident):\n"
+        "                self._versions.publish(version, state.adapter)\n",
     ),
     Defect(
-        "versions-without-limit",
-        "versions stay in memory whatever they take",
-        [Edit(VERSIONS, "        excess = self.excess_bytes\n", "        excess = 0\n")],
-        ["tests/backends/test_sampler_versions.py::test_versions_that_are_stored_keep_to_the_bytes_that_they_may_take"],
+        "kept-old-version",
+        "publishing under an existing name keeps the old weights",
+        "tests/conformance/test_versions.py::"
+        "test_samples_that_wait_are_drawn_from_the_version_that_they_asked_for[torch-published-again]",
+        "skyrl/backends/common/versions.py",
+        "            self.drop(version)\n            self._keep(version, adapter)\n",
+        "            if version not in self._resident:\n                self._keep(version, adapter)\n",
     ),
     Defect(
-        "copies-count-nothing",
-        "versions that slots hold as copies take more memory than they may",
-        [Edit(VERSIONS, "0 if adapter is own else self._nbytes(adapter)", "0")],
-        [
-            "tests/backends/test_version_pool.py::test_a_version_is_sampled_as_its_backend_fits_it_and_a_copy_counts_beside_it"
-        ],
+        "stale-prefixes",
+        "cached keys and values of a version serve the next version with its name",
+        "tests/backends/test_sampler_batching.py::test_a_name_that_is_published_again_shares_nothing_with_what_it_was",
+        "skyrl/backends/common/sampling/sampler.py",
+        "self._versions.content(job.slot), 0 if",
+        "job.request.version, 0 if",
     ),
     Defect(
-        "sums-come-back-from-disk",
-        "gradient sums that were dropped while a model was on disk come back with it",
-        [
-            Edit(
-                "skyrl/backends/common/offload.py",
-                "        if model.without_sums:\n            state.drop_sums()\n",
-                "",
-            )
-        ],
-        [
-            "tests/backends/test_offload.py::"
-            "test_any_state_is_moved_by_its_own_backend_alone_and_its_sums_go_wherever_they_are"
-        ],
+        "wrong-stamp",
+        "samples are stamped with the first version, not with the version in their slot",
+        "tests/conformance/test_versions.py::"
+        "test_samples_are_stamped_with_the_version_and_the_base_that_they_were_drawn_from",
+        "skyrl/backends/common/versions.py",
+        "return None if slot == BASE_SLOT else self._slots[slot].published",
+        "return None if slot == BASE_SLOT else next(iter(self._slots.values())).published",
     ),
     Defect(
-        "publishing-without-limit",
-        "versions that the disk is too slow for pile up in memory",
-        [
-            Edit(
-                "skyrl/backends/common/models/store.py",
-                "return self.writer.unwritten_bytes >= self.unwritten_bytes and self.writer.has_unwritten(model_id)",
-                "return False",
-            )
-        ],
-        [
-            "tests/backends/test_unwritten_versions.py::"
-            "test_publishing_waits_for_the_disk_once_versions_take_half_their_memory"
-        ],
+        "collected-version",
+        "a version is collected while a sample waits for it",
+        "tests/tinker/test_surplus.py::test_version_that_a_sample_waits_for_stays",
+        "skyrl/tinker/requests/samples.py",
+        "return {**self._service.version_use.last(), **pending}",
+        "return self._service.version_use.last()",
+    ),
+    # Options are honoured or refused.
+    Defect(
+        "any-base-model",
+        "a request for another base model is accepted and the served model trained",
+        "tests/tinker/test_api_training.py::test_unknown_base_model_fails_and_names_the_served_ones",
+        "skyrl/tinker/operations/models.py",
+        "    admission.service.check_base_model(request.base_model)\n    config = request.lora_config\n",
+        "    config = request.lora_config\n",
     ),
     Defect(
-        "one-writer",
-        "a save waits for what other models write",
-        [Edit(WRITER, '[("model", model_id), _folder(path)]', '[("model", ""), _folder(path)]')],
-        ["tests/backends/test_background_writer.py::test_a_save_that_takes_long_holds_up_no_other_models_save_or_load"],
+        "unchecked-lengths",
+        "targets and inputs of different lengths reach the engine",
+        "tests/algorithms/test_checks.py::test_a_bad_pass_is_refused_by_name",
+        "skyrl/algorithms/checks/requests.py",
+        "    _check_lengths(data, max_context_length)\n",
+        "",
     ),
     Defect(
-        "load-before-its-save",
-        "a checkpoint that is still being written for one model is looked for by another",
-        [Edit(WRITER, "            before = self._before([_folder(path)])\n", "            before = []\n")],
-        ["tests/backends/test_background_writer.py::test_a_folder_is_read_after_what_any_model_is_writing_there"],
+        "ignored-option",
+        "a sampling option that the backend does not support is ignored",
+        "tests/conformance/test_samples.py::test_a_sampling_option_is_served_or_refused_by_its_name[fake-min_p]",
+        "skyrl/backends/executor/sampling_options.py",
+        "if name not in facts.sampling_options:",
+        "if False:",
     ),
     Defect(
-        "all-tensors-at-once",
-        "a save holds a second copy of the model in memory",
-        [
-            Edit(
-                "skyrl/utils/files/tensor_file.py",
-                "        file.write(_header(",
-                "        kept = []\n        file.write(_header(",
-            ),
-            Edit(
-                "skyrl/utils/files/tensor_file.py",
-                "            del made\n",
-                "            kept.append(made.tobytes())\n",
-            ),
-        ],
-        ["tests/tx/test_tensor_file.py::test_a_whole_models_checkpoint_takes_the_memory_of_no_second_model"],
+        "ignored-penalty",
+        "repetition_penalty of the trainer is ignored",
+        "tests/train/test_support.py::test_every_field_that_is_not_refused_is_read",
+        "skyrl/train/policies/sampling_options.py",
+        "repetition_penalty=params.repetition_penalty, ",
+        "",
+    ),
+    # Acknowledged requests are durable and take effect once.
+    Defect(
+        "arrival-order",
+        "requests of a model run in order of arrival, so that a step may overtake its pass",
+        "tests/tinker/test_scheduler.py::test_a_model_runs_in_seq_id_order_whatever_order_its_requests_arrive_in",
+        "skyrl/tinker/engine/scheduler.py",
+        "            self._line_up(line, seq_id, operation, now)\n",
+        "            self._queue(operation, seq_id)\n",
     ),
     Defect(
-        "learning-rate-of-float64",
-        "a learning rate that float32 cannot hold is taken, and makes all weights NaN",
-        [Edit("skyrl/types.py", "Field(ge=0, le=LARGEST_FLOAT32)", "Field(ge=0)")],
-        ["tests/tinker/test_api_training.py::test_a_number_that_float32_cannot_hold_is_refused"],
+        "snapshot-ahead",
+        "a snapshot claims a request that it does not contain",
+        "tests/tinker/test_engine_recovery.py::"
+        "test_a_model_whose_engine_is_lost_again_and_again_ends_as_one_whose_engine_never_was",
+        "skyrl/tinker/engine/maintenance.py",
+        "        seq_id = self._scheduler.finished(model_id)\n",
+        "        seq_id = self._scheduler.finished(model_id)\n"
+        "        seq_id = seq_id if seq_id is None else seq_id + 1\n",
     ),
     Defect(
-        "gc-makes-a-database",
-        "skyrl gc without the server's database makes an empty one, which names no folder",
-        [Edit("skyrl/tinker/checkpoints/offline.py", "create=False", "create=True")],
-        ["tests/tinker/test_moved_state.py::test_a_command_makes_no_database_and_removes_nothing"],
+        "snapshot-without-gradients",
+        "a snapshot lacks gradients that no optimizer step has used yet",
+        "tests/conformance/test_saved_state.py::"
+        "test_a_model_revived_from_its_snapshot_elsewhere_goes_on_bit_for_bit[jax-with pending gradients]",
+        "skyrl/backends/common/models/store.py",
+        "        state = copy.copy(state)\n",
+        "        state = copy.copy(state)\n        state.drop_sums()\n",
     ),
     Defect(
-        "ids-not-compared",
-        "a server starts on a folder and a database that do not belong together",
-        [Edit("skyrl/tinker/checkpoints/state_id.py", "    if ids.agree:\n", "    if ids:\n")],
-        ["tests/tinker/test_moved_state.py::test_a_server_refuses_two_that_do_not_belong_together_and_leaves_both"],
-    ),
-    Defect(
-        "no-guard",
-        "a round takes whatever the database does not name, however much that is",
-        [
-            Edit(
-                "skyrl/tinker/checkpoints/guard.py",
-                "return self.nameless + self.surplus > max(FEW, SHARE * self.total)",
-                "return False",
-            )
-        ],
-        ["tests/tinker/test_trash.py::test_a_round_that_would_take_too_much_takes_none_and_says_so_once"],
-    ),
-    Defect(
-        "no-trash",
-        "checkpoints that are past their time are removed at once",
-        [
-            Edit(
-                "skyrl/tinker/checkpoints/retention.py",
-                "gone.files._replace(to_trash=rules.config.trash_retention_sec > 0)",
-                "gone.files",
-            )
-        ],
-        ["tests/tinker/test_trash.py::test_what_expires_is_surplus_or_has_no_name_goes_to_the_trash"],
-    ),
-    Defect(
-        "crash-of-everything",
-        "what was running when all processes died at once is blamed for nothing, so it kills every server for ever",
-        [Edit(CRASH_RECORD, "        if life > self._lives:\n", "        if False:\n")],
-        [
-            BLAMED + "test_a_pass_of_which_the_whole_server_dies_three_times_fails_by_name_and_its_model_goes_on",
-            BLAMED + "test_what_was_computed_when_everything_died_is_counted_once",
-        ],
-    ),
-    Defect(
-        "blamed-beside-others",
-        "a request fails after three crashes though others were being computed beside it",
-        [Edit(CRASH_RECORD, "self.alone + 1 if alone else 0)", "self.alone + 1)")],
-        [BLAMED + "test_crashes_beside_others_make_suspects_and_fail_nobody"],
-    ),
-    Defect(
-        "read-gives-up",
-        "a read that fails once while a model is brought back fails all that was acknowledged for it",
-        [
-            Edit(
-                "skyrl/tinker/requests/engine_models.py",
-                'await self._database.attempt(read, f"model {model_id} cannot be recovered yet")',
-                "await read()",
-            )
-        ],
-        [FAILING + "test_a_model_is_brought_back_once_the_database_can_be_read_again"],
-    ),
-    Defect(
-        "stored-out-of-line",
-        "a stopping server stores what follows an outcome that it could not store, which then cannot be done again",
-        [Edit("skyrl/tinker/requests/outcomes.py", "            self._dropped.add(model_id)", "            pass")],
-        [FAILING + "test_what_follows_an_outcome_that_a_stopping_server_could_not_store_is_done_again_with_it"],
+        "repeated-commit",
+        "jobs whose commit was not confirmed are repeated",
+        "tests/tinker/test_db.py::test_a_group_whose_commit_is_not_confirmed_is_not_done_again",
+        "skyrl/tinker/database/database.py",
+        "error.connection_invalidated or not said_by_database or code",
+        "error.connection_invalidated or code",
     ),
     Defect(
         "no-fence",
-        "a server whose database another has taken over goes on writing to it",
-        [Edit("skyrl/tinker/database/database.py", "                self.fence.check(session)\n", "")],
-        ["tests/tinker/test_fence.py::test_a_server_that_another_has_followed_writes_nothing_and_says_so"],
+        "a server writes to its database although another server has taken it over",
+        "tests/tinker/test_fence.py::test_a_server_that_another_has_followed_writes_nothing_and_says_so",
+        "skyrl/tinker/database/database.py",
+        "                self.fence.check(session)\n",
+        "",
     ),
     Defect(
-        "head-of-line",
-        "a sample that waits for pages holds up all behind it, however small",
-        [
-            Edit(
-                "skyrl/backends/common/sampling/waiting_queue.py",
-                "left = min(left, self._room - job.passed_by)",
-                "left = 0",
-            )
-        ],
-        [BATCHING + "test_a_small_request_passes_a_large_one_that_waits_for_memory"],
+        "uncounted-crash",
+        "requests that crash all processes at once are retried forever",
+        "tests/tinker/test_crash_record.py::"
+        "test_a_pass_of_which_the_whole_server_dies_three_times_fails_by_name_and_its_model_goes_on",
+        "skyrl/tinker/processes/crash_record.py",
+        "        if life > self._lives:\n",
+        "        if False:\n",
     ),
     Defect(
-        "starved-by-small-ones",
-        "a sample that waits for pages is passed by smaller ones for ever",
-        [Edit(SAMPLER, "            job.lacks_room = True\n            return\n", "            return\n")],
-        [BATCHING + "test_small_requests_that_never_end_do_not_starve_a_large_one"],
+        "no-guard",
+        "a round of collection removes any amount of data",
+        "tests/tinker/test_trash.py::test_a_round_that_would_take_too_much_takes_none_and_says_so_once",
+        "skyrl/tinker/checkpoints/guard.py",
+        "return self.nameless + self.surplus > max(FEW, SHARE * self.total)",
+        "return False",
     ),
     Defect(
-        "pages-of-one-that-cannot-begin",
-        "a request that fails as it begins keeps the pages that were reserved for it",
-        [
-            Edit(
-                SAMPLER,
-                "        prompt = Prompt(job, self._owner(job), self._pages, self._runner)\n"
-                "        self._prefill.append(prompt)\n"
-                "        reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))  # "
-                "after everything that can fail\n",
-                "        reserved = self._reserve(pages_to_begin(job), self._states.to_begin(job))\n"
-                "        prompt = Prompt(job, self._owner(job), self._pages, self._runner)\n"
-                "        self._prefill.append(prompt)\n",
-            )
-        ],
-        [BATCHING + "test_a_request_that_there_is_no_memory_to_begin_fails_alone"],
+        "overwritten-manifest",
+        "a manifest in a bucket overwrites that of another process",
+        "tests/utils/test_remote_folders.py::test_the_manifest_is_sent_last_and_only_if_there_is_none",
+        "skyrl/utils/files/remote_folders.py",
+        '"create" if older is None else older.only_this',
+        '"overwrite"',
     ),
     Defect(
-        "owners-kept-for-ever",
-        "an owner of prefixes is remembered for each request, though it has no pages",
-        [
-            Edit(
-                "skyrl/backends/common/page_table.py",
-                "return Node(np.empty(0, np.int32), SCRATCH, None, owner) if known is None else known",
-                "return self._roots.setdefault(owner, known or Node(np.empty(0, np.int32), SCRATCH, None, owner))",
-            )
-        ],
-        ["tests/backends/test_page_table.py::test_who_has_no_pages_is_not_remembered"],
+        "early-marker",
+        "a checkpoint is named the newest before it is on disk",
+        "tests/train/test_train_checkpoints.py::test_a_killed_save_leaves_the_newest_checkpoint_whole",
+        "skyrl/train/checkpoints.py",
+        "        with replacing_folder(target) as folder:\n",
+        "        self.place.write(MARKER, str(step).encode())\n        with replacing_folder(target) as folder:\n",
     ),
     Defect(
-        "objectives-kept-for-ever",
-        "programs of every objective that was ever used are kept",
-        [Edit(STEP, "        if len(own) > OBJECTIVES:\n", "        if False:\n")],
-        ["tests/backends/test_training_programs.py::test_what_was_compiled_for_an_objective_that_went_is_freed"],
+        "restarted-steps",
+        "a resumed run restarts at step 0 with the weights of its checkpoint",
+        "tests/train/sft/test_sft_trainer.py::"
+        "test_a_run_killed_after_any_step_and_resumed_equals_the_uninterrupted_one_bit_for_bit",
+        "skyrl/train/sft/trainer.py",
+        "self.global_step = found.step",
+        "self.global_step = 0",
     ),
     Defect(
-        "json-of-a-result-at-once",
-        "an array of a result is made JSON in one call, which holds the interpreter",
-        [Edit("skyrl/tinker/wire/strict_json.py", "\nNUMBERS = 1024\n", "\nNUMBERS = 2**40\n")],
-        ["tests/tinker/test_api_json.py::test_a_large_value_is_written_in_pieces_of_a_bounded_size"],
+        "repeated-tokens",
+        "tokens that a lost engine has delivered are sampled again",
+        "tests/backends/engines/test_continuation.py::"
+        "test_what_was_delivered_before_a_kill_is_kept_and_nothing_is_drawn_twice",
+        "skyrl/backends/engines/delivery.py",
+        "    if not pieces or not can_go_on(ticket.draw):\n",
+        "    if True:\n",
     ),
     Defect(
-        "openapi-for-everybody",
-        "the OpenAPI document is made anew for everybody who asks, on the event loop",
-        [
-            Edit("skyrl/tinker/http/openapi.py", "    @cache\n    def openapi()", "    def openapi()"),
-            Edit("skyrl/tinker/http/openapi.py", "await asyncio.to_thread(text)", "strict_json.dumps(openapi())"),
-        ],
-        ["tests/tinker/test_stalls.py::test_the_openapi_document_is_made_once_beside_the_event_loop_for_a_crowd"],
+        "waiting-ranks",
+        "ranks wait forever for a rank that failed between collectives",
+        "tests/backends/test_torch_faults.py::"
+        "test_an_exception_on_one_rank_loses_the_group_that_meets_in_collectives[forward]",
+        "skyrl/backends/torch/workers/worker.py",
+        "if rendezvous is not None and not isinstance(error, RequestError):",
+        "if False:",
+    ),
+    # Queue, memory and disk are bounded.
+    Defect(
+        "unbounded-versions",
+        "versions stay in memory without a limit",
+        "tests/backends/test_sampler_versions.py::test_versions_that_are_stored_keep_to_the_bytes_that_they_may_take",
+        "skyrl/backends/common/versions.py",
+        "        excess = self.excess_bytes\n",
+        "        excess = 0\n",
     ),
     Defect(
-        "bodies-charged-by-bytes",
-        "a tenant is charged for the bytes of a body alone, whatever they cost to read",
-        [Edit("skyrl/tinker/wire/sharing/decode_pool.py", "        if surplus > 0:\n", "        if False:\n")],
-        ["tests/tinker/test_charged_bodies.py::test_bodies_of_another_get_in_among_bombs"],
+        "unbounded-results",
+        "results stay in memory without a limit",
+        "tests/tinker/test_futures.py::test_single_answers_of_many_take_no_more_than_twice_the_cap_and_the_newest",
+        "skyrl/tinker/requests/futures.py",
+        "<= 2 * self._max_bytes:",
+        "<= 2**60:",
     ),
     Defect(
-        "thread-left-behind",
-        "the thread of a body whose sender has gone is given to the next before it has ended",
-        [
-            Edit(
-                "skyrl/tinker/wire/sharing/decode_pool.py",
-                "return await asyncio.shield(running)",
-                "return await running",
-            )
-        ],
-        ["tests/tinker/test_codec.py::test_a_thread_that_is_left_behind_is_not_given_to_the_next_before_it_has_ended"],
+        "unbounded-stored-results",
+        "results are stored without a limit in bytes",
+        "tests/tinker/test_retention.py::"
+        "test_results_past_their_bytes_go_the_oldest_first_but_none_of_the_last_ten_minutes",
+        "skyrl/tinker/checkpoints/retention.py",
+        "max(now - rules.config.result_retention_sec, min(rules.results_since, now - RESULT_AGE_S))",
+        "now - rules.config.result_retention_sec",
     ),
     Defect(
-        "parts-counted-two-deep",
-        "parts of a protobuf body are not counted below chunks and inputs",
-        [
-            Edit(
-                "skyrl/tinker/wire/protobuf_scan.py",
-                "        if inner:\n            parts += _parts_within(data, key, content, at, inner, most - parts)\n",
-                "",
-            )
-        ],
-        ["tests/tinker/test_bombs.py::test_a_bomb_is_refused_by_what_is_wrong_with_it[shape]"],
+        "no-memory-plan",
+        "a model that does not fit into memory is loaded",
+        "tests/backends/test_torch_memory.py::test_an_explicit_share_that_does_not_fit_is_refused",
+        "skyrl/backends/common/memory_plan.py",
+        "if self.left >= self.model:",
+        "if True:",
     ),
     Defect(
-        "long-lists-through-the-parser",
-        "the parser of JSON reads long lists of numbers too, during which nothing else goes on",
-        [
-            Edit("skyrl/tinker/wire/json_numbers.py", "\nLONG_BYTES = 64\n", "\nLONG_BYTES = 2**40\n"),
-            Edit("skyrl/tinker/wire/json_numbers.py", "\nMAX_REST_BYTES = 2 * 2**20\n", "\nMAX_REST_BYTES = 2**40\n"),
-        ],
-        ["tests/tinker/test_stalls.py::test_a_large_sample_does_not_stop_the_others"],
+        "decompression-bomb",
+        "a body is decompressed although its stated size exceeds the limit",
+        "tests/tinker/test_bombs.py::test_a_bomb_that_says_its_size_is_refused_before_it_is_decompressed",
+        "skyrl/tinker/wire/codec.py",
+        "zstandard.frame_content_size(body) > max_bytes",
+        "False",
+    ),
+    # Nothing is compiled after warm-up.
+    Defect(
+        "tile-per-length",
+        "each length of a sequence has a tile, and so a program, of its own",
+        "tests/backends/test_jax_objectives.py::test_more_data_of_an_objective_compile_nothing",
+        "skyrl/backends/common/packing.py",
+        "next(length for length in self.lengths(tokens, wide) if length >= tokens)",
+        "tokens",
     ),
     Defect(
-        "errors-as-long-as-requests",
-        "an error repeats whatever name was sent",
-        [Edit("skyrl/tinker/wire/parsing.py", "    if len(error) <= MAX_ERROR:\n", "    if True:\n")],
-        ["tests/tinker/test_api_errors.py::test_an_error_is_no_longer_than_is_of_use_whatever_was_sent"],
+        "short-warm-up",
+        "the warm-up ends after its first piece",
+        "tests/backends/test_jax_tenants.py::test_an_idle_backend_reaches_all_its_programs_by_itself",
+        "skyrl/backends/jax/backend.py",
+        "next(self._warm_up, ENDED) is not ENDED",
+        "next(self._warm_up, None) is not None",
+    ),
+    # Tenants share fairly.
+    Defect(
+        "free-prompts",
+        "prompts are not charged to their tenant",
+        "tests/backends/test_fair_queue.py::"
+        "test_tenants_that_wait_are_given_tokens_by_their_weights_up_to_one_sample_of_each",
+        "skyrl/backends/executor/fair_queue.py",
+        "        self.charge(tenant, self._lines[tenant][request_id].cost)\n",
+        "",
     ),
     Defect(
-        "shares-of-the-whole",
-        "a tenant may take half of a limit however much the others hold",
-        [
-            Edit(
-                "skyrl/utils/quota.py",
-                "return max(0, limit - (self.total - self._held.get(tenant, 0))) // 2",
-                "return limit // 2",
-            )
-        ],
-        ["tests/tinker/test_quota.py::test_tenants_that_come_and_go_end_with_equal_parts"],
+        "no-window",
+        "all samples of a tenant's flood go to the backend at once",
+        "tests/tinker/test_scheduler.py::"
+        "test_of_a_tenants_flood_no_more_goes_than_its_window_and_the_rest_as_that_ends",
+        "skyrl/tinker/engine/sample_window.py",
+        "not tenant.waiting or tenant.used >= self._tokens",
+        "not tenant.waiting",
     ),
     Defect(
-        "gap-clock-not-moved",
-        "what waits for an earlier request fails although its batch still arrives",
-        [
-            Edit(
-                "skyrl/tinker/engine/scheduler.py",
-                "            self._gaps[operation.model_id] = now\n            reason",
-                "            self._gaps.setdefault(operation.model_id, now)\n            reason",
-            )
-        ],
-        ["tests/tinker/test_scheduler.py::test_what_still_arrives_is_not_given_up"],
+        "starved-sample",
+        "small samples pass a large one that waits for memory forever",
+        "tests/backends/test_sampler_batching.py::test_small_requests_that_never_end_do_not_starve_a_large_one",
+        "skyrl/backends/common/sampling/sampler.py",
+        "            job.lacks_room = True\n            return\n",
+        "            return\n",
     ),
     Defect(
-        "bodies-before-room",
-        "a body is read before there is room for it",
-        [
-            Edit(
-                "skyrl/tinker/http/routes/dependencies.py",
-                "        room.grow_to(announced_length(request.scope))\n",
-                "",
-            )
-        ],
-        ["tests/tinker/test_body_quota.py::test_bodies_that_do_not_come_take_only_their_senders_room"],
-    ),
-    Defect(
-        "silent-connections-stay",
-        "a connection that brings no request stays for ever",
-        [
-            Edit(
-                "skyrl/tinker/http/connections.py",
-                "    def _give_up(self) -> None:\n        self.transport.abort()",
-                "    def _give_up(self) -> None:\n        pass",
-            )
-        ],
-        ["tests/tinker/test_connections.py::test_a_second_request_that_does_not_come_whole_closes_its_connection"],
-    ),
-    Defect(
-        "others-answers-dropped",
-        "large answers of a tenant drop those of others",
-        [
-            Edit(
-                "skyrl/tinker/requests/futures.py",
-                "2 * self._max_bytes:\n                return None\n",
-                "2 * self._max_bytes:\n                return next(iter(next(iter(self._finished.values()))))\n",
-            )
-        ],
-        ["tests/tinker/test_futures.py::test_large_answers_of_a_tenant_drop_only_its_own"],
+        "half-of-all",
+        "a tenant may take half of a limit whatever other tenants hold",
+        "tests/tinker/test_quota.py::test_tenants_that_come_and_go_end_with_equal_parts",
+        "skyrl/utils/quota.py",
+        "return max(0, limit - (self.total - self._held.get(tenant, 0))) // 2",
+        "return limit // 2",
     ),
 ]

@@ -1,55 +1,34 @@
-"""Known defects can still be put back, and the tests that are to see them are there. `make mutations` runs those."""
+"""Known defects match the source and name existing tests. `make mutations` runs these tests."""
 
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
-from tests.mutations.run import KNOWN, ROOT, apply, check, mismatch
-
-DEFECTS = [defect for defects in KNOWN for defect in defects]
-ANY = DEFECTS[0]
-EDIT = type(ANY.edits[0])
+from tests.mutations.run import DEFECTS, check, mismatch
 
 
-def a_defect(old: str):
-    """One of a file `a.py`."""
-    return type(ANY)("X9.99", "", [EDIT("a.py", old, "one = 2")], [])
-
-
-@pytest.fixture
-def project(tmp_path):
-    (tmp_path / "a.py").write_text("one = 1\ntwo = 1\n")
-    return tmp_path
-
-
-def test_all_can_be_put_back_and_have_their_tests(capsys):
+def test_all_match_the_source(capsys):
     assert check(DEFECTS) == 0, capsys.readouterr().out
 
 
-def test_each_has_a_number_of_its_own():
-    assert [number for number, count in Counter(defect.id for defect in DEFECTS).items() if count > 1] == []
+def test_names_are_unique():
+    assert [name for name, count in Counter(defect.name for defect in DEFECTS).items() if count > 1] == []
+
+
+def test_named_tests_are_collected(collected):
+    files = {test.partition("::")[0] for test in collected}
+    names = collected | {test.partition("[")[0] for test in collected}
+    named = {defect.test for defect in DEFECTS if defect.test.partition("::")[0] in files}
+    assert not sorted(named - names)
 
 
 @pytest.mark.parametrize(("old", "times"), [("three", 0), ("= 1", 2)])
-def test_a_text_that_is_not_there_once_is_told_and_not_replaced(project, old, times):
-    assert f"occurs {times} times, not once" in (apply(a_defect(old), project) or "")
-    assert (project / "a.py").read_text() == "one = 1\ntwo = 1\n"
+def test_a_text_that_does_not_occur_once_is_reported(tmp_path, old, times):
+    (tmp_path / "a.py").write_text("one = 1\ntwo = 1\n")
+    assert f"occurs {times} times" in (mismatch(DEFECTS[0]._replace(file="a.py", old=old), tmp_path) or "")
 
 
-def test_to_look_changes_no_file(project):
-    assert mismatch(a_defect("one = 1"), project) is None
-    assert (project / "a.py").read_text() == "one = 1\ntwo = 1\n"
-
-
-def test_a_test_that_is_not_there_is_told(capsys):
-    missing = type(ANY)("X9.99", "", [], ["tests/test_layers.py::test_there_is_none[1]"])
+def test_a_missing_test_is_reported(capsys):
+    missing = DEFECTS[0]._replace(name="any", test="tests/test_layers.py::test_there_is_none[1]")
     assert check([missing]) == 1
-    assert "X9.99: tests/test_layers.py has no test test_there_is_none" in capsys.readouterr().out
-
-
-def test_a_number_that_is_not_known_is_refused():
-    command = [sys.executable, "tests/mutations/run.py", "--check", "C1.10", "X9.99"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "no defects X9.99; known are C1.0, " in done.stderr
+    assert "any: tests/test_layers.py has no test test_there_is_none" in capsys.readouterr().out
