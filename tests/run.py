@@ -1,98 +1,52 @@
-"""Run a size of the test suite, and decide which failures count: `python -m tests.run ARGUMENTS OF PYTEST`.
+"""Run pytest in a temporary folder of its own: `python -m tests.run ARGUMENTS OF PYTEST`.
 
-A test that failed runs again, twice, alone and in a fresh process, with four times the patience. If it passes both
-times the run passes, and `build/flaky.jsonl` keeps its name and exception. These failures are final at once: a wrong
-value in a test marked `exact`, a process that crashed, a file that cannot be collected, and more than ten failed tests.
+A test that ends in a timeout or an error, such as a port in use, runs again up to two times. A wrong value (a failed
+assertion or a missing exception) is final.
 
-A run has one temporary folder. At the end, also of a run that was interrupted, it is deleted and processes that tests
-left are killed.
+At the end, also of an interrupted run, the folder is deleted, and processes that tests have left are killed.
 """
 
 import contextlib
 import ctypes
 import fcntl
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
-from tests.failures import FILE, Failure, read
-
-MOST = 10
-"""Failed tests that may be flaky. More have one cause."""
-REPEATS = 2
-PATIENCE = 4
-TIMEOUT_S = 600
-"""Limit of a test that runs again (300 s in the first run)."""
+RERUNS = (
+    "--reruns=2",
+    "--reruns-delay=1",
+    "--rerun-except=^(AssertionError|Failed: DID NOT)",
+    "--max-suite-reruns=10",
+    "--rerun-show-tracebacks",
+)
+"""Options of pytest-rerunfailures. Each process of a parallel run reruns up to ten tests: more have one cause."""
 ROOM = "sk-"
 """Prefix of temporary folders of runs, short as paths of Unix sockets are. Each is locked while its run lives."""
-FAILURES = "failures.jsonl"
+REPORT_S = 30
+"""Seconds in which an interrupted run reports the failures so far."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status of pytest, or 0 if each failure was flaky."""
+    """Exit status of pytest."""
     with room() as folder:
+        command = [sys.executable, "-m", "pytest", f"--basetemp={folder / 't'}", *RERUNS, *arguments]
+        process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(folder)})
         try:
-            status, failures = run_pytest(folder, arguments)
-        except (KeyboardInterrupt, SystemExit):
-            print("\ninterrupted; failed so far:", *(failure.test for failure in read(folder / FAILURES)), sep="\n  ")
+            return process.wait()
+        except SystemExit:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(REPORT_S)
             raise
-        if status == 0 or not failures:
-            return status
-        if reason := final(failures):
-            print(f"\nfinal: {reason}", flush=True)
-            return status
-        by_test = {failure.test: failure for failure in failures}
-        print(f"\n{len(by_test)} failed; each runs again {REPEATS} times, alone:", *by_test, sep="\n  ", flush=True)
-        if not all(passes_again(folder, test, arguments) for test in by_test):
-            return status
-        record(list(by_test.values()))
-        print(f"flaky: {len(by_test)}", flush=True)
-        return 0
-
-
-def final(failures: Sequence[Failure]) -> str | None:
-    """Reason why failures count without another try, or None."""
-    for failure in failures:
-        if failure.kind in ("crash", "collection") or (failure.kind == "wrong" and failure.exact):
-            return f"{failure.test}: {failure.kind}: {failure.exception}"
-    tests = {failure.test for failure in failures}
-    return f"{len(tests)} tests failed; up to {MOST} are tried again" if len(tests) > MOST else None
-
-
-def passes_again(folder: Path, test: str, arguments: Sequence[str]) -> bool:
-    """Return True if a test passes each time, alone, in a fresh process."""
-    settings = [argument for argument in arguments if argument.startswith("--hypothesis-profile")]
-    command = ["-n", "0", "-o", f"timeout={TIMEOUT_S}", *settings, test]
-    patience = {"SKYRL_TEST_PATIENCE": str(PATIENCE)}
-    return all(run_pytest(folder, command, **patience)[0] == 0 for _ in range(REPEATS))
-
-
-def run_pytest(folder: Path, arguments: Sequence[str], **environment: str) -> tuple[int, list[Failure]]:
-    """(exit status, failures) of one run of pytest in the temporary folder of this run."""
-    file = folder / FAILURES
-    file.unlink(missing_ok=True)
-    own = {"TMPDIR": str(folder), FILE: str(file), **environment}
-    command = [sys.executable, "-m", "pytest", "-p", "tests.failures", f"--basetemp={folder / 't'}", *arguments]
-    status = subprocess.run(command, env={**os.environ, **own}).returncode
-    return status, read(file)
-
-
-def record(flaky: Sequence[Failure], file: Path = Path("build/flaky.jsonl")) -> None:
-    """Append tests that failed and then passed to the list that is kept of them."""
-    file.parent.mkdir(exist_ok=True)
-    with file.open("a") as lines:
-        for failure in flaky:
-            lines.write(json.dumps({"date": time.strftime("%Y-%m-%d"), **failure._asdict()}) + "\n")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """Sizes of the test suite, as `tests/selection.toml` decides them.
 
-`make test` leaves tests marked `full` to `make test-all`; tests marked `exact` are never tried again (tests/run.py).
-Neither mark stands in the tests themselves.
+`make test` leaves tests marked `full` to `make test-all`. The mark is not in the tests themselves.
 """
 
 import re
@@ -22,7 +21,6 @@ class Selection(NamedTuple):
     limit_s: float
     keep: list[str]
     full: list[str]
-    exact: list[str]
 
     @classmethod
     def read(cls) -> "Selection":
@@ -34,17 +32,11 @@ class Selection(NamedTuple):
         is_slow = seconds().get(nodeid, 0) > self.limit_s
         return (is_slow or _any(self.full, nodeid)) and not _any(self.keep, nodeid)
 
-    def is_exact(self, nodeid: str) -> bool:
-        """Return True if a wrong value in the test is a defect, even if it is seen once."""
-        return _any(self.exact, nodeid)
-
     def mark(self, items: list[pytest.Item]) -> None:
-        """Add the marks `full` and `exact`."""
+        """Add the mark `full`."""
         for item in items:
             if self.is_full(item.nodeid):
                 item.add_marker("full")
-            if self.is_exact(item.nodeid):
-                item.add_marker("exact")
 
 
 @cache

@@ -1,7 +1,7 @@
 """Wait for a condition, with one generous bound for the whole suite.
 
-A test waits for an event, never for a clock: a bound here only turns a hang into a failure. `make test` runs a test
-that failed again with `SKYRL_TEST_PATIENCE=4`, which multiplies every bound.
+A test waits for an event, never for a clock: a bound here only turns a hang into a failure. `SKYRL_TEST_PATIENCE=4`
+multiplies every bound, on a slow machine.
 """
 
 import os
@@ -19,7 +19,7 @@ PAUSE_S = 0.02
 
 
 class TooLate(TimeoutError):
-    """A condition did not become true in time. Not counted as a wrong value (tests/run.py)."""
+    """A condition did not become true in time. No wrong value: the test runs again (tests/run.py)."""
 
 
 def until(condition: Callable[[], Value], what: str, within_s: float = BOUND_S) -> Value:
