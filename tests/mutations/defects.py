@@ -517,7 +517,7 @@ DEFECTS = [
     Defect(
         "tile-per-length",
         "each length of a sequence has a tile, and so a program, of its own",
-        "tests/backends/test_jax_objectives.py::test_more_data_of_an_objective_compile_nothing",
+        "tests/backends/test_jax_backend.py::test_losses_their_settings_and_hyper_parameters_compile_nothing",
         "skyrl/backends/common/packing.py",
         "next(length for length in self.lengths(tokens, wide) if length >= tokens)",
         "tokens",
