@@ -16,6 +16,8 @@ from skyrl.train.strategy.validate import validate
 from tests.train.config.table import PATHS, another
 
 ROOT = Path(skyrl.__file__).parent
+READERS = ("algorithms", "config", "envs", "train")
+"""Folders whose files read a configuration."""
 OTHERS = {
     JAX: ("config/torch_options.py", "train/strategy/torch_backend.py"),
     TORCH: ("train/strategy/jax_backend.py",),
@@ -110,7 +112,7 @@ def names_read_for(by: str) -> set[str]:
     Algorithms also get options as keyword-only arguments. Checks of a section's own fields (`problems`) do not count.
     """
     names = set[str]()
-    for path in sorted(ROOT.rglob("*.py")):
+    for path in (path for folder in READERS for path in sorted((ROOT / folder).rglob("*.py"))):
         file = path.relative_to(ROOT).as_posix()
         if file not in OTHERS[by] and not file.startswith(("config/machinery/", "config/rules/")):
             names |= names_read_by(file)
