@@ -5,7 +5,7 @@ arrays are frozen dataclasses of NumPy arrays. This module imports neither jax n
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
@@ -159,26 +159,40 @@ class SamplingParams(WireModel):
     """Sample only from the smallest set of most likely tokens with a total probability of at least top_p. 1: off."""
 
 
+def option(default: float, rule: str, is_valid: Callable[[float], bool]) -> Any:
+    """Return a dataclass field with a range.
+
+    Args:
+        default: Value that has no effect.
+        rule: Description of the range, for messages.
+        is_valid: Returns True for values in the range.
+    """
+    return field(default=default, metadata={"rule": rule, "is_valid": is_valid})
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """Sampling options beyond `SamplingParams`, which has the options of the API. By default, all are off.
+
+    Options have vLLM's names. To add one, add a field here. If it needs an array on the device, add it to `RowOptions`
+    of the samplers, too, and apply it in `skyrl.tx.sampling` and in `skyrl.backends.torch.sampling.drawing`.
 
     `BackendInfo.sampling_options` lists the options that a backend supports. These options never affect returned
     log-probabilities, which are those of the model itself.
     """
 
-    min_p: float = 0.0
+    min_p: float = option(0.0, "between 0 (off) and 1", lambda value: 0 <= value <= 1)
     """Sample only from tokens with at least this fraction of the highest probability. Applies after top_k and top_p."""
     min_tokens: int = 0
     """Minimum number of generated tokens. Until then, EOS and the request's stop tokens are not drawn, and
     stop strings are ignored."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a sequence, in addition to `SamplingParams.stop`. They apply even if `stop` is []."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = option(1.0, "above 0 and at most 100; 1 is off", lambda value: 0 < value <= 100)
     """Penalty for tokens in the prompt or generated before: divides positive logits, and multiplies other logits."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = option(0.0, "between -2 and 2", lambda value: -2 <= value <= 2)
     """Subtracted from the logits of tokens that were generated before."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = option(0.0, "between -2 and 2", lambda value: -2 <= value <= 2)
     """Subtracted from the logit of a token for each time that it was generated before.
 
     The three penalties apply in this order, before the temperature and all filters."""
@@ -187,6 +201,11 @@ class SamplingOptions:
     def given(self) -> dict[str, Any]:
         """Options that are not off, by name."""
         return {name: value for name, value in vars(self).items() if value != getattr(SamplingOptions, name)}
+
+    @property
+    def changes_distribution(self) -> bool:
+        """True if an option changes the probabilities of tokens. Stop tokens do not."""
+        return bool(self.given.keys() - {"stop_token_ids"})
 
     @property
     def penalises(self) -> bool:

@@ -362,10 +362,10 @@ DEFECTS = [
     Defect(
         "ignored-penalty",
         "repetition_penalty of the trainer is ignored",
-        "tests/train/test_support.py::test_every_field_that_is_not_refused_is_read",
+        "tests/train/test_sampling_options.py::test_penalties_are_those_of_the_configuration",
         "skyrl/train/policies/sampling_options.py",
-        "repetition_penalty=params.repetition_penalty, ",
-        "",
+        "for name in OWN}",
+        'for name in OWN - {"repetition_penalty"}}',
     ),
     # Acknowledged requests are durable and take effect once.
     Defect(

@@ -11,6 +11,7 @@ import skyrl
 from skyrl.config.machinery.help import describe_fields
 from skyrl.config.machinery.uses import JAX, TORCH, Status, use_of
 from skyrl.train.config import ConfigError, FSDPConfig, MixedPrecisionConfig, SkyRLTrainConfig
+from skyrl.train.policies.sampling_options import OWN
 from skyrl.train.strategy.jax_backend import JaxStrategy
 from skyrl.train.strategy.validate import validate
 from tests.train.config.table import PATHS, another
@@ -116,7 +117,7 @@ def names_read_for(by: str) -> set[str]:
         file = path.relative_to(ROOT).as_posix()
         if file not in OTHERS[by] and not file.startswith(("config/machinery/", "config/rules/")):
             names |= names_read_by(file)
-    return names
+    return names | {f"params.{name}" for name in OWN}
 
 
 @cache

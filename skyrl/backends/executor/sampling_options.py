@@ -1,27 +1,19 @@
 """Check of the sampling options of a request against the options that a backend supports. Used by all backends."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields
 
 from skyrl.backends.operations import Sample
 from skyrl.errors import RequestError
 from skyrl.types import BackendInfo, SamplingOptions
 
-PENALTY = "between -2 and 2", lambda value: -2 <= value <= 2
-
-RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "min_p": ("between 0 (off) and 1", lambda value: 0 <= value <= 1),
-    "repetition_penalty": ("above 0 and at most 100; 1 is off", lambda value: 0 < value <= 100),
-    "presence_penalty": PENALTY,
-    "frequency_penalty": PENALTY,
-}
-
 
 def check_values(options: SamplingOptions, max_tokens: int) -> None:
     """Raise `RequestError` for the first invalid value. The sample generates at most `max_tokens` tokens."""
-    for name, value in options.given.items():
-        if name in RULES and not RULES[name][1](value):
-            raise RequestError(f"{name}={value}: must be {RULES[name][0]}")
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.metadata and not option.metadata["is_valid"](value):
+            raise RequestError(f"{option.name}={value}: must be {option.metadata['rule']}")
     if not 0 <= options.min_tokens <= max_tokens:
         raise RequestError(f"min_tokens={options.min_tokens}: must be between 0 (off) and max_tokens={max_tokens}")
 

@@ -1,9 +1,11 @@
 """Rules of `SkyRLTrainConfig` that span several sections. Messages have the values, the rule and a way out."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
+
+from skyrl.types import SamplingOptions
 
 if TYPE_CHECKING:
     from skyrl.config.root import SkyRLTrainConfig
@@ -11,10 +13,10 @@ if TYPE_CHECKING:
 GROUP_ESTIMATORS = ("grpo", "rloo", "maxrl")
 """Advantage estimators that compare the samples of a prompt."""
 
-FILTERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+FILTERS = {"top_p": 1.0, "top_k": -1} | {
+    option.name: option.default for option in fields(SamplingOptions) if option.name != "stop_token_ids"
+}
 """Sampling parameters that change the distribution. Each value is the one that has no effect."""
-MORE_FILTERS = ("min_tokens", "presence_penalty", "frequency_penalty")
-"""Sampling parameters in `additional_kwargs` that change the distribution."""
 
 
 def root_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
@@ -50,9 +52,11 @@ def root_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
             "is no KL term; use k2 or k3 (k1 is for use_kl_in_reward)"
         )
     params = config.generator.sampling_params
-    filters = [f"{name}={getattr(params, name)}" for name, off in FILTERS.items() if getattr(params, name) != off]
-    more = params.additional_kwargs or {}
-    filters += [f"additional_kwargs.{name}={more[name]}" for name in MORE_FILTERS if more.get(name)]
+    given = vars(params) | {
+        f"additional_kwargs.{name}": value for name, value in (params.additional_kwargs or {}).items()
+    }
+    changed = {name: value for name, value in given.items() if value != FILTERS.get(name.rpartition(".")[2], value)}
+    filters = [f"{name}={value}" for name, value in changed.items()]
     if filters:
         yield (
             f"generator.sampling_params.{' and '.join(filters)}: the policy that samples is not the one that is "

@@ -1,6 +1,8 @@
 """Sampling options that are read from a configuration: penalties, filters, and `additional_kwargs`."""
 
-from pydantic import ValidationError
+from dataclasses import fields
+
+from pydantic import ValidationError, create_model
 
 from skyrl.config import SamplingParams as SamplingConfig
 from skyrl.errors import ConfigError
@@ -8,17 +10,14 @@ from skyrl.types import SamplingOptions, WireModel
 from skyrl.utils.expected import expected
 from skyrl.utils.spelling import did_you_mean
 
-
-class AdditionalOptions(WireModel):
-    """Options in `additional_kwargs`, with the names of vLLM's SamplingParams.
-
-    See `SamplingOptions` for their meaning.
-    """
-
-    min_tokens: int = SamplingOptions.min_tokens
-    stop_token_ids: tuple[int, ...] = SamplingOptions.stop_token_ids
-    presence_penalty: float = SamplingOptions.presence_penalty
-    frequency_penalty: float = SamplingOptions.frequency_penalty
+OWN = frozenset(field.name for field in fields(SamplingConfig)) & {field.name for field in fields(SamplingOptions)}
+"""Options that are fields of a configuration."""
+AdditionalOptions = create_model(
+    "AdditionalOptions",
+    __base__=WireModel,
+    **{one.name: (one.type, one.default) for one in fields(SamplingOptions) if one.name not in OWN},  # pyright: ignore
+)
+"""Options in `additional_kwargs`: the others."""
 
 
 def options_of(params: SamplingConfig) -> SamplingOptions:
@@ -34,4 +33,4 @@ def options_of(params: SamplingConfig) -> SamplingOptions:
             near = did_you_mean(name, known) or "; leave it out"
             text = f"there is no such option; known: {', '.join(known)}{near}"
         raise ConfigError(f"additional_kwargs.{name}={problem['input']}: {text}") from None
-    return SamplingOptions(min_p=params.min_p, repetition_penalty=params.repetition_penalty, **additional.model_dump())
+    return SamplingOptions(**{name: getattr(params, name) for name in OWN}, **additional.model_dump())

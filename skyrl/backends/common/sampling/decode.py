@@ -85,7 +85,7 @@ def _fill(rows: Rows, row: int, sequence: Sequence, places: Mapping[int, int]) -
     rows.top[row] = job.request.topk_sample_logprobs > 0
     if rows.options is not None:
         options = job.request.options
-        rows.options.min_p[row], rows.options.min_tokens[row] = options.min_p, options.min_tokens
+        rows.options.fill(row, options)
         if (penalties := rows.options.penalties) is not None:
             prompt = penalties.prompt[row] = len(job.request.prompt)
             penalties.before[row, :prompt] = job.request.prompt

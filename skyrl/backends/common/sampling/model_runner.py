@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from skyrl.backends.common.page_table import PAGE_SIZE, SCRATCH
+from skyrl.types import SamplingOptions
 
 Version = TypeVar("Version")
 States = Any
@@ -86,7 +87,7 @@ class Penalties(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """Sampling options that the device needs (see `SamplingOptions`), one entry per row. A pytree."""
+    """Sampling options that the device needs, one entry per row, by their names in `SamplingOptions`. A pytree."""
 
     min_p: Any
     """float32."""
@@ -99,6 +100,17 @@ class RowOptions(NamedTuple):
     def none(cls, rows: int, penalties: Penalties | None = None) -> "RowOptions":
         """Options without effect, except for the given penalties."""
         return cls(np.zeros(rows, np.float32), np.zeros(rows, np.int32), penalties)
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """Options that restrict the tokens of a draw, in addition to top_k and top_p, by name."""
+        return {"min_p": self.min_p}
+
+    def fill(self, row: int, options: SamplingOptions) -> None:
+        """Set the options of a row, except penalties."""
+        for name in self._fields:
+            if name != "penalties":
+                getattr(self, name)[row] = getattr(options, name)
 
 
 class Rows(NamedTuple):

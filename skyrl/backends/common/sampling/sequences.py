@@ -79,8 +79,7 @@ class Job:
     @property
     def has_row_options(self) -> bool:
         """True if an option changes the distribution, so the request needs the decode program with options."""
-        options = self.request.options
-        return options.min_p > 0 or options.min_tokens > 0 or options.penalises
+        return self.request.options.changes_distribution
 
     @property
     def done(self) -> bool:

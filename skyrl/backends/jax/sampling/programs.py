@@ -45,7 +45,7 @@ def _drawn(
         logits = penalised(logits, occurred, penalties.repetition, penalties.presence, penalties.frequency)
     early = steps < rows.options.min_tokens
     logits = jax.lax.cond(early.any(), without_tokens, lambda logits, *_: logits, logits, rows.stops, early)
-    return sample_tokens(logits, numbers, rows.temperature, rows.top_k, rows.top_p, rows.options.min_p)
+    return sample_tokens(logits, numbers, rows.temperature, rows.top_k, rows.top_p, **rows.options.filters)
 
 
 def _bytes(shapes: Any) -> int:

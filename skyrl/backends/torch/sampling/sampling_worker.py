@@ -208,13 +208,13 @@ class SamplingWorker:
     ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
         """Draw a token for each of these rows. Returns also log-probabilities, and the `width` most likely tokens."""
         number = rows.steps[at] + step
-        allowed, min_p, here = logits, None, self._on_device(at)
+        allowed, filters, here = logits, dict[str, Tensor](), self._on_device(at)
         if rows.options is not None:
             if occurred is not None and (penalties := rows.options.penalties) is not None:
                 costs = (penalties.repetition, penalties.presence, penalties.frequency)
                 counted = Occurrences(*(counts[here] for counts in occurred))
                 allowed = penalised(logits, counted, *(self._on_device(cost[at]) for cost in costs))
-            min_p = self._on_device(rows.options.min_p[at])
+            filters = {name: self._on_device(value[at]) for name, value in rows.options.filters.items()}
             held = np.flatnonzero(number < rows.options.min_tokens[at])
             pairs = [(row, token) for row in held for token in rows.stops[at[row]] if token >= 0]
             if pairs:
@@ -223,7 +223,7 @@ class SamplingWorker:
                 allowed[where[0], where[1]] = -torch.inf
         random = self._on_device(uniforms(rows.seeds[at], rows.sample_index[at], number))
         temperature, top_k, top_p = (self._on_device(x[at]) for x in (rows.temperature, rows.top_k, rows.top_p))
-        found = draw(allowed, random, temperature, top_k, top_p, min_p)
+        found = draw(allowed, random, temperature, top_k, top_p, **filters)
         if self._model.base.is_sharded:
             dist.broadcast(found, 0)  # ranks must continue with the same tokens even if their logits differ by rounding
         if occurred is not None:
