@@ -63,12 +63,12 @@ REFUSED = [
     ),
     (
         ["trainer.policy.sequence_parallel_size=2"],
-        "policy 1 GPUs (policy_num_nodes x policy_num_gpus_per_node), which do not divide into groups of 2",
+        "policy 1 devices (policy_num_nodes x policy_num_gpus_per_node), which do not divide into groups of 2",
         ["trainer.policy.sequence_parallel_size=1"],
     ),
     (
         [MEGATRON, "trainer.policy.megatron_config.tensor_model_parallel_size=2"],
-        "give it 2 GPUs, or lower the size",
+        "give it 2 devices, or lower the size",
         [P + "policy_num_gpus_per_node=2", E + "num_engines=2"],
     ),
     ([GAE], "algorithm.advantage_estimator=gae and critic.model.path=None", [CRITIC]),
@@ -231,17 +231,17 @@ REFUSED = [
     ),
     (
         [APART, P + "ref_num_gpus_per_node=2"],
-        "the reference has 1 x 2 GPUs and the policy 1 x 1",
+        "the reference has 1 x 2 devices and the policy 1 x 1",
         [P + "colocate_policy_ref=false"],
     ),
     (
         [P + "policy_num_gpus_per_node=2"],
-        "the policy has 2 GPUs (policy_num_nodes x policy_num_gpus_per_node) and the engines 1",
+        "the policy has 2 devices (policy_num_nodes x policy_num_gpus_per_node) and the engines 1",
         [E + "tensor_parallel_size=2"],
     ),
     (
         [E + "tensor_parallel_size=2", E + "distributed_executor_backend=mp", P + "policy_num_nodes=2"],
-        "distributed_executor_backend=mp and 2 GPUs",
+        "distributed_executor_backend=mp and 2 devices",
         [E + "distributed_executor_backend=ray"],
     ),
     ([E + "external_server_urls=[http://a]"], "engines that were started elsewhere", [APART]),
@@ -346,7 +346,7 @@ REFUSED = [
     ),
     ([*ASYNC, "trainer.one_step_off=true"], "two ways to sample beside training", ["trainer.one_step_off=false"]),
     (["trainer.one_step_off=true", CORRECTED], "one_step_off=True and placement.colocate_all=True", [APART]),
-    ([*ASYNC, P + "colocate_all=true"], "rollouts beside training need their own GPUs", [APART]),
+    ([*ASYNC, P + "colocate_all=true"], "rollouts beside training need their own devices", [APART]),
     (
         [*ASYNC, G + "batched=true"],
         "trainer.fully_async.enabled=True and generator.batched=True",
