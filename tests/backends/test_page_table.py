@@ -3,7 +3,6 @@
 from collections.abc import Hashable
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -71,12 +70,6 @@ def test_the_page_that_was_used_last_is_given_up_last():
     pages.take()
     assert pages.longest(pages.root(""), np.asarray([1], np.int32)) is None
     assert pages.longest(pages.root(""), np.asarray([2], np.int32)) == (new[0], 1)
-
-
-def test_pages_in_use_are_not_given_up():
-    pages = Pages(3, SIZE)
-    put(pages, [1, 2, 3, 4, 5])
-    assert not pages.reserve(1)
 
 
 def test_who_has_no_pages_is_not_remembered():
@@ -169,13 +162,3 @@ class Model(RuleBasedStateMachine):
 
 def test_no_page_is_lost_or_has_two_owners_whatever_happens():
     run_state_machine_as_test(Model, settings=settings(max_examples=200, stateful_step_count=40, deadline=None))
-
-
-@pytest.mark.parametrize("count", [2, 5])
-def test_reserved_pages_can_always_be_taken(count):
-    pages = Pages(count, SIZE)
-    for first in range(20):
-        path = put(pages, [first])
-        free(pages, path)
-    assert pages.reserve(count - 1)
-    assert len({pages.take() for _ in range(count - 1)}) == count - 1

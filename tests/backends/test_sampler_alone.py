@@ -150,12 +150,3 @@ def test_each_request_gets_bit_for_bit_what_it_gets_alone_where_that_is_asked_fo
             np.testing.assert_array_equal(one.tokens, other.tokens)
             np.testing.assert_array_equal(one.logprobs, other.logprobs)
             assert one.stop_reason == other.stop_reason
-
-
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(workload=workloads)
-def test_after_any_workload_no_page_and_no_slot_is_held(rig, workload):
-    work_through(rig.sampler, workload)
-    assert not rig.sampler.busy
-    assert rig.versions.pinned == 0
-    assert rig.sampler.pages_free == rig.sampler.pages_total

@@ -67,26 +67,6 @@ def test_a_request_samples_the_same_alone_and_beside_others_that_come_and_go(rig
         assert all(map(same, alone.sequences, results[asked.request_id].sequences)), asked
 
 
-def test_deterministic_samples_are_bitwise_the_same_alone_and_beside_others(rig):
-    sampler = rig.make_sampler(deterministic=True, max_rows=4, max_context_length=256)
-    requests = mixed_requests(8)
-    together = run(sampler, *requests)
-    for asked, result in zip(requests, together, strict=True):
-        (alone,) = run(sampler, asked)
-        for a, b in zip(alone.sequences, result.sequences, strict=True):
-            assert same(a, b, atol=0)
-
-
-def test_pages_are_read_right_wherever_a_sequence_grows_to(rig):
-    long = request(prompt_of(200), "v0", max_tokens=100, seed=1)
-    short = request(prompt_of(20), "v1", max_tokens=100, seed=2, n=3)
-    for asked, version, result in zip((long, short), (0, 1), run(rig.sampler, long, short), strict=True):
-        for sampled in result.sequences:
-            full = rig.full_logprobs([*asked.prompt.tolist(), *sampled.tokens.tolist()], rig.adapter(version))
-            at = len(asked.prompt) - 1 + np.arange(len(sampled.tokens))
-            np.testing.assert_allclose(sampled.logprobs, full[at, sampled.tokens], atol=1e-4)
-
-
 def test_more_requests_than_rows_finish_in_order(rig):
     sampler = rig.make_sampler(max_rows=4, max_context_length=256)
     requests = [request(prompt_of(10, seed), seed=seed, max_tokens=6) for seed in range(7)]
@@ -184,12 +164,6 @@ def test_requests_with_one_prompt_that_come_together_read_it_once(rig):
     assert same(results[4].sequences[0], alone.sequences[0])
 
 
-def test_deterministic_prompts_of_one_token_leave_nothing_behind(rig):
-    sampler = rig.make_sampler(deterministic=True, max_rows=4, max_context_length=256)
-    run(sampler, *(request([5], seed=seed, max_tokens=1) for seed in range(12)))
-    assert sampler._pages._roots == {}
-
-
 def test_tokens_are_compared_a_few_times_however_many_prompts_are_read_together(rig, monkeypatch):
     """Of 24 prompts with three beginnings: at most twice each, not in every turn with all others."""
     compared = 0
@@ -250,13 +224,6 @@ def test_more_samples_than_rows_are_those_of_a_larger_batch(rig):
     sampler = rig.make_sampler(max_rows=4, max_context_length=256)
     few_rows = output(sampler, prompt_of(30), "v0", n=6, seed=3).sequences
     assert all(map(same, few_rows, output(rig.sampler, prompt_of(30), "v0", n=6, seed=3).sequences))
-
-
-def test_a_short_request_finishes_before_a_long_one_that_came_first(rig):
-    long, short = request(prompt_of(300), max_tokens=200), request(prompt_of(5), max_tokens=3)
-    rig.sampler.add(long)
-    rig.sampler.add(short)
-    assert list(finish(rig.sampler)) == [short.request_id, long.request_id]
 
 
 def test_long_requests_take_turns_when_memory_is_short(rig):
@@ -347,19 +314,6 @@ def test_a_cancelled_request_frees_everything_and_completes_nothing(rig, bursts,
     assert not rig.sampler.busy
     assert rig.versions.pinned == 0
     assert rig.sampler.pages_free == rig.sampler.pages_total
-
-
-def test_cancelling_one_request_leaves_others_as_they_were(rig):
-    kept = request(prompt_of(20), "v1", max_tokens=40)
-    (alone,) = run(rig.sampler, kept)
-    rig.sampler.add(request(prompt_of(20), "v0", name="cancelled", n=3, max_tokens=60))
-    rig.sampler.add(kept)
-    for _ in range(3):
-        rig.sampler.burst()
-    rig.sampler.cancel("cancelled")
-    rig.sampler.cancel("unheard-of")
-    (result,) = finish(rig.sampler).values()
-    assert same(result.sequences[0], alone.sequences[0])
 
 
 def test_a_lost_backend_is_no_error_of_requests(rig, monkeypatch):
@@ -463,10 +417,3 @@ def test_after_any_workload_every_request_was_answered_once_and_nothing_is_held(
     assert all(isinstance(result, SampleOutput | ErrorResponse) for result in results.values())
     assert rig.versions.pinned == 0
     assert rig.sampler.pages_free == rig.sampler.pages_total
-
-
-def test_a_sequence_does_not_change_when_its_row_moves(rig):
-    """The first of the rows end, so the others are decoded in fewer."""
-    requests = [request(prompt_of(6), seed=seed, max_tokens=4 if seed < 5 else 60) for seed in range(8)]
-    together = run(rig.sampler, *requests)
-    assert same(together[7].sequences[0], sequence(rig.sampler, prompt_of(6), seed=7, max_tokens=60))

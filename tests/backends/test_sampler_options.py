@@ -64,10 +64,6 @@ def test_min_p_leaves_out_unlikely_tokens_and_no_others(rig):
     assert free.min() < 0.9 * least < 0.99 * least < kept.min() < 1
 
 
-def test_min_p_of_one_takes_the_most_likely_token(rig):
-    assert sequence(rig.sampler, PROMPT, "v1", options=SamplingOptions(min_p=1.0)).tokens.tolist() == greedy(rig, 8)
-
-
 @pytest.mark.parametrize("listed", [True, False])
 def test_stop_tokens_are_not_drawn_before_min_tokens_and_then_stop(rig, listed):
     early = greedy(rig, 3)[2]

@@ -177,16 +177,3 @@ def test_all_scores_at_once_are_those_of_each_alone(rig, version):
     assert same(together.sequences[0], alone["sample_topk"].sequences[0])
     full = rig.full_logprobs(prompt, rig.adapter(1) if version else None)[:-1]
     np.testing.assert_allclose(expected, np.take_along_axis(full, np.maximum(ids, 0), -1)[ids >= 0], atol=1e-4)
-
-
-def test_scores_compile_one_program_per_width(rig):
-    """After one request of each width, no number of tokens, targets or draws compiles anything."""
-    prompt = prompt_of(LENGTH)
-    for k, width in ((8, 1), (64, 8), (64, 64), (64, 512)):
-        output(rig.sampler, prompt, scores=True, topk=k, sample_topk=k, targets=dense(sparse_ids(width, 1.0)))
-    output(rig.sampler, prompt, alternatives=1)
-    before = rig.sampler._runner.compiled
-    for k in (1, 5, 10, 33, 64):
-        options = {"scores": True, "topk": k, "sample_topk": k, "alternatives": k, "last_n": k}
-        output(rig.sampler, prompt, "v0", targets=dense(sparse_ids(3 * k, 0.9)), **options)
-    assert rig.sampler._runner.compiled == before

@@ -49,34 +49,6 @@ def test_versions_and_the_base_sampled_together_are_as_each_alone(rig):
     assert len({tuple(result.sequences[0].tokens) for result in together}) == 4
 
 
-def test_a_version_stays_as_published_while_others_come(rig):
-    pool = rig.pool()
-    sampler = rig.make_sampler(pool)
-    weights = rig.adapter(7)
-    pool.publish("old", weights)
-    before = sequence(sampler, PROMPT, "old")
-    trained = jax.tree.map(lambda leaf: leaf + 1.0, weights)
-    for name in ("new", "newer", "newest"):
-        pool.publish(name, trained)
-        assert not same(sequence(sampler, PROMPT, name), before)
-    assert same(sequence(sampler, PROMPT, "old"), before, atol=0)
-
-
-def test_a_running_sample_keeps_the_weights_it_began_with_when_its_name_is_published_again(rig):
-    pool = rig.pool()
-    sampler = rig.make_sampler(pool)
-    pool.publish("name", rig.adapter(0))
-    asked = request(PROMPT, "name", max_tokens=30)
-    (old,) = run(sampler, asked)
-    sampler.add(asked)
-    sampler.burst()
-    pool.publish("name", rig.adapter(1))
-    (continued,) = finish(sampler).values()
-    (new,) = run(sampler, asked)
-    assert same(continued.sequences[0], old.sequences[0])
-    assert not same(new.sequences[0], old.sequences[0])
-
-
 def test_nan_weights_leave_a_neighbours_sample_bit_identical(rig):
     bad = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), rig.adapter(0))
     rig.versions.publish("nan", bad)
@@ -87,13 +59,6 @@ def test_nan_weights_leave_a_neighbours_sample_bit_identical(rig):
     for expected, result in zip(clean[:2], beside[:2], strict=True):
         assert all(same(a, b, atol=0) for a, b in zip(expected.sequences, result.sequences, strict=True))
     assert np.isnan(beside[2].sequences[0].logprobs).all()
-
-
-def test_a_row_that_held_nan_serves_the_next_request_as_ever(rig):
-    expected = sequence(rig.sampler, PROMPT, max_tokens=20)
-    rig.versions.publish("nan", jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), rig.adapter(0)))
-    run(rig.sampler, request(PROMPT, "nan", n=4, max_tokens=3), request(PROMPT, max_tokens=40))
-    assert same(sequence(rig.sampler, PROMPT, max_tokens=20), expected)
 
 
 def test_a_smaller_rank_is_padded_with_zeros(rig):
@@ -137,14 +102,6 @@ def test_the_least_recently_used_version_gives_up_its_slot(rig):
     assert sorted(slots(pool)[1:]) == sorted([mark(adapters["a0"]), mark(adapters["a2"])])
 
 
-def test_slot_zero_is_the_base_and_is_never_taken(rig):
-    pool = rig.pool(slots=2)
-    pool.publish("a", rig.adapter(1))
-    assert pool.acquire(pool.claim(None)) == 0
-    assert pool.acquire(pool.claim("a")) == 1
-    assert slots(pool)[0] == 0.0
-
-
 def test_a_version_waits_while_samples_run_on_every_slot(rig):
     pool = rig.pool()
     sampler = rig.make_sampler(pool)
@@ -157,22 +114,6 @@ def test_a_version_waits_while_samples_run_on_every_slot(rig):
     assert pool.acquire(pool.claim("a3")) is None
     assert list(finish(sampler)) == ["a0", "a3", "a1", "a2"]
     assert pool.pinned == 0
-
-
-def test_stored_versions_leave_memory_and_are_read_back(rig):
-    pool = rig.pool(max_bytes=bytes_of(rig.adapter(0)))
-    sampler = rig.make_sampler(pool)
-    for seed in range(4):
-        rig.stored[f"/folder{seed}"] = rig.adapter(30 + seed)
-        pool.publish(f"a{seed}", rig.stored[f"/folder{seed}"])
-    fresh = [sequence(sampler, PROMPT, f"a{seed}") for seed in range(4)]
-    for seed in range(4):
-        pool.mark_stored(f"a{seed}", rig.stored[f"/folder{seed}"], f"/folder{seed}")
-    again = [sequence(sampler, PROMPT, f"a{seed}") for seed in range(4)]
-    assert all(map(same, fresh, again))
-    rig.stored.clear()
-    with pytest.raises(StorageError, match="/folder0: no such folder"):
-        pool.acquire(pool.claim("a0"))
 
 
 def copied(rig, adapter, rank: int = 8):
@@ -237,21 +178,6 @@ def test_a_write_that_ends_after_its_name_was_published_again_says_nothing_of_th
     assert slots(pool)[1] == mark(new)
 
 
-def test_a_version_that_is_nowhere_else_stays_in_memory(rig):
-    pool = rig.pool(slots=2, max_bytes=bytes_of(rig.adapter(0)))
-    for seed in range(3):
-        pool.publish(f"a{seed}", rig.adapter(seed))
-    for seed in range(3):
-        use(pool, f"a{seed}")
-
-
-def test_an_unknown_version_is_read_from_the_requests_path(rig):
-    rig.stored["/elsewhere"] = rig.adapter(40)
-    rig.versions.publish("known", rig.stored["/elsewhere"])
-    read = sequence(rig.sampler, PROMPT, "unknown", path="/elsewhere")
-    assert same(read, sequence(rig.sampler, PROMPT, "known"))
-
-
 def test_a_version_that_is_being_read_holds_up_no_other_request(rig):
     rig.stored["/slow"], rig.held["/slow"] = rig.adapter(42), None
     late = request(PROMPT, "slow", path="/slow")
@@ -285,19 +211,6 @@ def test_few_versions_are_read_at_once(rig):
     assert not any(pool.at_hand(pool.claim(folder, folder)) for folder in folders)
     begun = [folder for folder in folders if rig.held.pop(folder) is not None]
     assert begun == folders[:READ_AT_ONCE]
-
-
-def test_a_dropped_version_is_unknown_but_its_running_samples_go_on(rig):
-    rig.versions.publish("doomed", rig.adapter(41))
-    asked = request(PROMPT, "doomed", max_tokens=20)
-    (before,) = run(rig.sampler, asked)
-    rig.sampler.add(asked)
-    rig.sampler.burst()
-    rig.versions.drop("doomed")
-    (after,) = finish(rig.sampler).values()
-    assert same(before.sequences[0], after.sequences[0])
-    with pytest.raises(RequestError, match=r"version=doomed is not known here .* save the weights again"):
-        rig.versions.acquire(rig.versions.claim("doomed"))
 
 
 def test_a_claim_of_a_version_on_disk_outlives_its_name(rig):

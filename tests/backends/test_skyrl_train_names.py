@@ -113,17 +113,6 @@ def test_what_is_not_persisted_leaves_a_light_marker_and_samples_as_what_is(back
     assert light == full
 
 
-def test_training_on_changes_nothing_of_what_was_not_persisted(backend, model, tmp_path):
-    trained(backend, model)
-    backend.save_sampler_checkpoint(str(tmp_path / "kept"), model, persist=False)
-    before = greedy(backend, version_of(model, "kept"))
-    for _ in range(3):
-        trained(backend, model)
-    backend.save_sampler_checkpoint(str(tmp_path / "later"), model, persist=False)
-    assert greedy(backend, version_of(model, "later")) != before
-    assert greedy(backend, version_of(model, "kept")) == before
-
-
 def test_a_marker_is_refused_by_another_process_by_its_name(backend, model, tmp_path):
     backend.save_sampler_checkpoint(str(tmp_path / "light"), model, persist=False)
     with pytest.raises(RequestError, match=rf"path={tmp_path}/light: .*persist=False.*save the weights again"):

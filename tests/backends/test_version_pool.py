@@ -2,10 +2,7 @@
 
 from concurrent.futures import Future
 
-import pytest
-
 from skyrl.backends.common.versions import BASE_SLOT, VersionPool
-from skyrl.errors import RequestError
 
 
 def pool(max_bytes: int = 100) -> VersionPool[str]:
@@ -52,8 +49,3 @@ def test_a_stored_version_is_evicted_for_its_bytes_and_read_again():
     versions.publish("other", "other")
     assert versions.held_bytes == 5
     assert sampled(versions, "first") == "first"
-
-
-def test_a_version_that_nobody_knows_is_refused_by_name():
-    with pytest.raises(RequestError, match="version=v is not known"):
-        pool().at_hand(pool().claim("v"))
