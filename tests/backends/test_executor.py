@@ -108,22 +108,6 @@ def test_a_background_write_lets_its_model_go_on_and_wakes_the_loop_at_its_end(b
     assert save.request_id == "save" and isinstance(save.result, SaveOutput)
 
 
-def test_a_failed_write_is_reported_with_its_path(backend, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    path = str(tmp_path / "file" / "save")
-    results = finish(backend, SaveCheckpoint(request_id="save", model_id="a", path=path))
-    assert isinstance(results["save"], ErrorResponse) and path in results["save"].error
-
-
-def test_close_finishes_background_writes(tmp_path):
-    backend = FakeBackend("fake", FakeConfig())
-    backend.create_model("a", LoraConfig(seed=0))
-    publish = Publish(request_id="p", model_id="a", version="v", path=str(tmp_path / "v"), persist=False)
-    finish(backend, publish)
-    backend.close()
-    assert (tmp_path / "v" / "manifest.json").exists()
-
-
 def test_a_pass_that_breaks_leaves_incomplete_gradients_and_one_forward_only_does_not(backend):
     look = dataclasses.replace(a_pass("look", token=POISON), forward_only=True)
     results = finish(backend, look, a_pass("train", token=POISON))
@@ -148,11 +132,6 @@ def test_close_writes_versions_that_could_not_be_written_before(tmp_path):
     backend._writer.submit("a", "blocked", blocked.unlink)
     backend.close()
     assert (blocked / "v" / "manifest.json").exists()
-
-
-def test_passes_of_models_that_never_were_leave_nothing_behind(backend):
-    finish(backend, *(a_pass(str(i), f"nobody{i}") for i in range(3)))
-    assert not backend._failed_pass
 
 
 def test_a_model_without_work_costs_no_turn(backend):

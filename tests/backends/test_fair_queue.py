@@ -91,16 +91,6 @@ def test_of_a_long_line_some_of_each_tenants_are_told():
     assert [sample.request_id for sample in told] == ["flood0", "late", *(f"flood{i}" for i in range(1, 5))]
 
 
-def test_tokens_that_are_generated_count():
-    line = line_of(*(a_sample(f"{tenant}{i}", tenant) for tenant in "ab" for i in range(40)))
-    served = Counter[str]()
-    for _ in range(44):
-        tenant = begin(line).tenant
-        line.charge(tenant, 9 if tenant == "a" else 0)
-        served[tenant] += 1
-    assert served == {"a": 4, "b": 40}
-
-
 def test_tokens_that_did_not_have_to_be_read_do_not_count():
     line = line_of(*(a_sample(f"{tenant}{i}", tenant, 10) for tenant in "ab" for i in range(40)))
     served = Counter[str]()

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -244,20 +243,6 @@ def test_tokens_of_a_sample_are_told_one_by_one_as_they_come(open_remote):
         np.testing.assert_allclose(np.concatenate([progress.logprobs for progress in own]), sequence.logprobs, 1e-6)
 
 
-def test_samples_that_are_drawn_elsewhere_end_one_by_one(open_remote):
-    backend = open_remote()
-    samples = [a_sample(None, max_tokens=number) for number in (15, 10, 1, 5)]
-    backend.sampling.tell("configure", backend.config.model_copy(update={"samples": 0}))  # all begin together, below
-    for sample in samples:
-        backend.submit(sample)
-    backend.sampling.tell("configure", backend.config)
-    ended: list[str] = []
-    while len(ended) < 4:
-        assert backend.wait(BOUND_S)
-        ended += [completion.request_id for completion in backend.step()]
-    assert ended == [samples[number].request_id for number in (2, 3, 1, 0)]
-
-
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
@@ -392,14 +377,6 @@ def test_a_deadline_is_of_each_dispatch_and_begins_when_the_one_before_has_ended
         completions = paced(backend, clock, 9, gate, rows("a", *[[1, 2]] * 5), a_step("a"))
     assert not any(isinstance(completion.result, ErrorResponse) for completion in completions)
     assert np.isfinite(logprobs(backend, "a")).all()
-
-
-def test_a_lost_backend_still_finishes_its_writes(open_remote, tmp_path: Path):
-    backend = open_remote()
-    (saved,) = done(backend, a_snapshot("a", tmp_path / "snapshot"))
-    lost(backend, breaking(KILL))
-    backend.close()
-    assert isinstance(saved, SaveOutput) and (tmp_path / "snapshot" / "manifest.json").exists()
 
 
 def test_whoever_waits_for_a_client_whose_backend_is_lost_is_told_why(open_remote):

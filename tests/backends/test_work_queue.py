@@ -140,20 +140,6 @@ def test_quanta_of_other_kinds_or_of_none_are_computed_alone():
     assert computer.calls == [["a"], ["b"], ["c"], ["d"]]
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 8])
-def test_no_more_are_computed_together_than_may_be(most):
-    computer = Scripted(most)
-    done(computer, *map(a_pass, "abcdefg"))
-    assert max(map(len, computer.calls)) == min(most, 7)
-    assert sum(map(len, computer.calls)) == 14
-
-
-def test_two_operations_of_one_model_are_never_computed_together():
-    computer = Scripted()
-    done(computer, a_pass("a1"), a_pass("a2"), a_pass("b1"), a_pass("b2"))
-    assert computer.calls == [["a1", "b1"]] * 2 + [["a2", "b2"]] * 2
-
-
 def test_only_passes_are_begun_before_their_turn():
     computer = Scripted(scripts={"b": "x"})
     done(computer, a_pass("a"), a_step("b"))
@@ -182,34 +168,6 @@ def test_a_step_that_has_begun_joins_too():
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_computed_fails_alone_with_its_own_error():
-    computer = Scripted(scripts={"a": "xx", "b": "xbx", "c": "xbx"})
-    outcomes = done(computer, *map(a_pass, "abc"))
-    assert outcomes["a"] == ModelOutput("a")
-    assert all(str(outcomes[name]) == "cannot compute this" for name in "bc")
-
-
-def test_what_cannot_be_computed_together_is_computed_one_by_one():
-    computer = Scripted(scripts=dict.fromkeys("abc", "t"))
-    outcomes = done(computer, *map(a_pass, "abc"))
-    assert computer.calls == [["a", "b", "c"], ["a"], ["b"], ["c"]]
-    assert outcomes == {name: ModelOutput(name) for name in "abc"}
-
-
-@pytest.mark.parametrize("script", ["!", "x!", "xx!"])
-def test_an_operation_that_fails_between_its_quanta_fails_alone(script):
-    computer = Scripted(scripts={"b": script})
-    outcomes = done(computer, a_pass("a"), a_pass("b"), a_pass("c"))
-    assert isinstance(outcomes.pop("b"), ValueError)
-    assert outcomes == {name: ModelOutput(name) for name in "ac"}
-
-
-def test_a_model_goes_on_after_a_failure_of_a_pass_that_was_begun_early():
-    computer = Scripted(scripts={"b1": "!"})
-    outcomes = done(computer, a_pass("a"), a_pass("b1"), a_pass("b2"))
-    assert list(outcomes) == ["b1", "a", "b2"] and outcomes["b2"] == ModelOutput("b2")
-
-
 def test_a_work_that_ends_without_a_result_fails():
     class Forgetful(Scripted):
         def _work(self, name: str) -> Work:
@@ -224,13 +182,6 @@ def test_a_quantum_that_costs_nothing_fails_its_operation():
 
 
 # -- suspects ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_suspect_is_computed_alone_wherever_it_stands():
-    computer = Scripted()
-    done(computer, a_pass("a"), a_pass("b", alone=True), a_pass("c"))
-    assert ["a", "c"] in computer.calls
-    assert all(call == ["b"] for call in computer.calls if "b" in call)
 
 
 def test_a_suspect_is_not_begun_before_its_turn():
@@ -367,16 +318,6 @@ def test_what_has_to_wait_is_not_begun_before_its_turn():
     assert computer.calls == [["a", "c"]] and not quanta.has_begun("b")
 
 
-def test_weights_decide_how_often_a_tenant_leads():
-    computer = Scripted(most=1, scripts=dict.fromkeys("ab", "x" * 40))
-    quanta = WorkQueue(computer, {"a": 3})
-    for name in "ab":
-        quanta.add(a_pass(name))
-    for _ in range(40):
-        quanta.turn()
-    assert [sum(name in call for call in computer.calls) for name in "ab"] == [30, 10]
-
-
 def test_who_has_something_compiled_waits_for_as_long_as_others_need_to_have_as_much():
     computer = Scripted(most=1, scripts=dict.fromkeys("ab", "x" * 12), surcharges={("a", 0): 90})
     quanta = WorkQueue(computer)
@@ -444,16 +385,6 @@ def test_no_more_dispatches_are_in_flight_than_may_be(in_flight):
     assert len(computer.dispatched) == in_flight and not quanta.ready
     computer.answer()
     assert names(turn_while_ready(quanta)) == ["a"] and len(computer.dispatched) == in_flight
-
-
-def test_an_operation_ends_with_its_own_answers_in_whichever_order_dispatches_end():
-    computer = Elsewhere(most=1, in_flight=2, scripts=dict.fromkeys("ab", "x"))
-    quanta, _ = turned(computer, a_pass("a"), a_pass("b"))
-    computer.answer(1)
-    assert names(turn_while_ready(quanta)) == ["b"]
-    computer.answer()
-    assert names(turn_while_ready(quanta)) == ["a"]
-    assert computer.answers == {"a": [("a", 0)], "b": [("b", 0)]}
 
 
 def test_what_computes_nothing_begins_and_ends_while_a_dispatch_is_in_flight():
