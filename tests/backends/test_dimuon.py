@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl.backends.backend import OptimStep
 from skyrl.backends.common.dimuon import DimuonScalars, matrix_sign
 from skyrl.backends.jax.training.programs import dimuon
 from skyrl.backends.torch.training.passes import dimuon as torch_dimuon
@@ -100,7 +99,3 @@ def test_padding_of_the_rank_changes_nothing_and_no_momentum_is_no_step():
 def test_matrices_that_are_stacked_are_taken_one_by_one():
     stack = np.stack([gradients(3)[i]["a"] for i in range(3)])
     np.testing.assert_allclose(matrix_sign(stack), np.stack([matrix_sign(one) for one in stack]), atol=1e-6)
-
-
-def test_an_operation_has_one_of_both_optimizers():
-    assert OptimStep(request_id="r", model_id="m").dimuon_params is None

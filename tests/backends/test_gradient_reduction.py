@@ -147,10 +147,6 @@ def test_the_mean_is_over_the_sequences_of_all_passes_whatever_their_sizes(backe
     assert norm_of(backend, [ONE], [TWO, THREE]) == pytest.approx(norm_of(backend, [ONE, TWO, THREE]), rel=1e-4)
 
 
-def test_a_sequence_counts_as_often_as_it_came(backend):
-    assert norm_of(backend, [ONE, ONE], [ONE]) == pytest.approx(norm_of(backend, [ONE]), rel=1e-4)
-
-
 def test_a_step_begins_the_count_anew(backend):
     norm_of(backend, [ONE, TWO, THREE])
     after = norm_of(backend, [ONE])

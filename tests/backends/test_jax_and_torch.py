@@ -1,6 +1,5 @@
 """The same requests on the JAX and the torch backend: losses, log-probabilities, gradients and samples."""
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,16 +22,11 @@ from tests.conformance.networks import (
     write_base,
 )
 from tests.conformance.openers import open_jax, open_torch
-from tests.conformance.operations import a_sample, done, fresh
+from tests.conformance.operations import fresh
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 RANDOM = np.random.default_rng(3)
 SEQUENCES = [RANDOM.integers(0, 256, length, np.int32) for length in (12, 30, 7, 50)]
-SAMPLING = {
-    "plain": {"temperature": 1.0},
-    "filtered": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
-    "greedy": {"temperature": 0.0},
-}
 
 
 class Both(NamedTuple):
@@ -75,17 +69,3 @@ def test_passes_have_the_same_log_probabilities_losses_and_gradients(both, adapt
         for name in ("logprobs", "elementwise_loss"):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-5, err_msg=name)
     assert_same_gradient(*gradients)
-
-
-@pytest.mark.parametrize("options", SAMPLING.values(), ids=SAMPLING)
-def test_samples_of_a_seed_are_the_same(both, adapter, options):
-    """No draw of these seeds is nearer to the border between two tokens than rounding."""
-    version, found = fresh("version"), []
-    for backend in (both.jax, both.torch):
-        sample = a_sample(version, adapter, seed=11, max_tokens=12, num_samples=4, prompt_logprobs=True)
-        params = sample.params.model_copy(update=options)
-        found += done(backend, dataclasses.replace(sample, params=params))
-    np.testing.assert_allclose(found[0].prompt_logprobs[1:], found[1].prompt_logprobs[1:], rtol=0, atol=1e-5)
-    for ours, theirs in zip(found[0].sequences, found[1].sequences, strict=True):
-        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-5)

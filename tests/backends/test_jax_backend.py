@@ -10,7 +10,6 @@ import pytest
 
 import driver
 from driver import create, datum, forward_backward, optim_step, publish, random_datum, sample, train
-from skyrl.backends.backend import LoadCheckpoint
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.errors import RequestError
 from skyrl.types import ErrorResponse, PreparedSampleBatch, SampleOutput, SamplingParams
@@ -55,14 +54,6 @@ def assert_close(left: list[np.ndarray], right: list[np.ndarray]) -> None:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_metric_is_the_sum_over_tokens(backend):
-    create(backend)
-    item = datum([1, 2, 3, 4], weights=[0.5, 0, -2, 1])
-    output = forward_backward(backend, [item, item])
-    logprobs = output.loss_fn_outputs[0]["logprobs"].astype(np.float64)
-    assert output.metrics["loss:sum"] == pytest.approx(-2 * (logprobs * [0.5, 0, -2, 1]).sum(), rel=1e-5)
-
-
 def test_a_batch_in_one_request_equals_the_same_batch_in_several(backend):
     data = [random_datum(n, n) for n in (5, 33, 2, 90)]
     create(backend, "one")
@@ -71,23 +62,6 @@ def test_a_batch_in_one_request_equals_the_same_batch_in_several(backend):
     for item in data:
         forward_backward(backend, [item], "several")
     assert_close(gradients(backend, "one"), gradients(backend, "several"))
-
-
-def test_doubling_weights_doubles_gradients(backend):
-    """Sum semantics: no division by weights or by the number of examples."""
-    create(backend, "one")
-    create(backend, "two")
-    forward_backward(backend, [datum([1, 2, 3], weights=[1, 0.5, 0])], "one")
-    forward_backward(backend, [datum([1, 2, 3], weights=[2, 1, 0])], "two")
-    assert_close([2 * g for g in gradients(backend, "one")], gradients(backend, "two"))
-
-
-def test_forward_leaves_gradients_alone(backend):
-    create(backend)
-    forward_backward(backend, [random_datum(9)])
-    before = gradients(backend)
-    forward_backward(backend, [random_datum(10)], forward_only=True)
-    assert_equal(before, gradients(backend))
 
 
 def test_state_is_float32_over_a_bfloat16_base(tiny_model):
@@ -99,15 +73,6 @@ def test_state_is_float32_over_a_bfloat16_base(tiny_model):
     trees = (backend.adapter("model").weights, sums, *backend.optimizers["model"][:2])
     assert {str(leaf.dtype) for tree in trees for leaf in jax.tree.leaves(tree)} == {"float32"}
     backend.close()
-
-
-def test_gradient_checkpointing_leaves_gradients_as_they_are(backend, tiny_model):
-    checkpointing = JaxBackend(str(tiny_model), JaxBackendConfig(gradient_checkpointing=True, compilation_cache=False))
-    for each in (backend, checkpointing):
-        create(each)
-        forward_backward(each, [random_datum(20)])
-    assert_close(gradients(backend), gradients(checkpointing))
-    checkpointing.close()
 
 
 @pytest.mark.slow
@@ -252,17 +217,6 @@ def test_a_model_with_nothing_to_train_is_refused(backend):
     assert "train_unembed" in result.error
 
 
-def test_a_stored_version_samples_the_same_in_another_backend(backend, tiny_model, tmp_path):
-    create(backend)
-    train(backend, steps=2)
-    publish(backend, "stored", tmp_path / "stored")
-    other = JaxBackend(str(tiny_model), JaxBackendConfig(compilation_cache=False))
-    np.testing.assert_allclose(
-        greedy(other, "any-name", tmp_path / "stored"), greedy(backend, "stored"), rtol=1e-5, atol=1e-5
-    )
-    other.close()
-
-
 def test_a_sampler_checkpoint_in_a_folder_is_loaded_by_its_documented_name(backend, tiny_model, tmp_path):
     create(backend)
     train(backend, steps=2)
@@ -303,17 +257,6 @@ def test_a_context_beyond_the_models_is_refused_by_name(tiny_model):
         JaxBackend(str(tiny_model), JaxBackendConfig(max_context_length=1_000_000))
 
 
-def test_others_go_on_while_a_load_waits_for_the_writer(backend, tmp_path):
-    create(backend)
-    driver.save(backend, tmp_path / "state")
-    held = threading.Event()
-    backend._writer.submit("another", str(tmp_path / "state"), lambda: held.wait(60))
-    backend.submit(LoadCheckpoint(request_id="load", model_id="model", path=str(tmp_path / "state")))
-    create(backend, "other")
-    held.set()
-    assert isinstance(forward_backward(backend, [random_datum(9)]).metrics, dict)
-
-
 def test_others_are_sampled_while_a_version_is_read_from_a_disk_that_does_not_answer(backend, tmp_path):
     create(backend)
     publish(backend, "other", tmp_path / "other")
@@ -342,38 +285,6 @@ def test_others_are_sampled_while_a_version_is_read_from_a_disk_that_does_not_an
     assert completion.result.sequences[0].tokens.tolist() == expected[0].tokens.tolist()
 
 
-def test_sampled_logprobs_equal_the_trainers(backend, tmp_path):
-    create(backend)
-    train(backend, steps=3)
-    publish(backend, "policy", tmp_path / "policy")
-    (sequence,) = sample(backend, "policy", prompt=[5, 6, 7], max_tokens=20).sequences
-    tokens = np.concatenate([[5, 6, 7], sequence.tokens])
-    output = forward_backward(backend, [datum(tokens[:-1], tokens[1:])], forward_only=True)
-    np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"][2:], sequence.logprobs, atol=1e-4)
-
-
-def test_training_resumes_from_a_checkpoint_with_the_identical_next_step(backend, tiny_model, tmp_path):
-    create(backend)
-    train(backend, steps=3)
-    driver.save(backend, tmp_path / "state")
-    other = JaxBackend(str(tiny_model), JaxBackendConfig(train_tile_tokens=64, compilation_cache=False))
-    driver.load(other, tmp_path / "state")
-    for each in (backend, other):
-        train(each, steps=2, seed=50, weight_decay=0.1)
-    assert_equal(weights(backend), weights(other))
-    other.close()
-
-
-def test_loading_without_the_optimizer_starts_it_anew(backend, tmp_path):
-    create(backend)
-    train(backend, steps=3)
-    driver.save(backend, tmp_path / "state")
-    driver.load(backend, tmp_path / "state", "fresh", load_optimizer=False)
-    first, second, step = backend.optimizers["fresh"]
-    assert step == 0
-    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves((first, second)))
-
-
 def test_a_damaged_checkpoint_is_refused_and_the_model_stays(backend, tmp_path):
     create(backend)
     train(backend)
@@ -387,22 +298,6 @@ def test_a_damaged_checkpoint_is_refused_and_the_model_stays(backend, tmp_path):
     assert isinstance(result, ErrorResponse)
     assert "damaged" in result.error
     assert_equal(before, weights(backend))
-
-
-def test_loading_a_checkpoint_of_another_rank_in_place_is_refused(backend, tmp_path):
-    create(backend, "small", rank=4)
-    create(backend, "large", rank=8)
-    driver.save(backend, tmp_path / "state", "small")
-    result = driver.load(backend, tmp_path / "state", "large")
-    assert isinstance(result, ErrorResponse)
-    assert "rank=4" in result.error
-
-
-def test_a_rank_above_the_limit_is_refused_by_name(backend):
-    result = create(backend, rank=64)
-    assert isinstance(result, ErrorResponse)
-    assert result.status == "user"
-    assert "max_lora_rank=32" in result.error
 
 
 @pytest.mark.parametrize(

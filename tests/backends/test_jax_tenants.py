@@ -30,7 +30,6 @@ from skyrl.backends.backend import (
     SaveCheckpoint,
 )
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.errors import RequestError
 from skyrl.types import AdamParams, ErrorResponse, LoraConfig
 
 EPS = 1e-6
@@ -173,25 +172,6 @@ def test_a_stack_of_models_gives_each_what_it_gets_alone(backend, models):
         assert_close(backend.accumulated_grads[name], alone[name][1])
 
 
-def test_a_pass_is_not_stacked_where_it_may_have_ended_engines(backend):
-    import dataclasses
-
-    for i, name in enumerate("ab"):
-        create(backend, name, seed=i)
-    first = dataclasses.replace(a_pass("a", [random_datum(5)]), alone=True)
-    _, most = run_all(backend, [first, a_pass("b", [random_datum(5)])])
-    assert most == 1
-
-
-@pytest.mark.gpu
-def test_models_of_different_ranks_train_side_by_side(backend):
-    create(backend, "small", rank=3, seed=1)
-    create(backend, "large", rank=20, seed=1)
-    operations = [a_pass(name, [random_datum(9)]) for name in ("small", "large")]
-    results, _ = run_all(backend, operations)
-    assert all(results[operation.request_id].metrics["loss:sum"] > 0 for operation in operations)
-
-
 def trained(backend, names, steps: int, data) -> tuple[list, list]:
     """Losses and weights of the first model after some steps that all models take side by side."""
     for i, name in enumerate(names):
@@ -223,40 +203,6 @@ def test_a_deterministic_run_is_bitwise_the_same_alone_and_beside_others(determi
     beside = trained(deterministic, ["a", "bb", "ccc"], 20, batch)
     assert alone[0] == beside[0]
     assert_equal(alone[1], beside[1])
-
-
-@pytest.mark.gpu
-def test_a_run_beside_others_is_the_same_to_rounding(backend):
-    alone = trained(backend, ["a"], 20, batch)
-    backend.delete_model("a")
-    beside = trained(backend, ["a", "bb", "ccc"], 20, batch)
-    np.testing.assert_allclose(alone[0], beside[0], rtol=1e-3)
-    assert_close(alone[1], beside[1], rtol=1e-2)
-
-
-@pytest.mark.gpu
-def test_many_more_models_than_memory_has_room_for_train_as_if_it_had(tiny_model, backend, tmp_path):
-    names = [f"model-{i}" for i in range(40)]
-    create(backend, "probe", rank=4)
-    size = backend._models.peek("probe").nbytes / 2**30
-    small = opened(
-        tiny_model, adapter_memory_gib=3 * size, adapter_host_memory_gib=3 * size, offload_folder=str(tmp_path)
-    )
-    for each in (small, backend):
-        for i, name in enumerate(names):
-            create(each, name, seed=i)
-        for step in range(2):
-            for name in names:
-                forward_backward(each, [random_datum(5, step)], name)
-            for name in reversed(names):
-                optim_step(each, name)
-    settle(small._models)
-    places = [small._models.tier(name) for name in names]
-    assert {places.count(place) for place in ("device", "host")} == {3}
-    for name in names:
-        assert_equal(small.adapter(name).weights, backend.adapter(name).weights)
-    small.close()
-    assert not list(tmp_path.iterdir())
 
 
 def test_models_that_all_want_to_work_at_once_never_take_more_than_there_is_and_become_what_they_would(
@@ -311,15 +257,6 @@ def test_a_checkpoint_of_a_model_that_has_no_room_is_refused_and_so_is_creating_
         assert "adapter_memory_gib" in refused.error
     assert live_bytes() == before and list(small.models) == ["model"]
     small.close()
-
-
-def test_a_folder_for_models_that_cannot_be_used_is_refused_before_weights_are_read(tiny_model, tmp_path):
-    (tmp_path / "file").touch()
-    told = []
-    config = JaxBackendConfig(max_context_length=64, compilation_cache=False, offload_folder=str(tmp_path / "file"))
-    with pytest.raises(RequestError, match="offload_folder="):
-        JaxBackend(str(tiny_model), config, told.append)
-    assert told and not any("weights of" in message for message in told)
 
 
 def test_two_models_share_a_call_although_there_is_room_for_only_one(tiny_model):

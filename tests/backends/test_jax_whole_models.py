@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import driver
 import oracle
 from driver import create, datum, finish, forward_backward, new_id, optim_step, publish, random_datum, sample, train
-from skyrl.backends.backend import ExportModel, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
+from skyrl.backends.backend import ExportModel, Publish, SaveCheckpoint, SaveSnapshot
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.tx.design.parameters import parameters
 from skyrl.tx.families import design_of
@@ -114,18 +114,6 @@ def test_20_steps_equal_torch(backend, folder):
         np.testing.assert_allclose(ours[name], parameter.detach().numpy(), rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-def test_a_model_beside_is_trained_as_if_it_were_alone(backend):
-    create(backend, "alone", rank=4, seed=3)
-    train(backend, "alone", steps=3)
-    create(backend, "beside", rank=4, seed=3)
-    for step in range(3):
-        train(backend, "model", learning_rate=1e-2)
-        forward_backward(backend, [random_datum(12, step)], "beside")
-        optim_step(backend, "beside")
-    for ours, expected in zip(*(leaves(backend.adapter(name).weights) for name in ("beside", "alone")), strict=True):
-        np.testing.assert_array_equal(ours, expected)
-
-
 def test_a_version_samples_what_was_published_after_more_training(backend, folder, tmp_path):
     train(backend, steps=3)
     publish(backend, "frozen", tmp_path / "frozen")
@@ -193,27 +181,6 @@ def test_an_adapter_merged_into_the_weights_is_the_adapted_model(backend, folder
     ours, expected = (oracle.logits(model, tokens).detach() for model in (merged, adapted))
     np.testing.assert_allclose(ours, expected, atol=1e-4)
     assert (oracle.logits(oracle.load(folder), tokens) - expected).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("way", ["checkpoint", "snapshot"])
-def test_a_stored_model_goes_on_as_if_nothing_had_happened(backend, tmp_path, way):
-    train(backend, steps=2)
-    if way == "checkpoint":
-        driver.save(backend, tmp_path / way)
-    else:
-        saved = finish(backend, SaveSnapshot(request_id=new_id(), model_id="model", path=str(tmp_path / way)))
-    train(backend, steps=2, seed=9)
-    expected = leaves(backend.adapter("model").weights)
-    driver.delete(backend)
-    if way == "checkpoint":
-        result = driver.load(backend, tmp_path / way)
-    else:
-        operation = LoadSnapshot(request_id=new_id(), model_id="model", path=saved.path, digest=saved.digest)
-        result = finish(backend, operation)
-    assert isinstance(result, ModelOutput), result
-    train(backend, steps=2, seed=9)
-    for ours, theirs in zip(leaves(backend.adapter("model").weights), expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 WRITING = {

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save
 
 import driver
-from driver import create, finish, forward_backward, load, new_id, optim_step, random_datum, sample
+from driver import finish, forward_backward, load, new_id, optim_step, random_datum, sample
 from skyrl.backends.backend import AbstractBackend, SaveSnapshot
 from skyrl.backends.common.models.checkpoint_folder import TRAINING_STATE, TRAINING_TENSORS
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
@@ -29,7 +29,6 @@ KINDS = {
     "whole": (LoraConfig(rank=0, seed=3), False),
     "whole-critic": (LoraConfig(rank=0, seed=3), True),
 }
-LAYERS = range(SIZE["layers"])
 
 
 def open_jax(folder: Path) -> AbstractBackend:
@@ -97,36 +96,6 @@ def test_the_next_step_after_a_move_is_the_one_without_it(fresh, first, second, 
             np.testing.assert_array_equal(found[name], tensor, err_msg=name)
         else:
             np.testing.assert_allclose(found[name], tensor, rtol=1e-5, atol=1e-7, err_msg=name)
-
-
-@pytest.mark.parametrize(("first", "second"), [("jax", "torch"), ("torch", "jax")])
-def test_three_steps_on_each_backend_are_six_on_one(fresh, first, second, tmp_path):
-    def train(backend, model_id: str, steps) -> None:
-        for step in steps:
-            forward_backward(backend, [random_datum(20, step), random_datum(33, step)], model_id)
-            optim_step(backend, model_id, eps=1e-6, **PARAMS)
-
-    create(fresh[first], "model")
-    train(fresh[first], "model", range(3))
-    driver.save(fresh[first], tmp_path / "moved", "model")
-    train(fresh[first], "model", range(3, 6))
-    load(fresh[second], tmp_path / "moved", "moved")
-    train(fresh[second], "moved", range(3, 6))
-    wanted, found = (
-        snapshot(fresh[name], tmp_path / name, model) for name, model in ((first, "model"), (second, "moved"))
-    )
-    for name, tensor in wanted.items():
-        np.testing.assert_allclose(found[name], tensor, rtol=1e-3, atol=1e-5, err_msg=name)
-
-
-def test_both_backends_write_the_same_names_and_shapes(fresh, tmp_path):
-    shapes = []
-    for name, backend in fresh.items():
-        trained(backend, "adapter")
-        shapes.append({key: x.shape for key, x in snapshot(backend, tmp_path / name).items()})
-    assert shapes[0] == shapes[1]
-    assert shapes[0]["weights/model.layers.1.mlp.down_proj.lora_A"] == (48, 4)
-    assert shapes[0]["second_moment/model.layers.0.self_attn.k_proj.lora_B"] == (4, 16)
 
 
 def test_the_training_checkpoint_of_one_backend_is_sampled_on_the_other(fresh, tmp_path):

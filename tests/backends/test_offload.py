@@ -142,18 +142,6 @@ def test_what_a_model_becomes_while_it_was_about_to_leave_is_kept(tmp_path):
     models.close()
 
 
-def test_sums_that_are_dropped_stay_dropped_wherever_the_model_is(tmp_path):
-    models = offload(tmp_path, device=1, host=1)
-    for i, name in enumerate("abc"):
-        put(models, name, model(i))
-        settle(models)
-    for name in "abc":
-        models.drop_sums(name)
-        assert models.peek(name).gradient_sums is None
-        assert use(models, name).gradient_sums is None
-    models.close()
-
-
 class Disk:
     """That may be full."""
 
@@ -263,15 +251,6 @@ def test_a_folder_that_cannot_be_used_is_refused_by_name_at_the_start(tmp_path, 
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RequestError, match=rf"offload_folder={tmp_path / folder}.*name a folder"):
         offload(tmp_path / folder, device=1, host=1)
-
-
-def test_a_folder_that_is_not_there_is_made(tmp_path):
-    models = offload(tmp_path / "new" / "folder", device=1, host=0)
-    for i, name in enumerate("ab"):
-        put(models, name, model(i))
-        settle(models)
-    assert models.tier("a") == "disk"
-    models.close()
 
 
 def test_nothing_is_written_any_more_once_it_is_closed(tmp_path):
@@ -401,25 +380,6 @@ def test_models_that_have_room_only_alone_come_one_after_the_other(tmp_path):
             look(models)
         assert operation.go_on() and (other is a or not other.go_on())
         operation.end()
-    models.close()
-
-
-def test_an_operation_that_ends_while_its_model_is_read_gives_its_room_back(tmp_path):
-    models = offload(tmp_path, device=1, host=0)
-    for i, name in enumerate("ab"):
-        put(models, name, model(i))
-        settle(models)
-    gate = threading.Event()
-    operation = Operation(models, "a")
-    look(models)
-    models._thread.submit(gate.wait, 30)
-    operation.go_on()
-    assert models.used_bytes("device") == SIZE and operation.state is None
-    operation.end()
-    assert models.used_bytes("device") == 0 and models.tier("a") == "disk"
-    gate.set()
-    assert_same(use(models, "b"), model(1))
-    assert_same(use(models, "a"), model(0))
     models.close()
 
 

@@ -109,13 +109,12 @@ def test_wide_tiles_have_lengths_that_others_have_too(tokens):
     assert set(shape.lengths(5000, wide=True)) <= set(shape.lengths(5000))
 
 
-@pytest.mark.parametrize("length", range(1, 513))
-def test_equal_sequences_fill_two_thirds_of_their_tiles(length):
+def test_equal_sequences_fill_two_thirds_of_their_tiles():
     """But for the last tile, of what a tile with as many sequences as it may have can hold."""
-    data = [datum(length, i) for i in range(128)]
-    tiles = list(make_tiles(data, "cross_entropy", {}, TileShape(512)))[:-1]
-    used = sum(place.length for tile in tiles for place in tile.placements)
-    assert used >= min(2 / 3, MAX_SEGMENTS * length / 512) * sum(tile.length for tile in tiles)
+    for length in range(1, 513, 3):
+        tiles = list(make_tiles([datum(length)] * 128, "cross_entropy", {}, TileShape(512)))[:-1]
+        used = sum(place.length for tile in tiles for place in tile.placements)
+        assert used >= min(2 / 3, MAX_SEGMENTS * length / 512) * sum(tile.length for tile in tiles), length
 
 
 def test_lengths_reach_the_longest_sequence():
