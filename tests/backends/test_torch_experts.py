@@ -30,12 +30,6 @@ def test_a_start_names_the_stacked_experts_that_adapters_do_not_cover(tmp_path):
     assert notes == [f"adapters do not cover {stacked}: these are stacked matrices, not linear maps"]
 
 
-def test_a_model_without_experts_has_no_such_note(tmp_path):
-    said: list[str] = []
-    TorchBackend(str(make_model(tmp_path, "llama")), TorchBackendConfig(max_lora_rank=8), said.append).close()
-    assert said and not [line for line in said if "adapters do not cover" in line]
-
-
 def test_a_refusal_of_train_mlp_names_the_ways_out(tmp_path):
     backend = TorchBackend(str(make_model(tmp_path, "phimoe")), TorchBackendConfig(max_lora_rank=8))
     request = CreateModel(request_id=new_id(), model_id="m", lora_config=LoraConfig(rank=4))

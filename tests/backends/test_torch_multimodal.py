@@ -10,7 +10,7 @@ import transformers
 from peft import PeftModel
 from torch_models import CONFIGS, VOCAB, make_model
 
-from driver import create, finish, forward_backward, optim_step, publish, random_datum, sample, sampling, train
+from driver import create, finish, forward_backward, optim_step, publish, random_datum, sampling, train
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.base_model.loading import LoadOptions, load, load_by_layers, load_onto
 from skyrl.errors import RequestError
@@ -85,13 +85,6 @@ def test_an_adapter_is_exported_by_the_names_that_transformers_loads(whole, tmp_
     assert (found - logits).abs().max() > 1e-3
     wanted = found[0, :-1].log_softmax(-1).gather(-1, TOKENS[0, 1:, None])[:, 0]
     torch.testing.assert_close(torch.as_tensor(ours), wanted, rtol=0, atol=1e-4)
-
-
-def test_a_multimodal_model_is_sampled(whole):
-    backend = TorchBackend(str(whole[0]), TorchBackendConfig(max_lora_rank=8))
-    result = sample(backend, None)
-    backend.close()
-    assert result.sequences
 
 
 def test_a_multimodal_model_without_a_text_model_is_refused_by_its_name(tmp_path):

@@ -171,10 +171,3 @@ def test_a_buffer_that_cannot_come_back_stays_in_host_memory():
         with pytest.raises((RuntimeError, AssertionError)):
             buffers[1]
         assert buffers.wherever(1).tolist() == [1] * 3
-
-
-def test_on_a_cpu_models_stay_where_they_are(alone):
-    model = created(alone, ADAPTER)
-    assert alone.sleep("training") is None
-    assert offload(alone) > 0
-    delete(alone, model)

@@ -1,6 +1,5 @@
 """Sampling on torch: tokens and scores are those of transformers, and draws are those of the JAX backend."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import ForwardBackward, OptimStep, Publish, Sample
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.sampling import sampling_worker
-from skyrl.backends.torch.sampling.drawing import draw
 from skyrl.types import AdamParams, Datum, LoraConfig, OptimStepOutput, SampleOutput, SamplingOptions, SamplingParams
 from tests.live import make_tiny_model
 
@@ -174,18 +172,6 @@ def test_the_same_seeds_train_the_same_model_on_torch_and_on_jax(both):
     np.testing.assert_allclose(scores[0], scores[1], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("writer", [0, 1], ids=["torch", "jax"])
-def test_an_adapter_that_one_backend_has_published_is_sampled_by_the_other(both, tmp_path, writer):
-    model_id, path = f"moved-{writer}", str(tmp_path / "v")
-    train(both[writer], model_id, 3)
-    both[writer]._run(Publish(request_id=f"p-{model_id}", model_id=model_id, version="moved/v", path=path))
-    assert json.loads((tmp_path / "v" / "adapter_config.json").read_text())["r"] == 4
-    request = asked(PROMPT, "moved", "moved/v", path=path, prompt_logprobs=True, temperature=0.0)
-    outputs = [run(backend, request)[0] for backend in both]
-    np.testing.assert_allclose(outputs[0].prompt_logprobs[1:], outputs[1].prompt_logprobs[1:], rtol=0, atol=1e-4)
-    np.testing.assert_array_equal(outputs[0].sequences[0].tokens, outputs[1].sequences[0].tokens)
-
-
 def test_deterministic_samples_do_not_depend_on_what_else_runs(qwen):
     backend = TorchBackend(str(qwen), TorchBackendConfig(deterministic=True, **SIZES))
     versions = [train(backend, f"fixed-{seed}", seed) for seed in range(2)]
@@ -197,19 +183,6 @@ def test_deterministic_samples_do_not_depend_on_what_else_runs(qwen):
     for a, b in zip(alone.sequences, beside.sequences, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
-
-
-def test_draws_are_distributed_as_the_softmax():
-    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0, -torch.inf]])
-    count = 20_000
-    seeds = np.broadcast_to(np.asarray(seed_words(5), np.uint32), (count, 2))
-    numbers = torch.tensor(uniforms(seeds, np.arange(count, dtype=np.int32), np.zeros(count, np.int32)))
-    rows = logits.expand(count, -1)
-    full = torch.ones(count)
-    tokens = draw(rows, numbers, full, torch.zeros(count, dtype=torch.int64), full)
-    found = np.bincount(tokens.numpy(), minlength=5) / count
-    np.testing.assert_allclose(found, torch.softmax(logits[0], -1), atol=0.01)
-    assert found[4] == 0
 
 
 def test_numbers_of_draws_are_written_down():

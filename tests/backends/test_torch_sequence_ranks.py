@@ -82,19 +82,6 @@ def test_losses_over_whole_sequences_are_learned_as_on_one_worker(backends, tmp_
     assert_equal(found, learned(alone, ADAPTER, tmp_path / "alone", data, OBJECTIVE))
 
 
-def test_entropies_of_a_forward_pass_are_those_of_one_worker(backends):
-    outputs = []
-    for backend in backends:
-        model = new_id()
-        created(backend, ADAPTER, model)
-        asked = {"data": DATA, "loss_fn": ForwardOnly(("logprobs", "entropy")), "forward_only": True}
-        outputs.append(passed(backend, model, **asked).loss_fn_outputs)
-        delete(backend, model)
-    for one, other in zip(*outputs, strict=True):
-        for name in ("logprobs", "entropy"):
-            np.testing.assert_allclose(one[name], other[name], rtol=1e-5, atol=1e-5)
-
-
 def test_a_token_outside_the_vocabulary_fails_its_tile_alone(backends):
     group, kind = backends[1].group, Kind(ADAPTER)
     tile = next(make_tiles(DATA, "cross_entropy", {}, TileShape(64))).arrays

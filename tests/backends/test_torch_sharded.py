@@ -245,31 +245,6 @@ def test_a_loss_that_fails_on_one_rank_fails_its_request_alone(alone, sharded, c
     delete(sharded, model)
 
 
-def test_tenants_that_train_at_once_have_what_each_has_alone(sharded, tmp_path):
-    """An adapter, one on the unembedding only and a whole model, whose passes meet in other collectives."""
-    configs = [ADAPTER, UNEMBED, WHOLE, ADAPTER]
-    models = [new_id() for _ in configs]
-    for config, model in zip(configs, models, strict=True):
-        created(sharded, config, model)
-
-    def asked(model: str, forward_only: bool) -> ForwardBackward:
-        return ForwardBackward(
-            request_id=f"{model}-{forward_only}", model_id=model, data=DATA, loss_fn="cross_entropy",
-            forward_only=forward_only,
-        )  # fmt: skip
-
-    together = finish_all(sharded, [asked(model, way) for way in (False, True) for model in models])
-    sums = [stepped(sharded, model) for model in models]
-    for config, model, norm in zip(configs, models, sums, strict=True):
-        alone = new_id()
-        created(sharded, config, alone)
-        for way in (False, True):
-            output = finish(sharded, asked(alone, way))
-            for one, other in zip(output.loss_fn_outputs, together[f"{model}-{way}"].loss_fn_outputs, strict=True):
-                np.testing.assert_allclose(one["elementwise_loss"], other["elementwise_loss"], **CLOSE)
-        assert stepped(sharded, alone) == pytest.approx(norm, rel=1e-4)
-
-
 def tenants(rows: int) -> list[tuple[str, LoraConfig, str, float, Datum]]:
     """Four tenants by name: adapter, loss, learning rate and a sequence, which is a micro-batch of its own."""
     draw = np.random.default_rng(0)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 from test_torch_sequence_ranks import OBJECTIVE, rollouts
@@ -13,7 +12,6 @@ from test_torch_sharded import (
     CLOSE,
     DATA,
     UNEMBED,
-    FailsOnLongOnes,
     assert_equal,
     created,
     learned,
@@ -26,7 +24,7 @@ from torch_models import VOCAB, make_model
 
 from driver import delete, finish, finish_all, load, new_id, publish, random_datum, sampling, save
 from skyrl.algorithms.objective import ValueObjective
-from skyrl.backends.operations import CreateModel, ExportModel, ForwardBackward
+from skyrl.backends.operations import CreateModel, ExportModel
 from skyrl.backends.torch import TorchBackendConfig
 from skyrl.backends.torch.base_model.tensor_ranks import TensorRanks
 from skyrl.errors import RequestError
@@ -158,17 +156,6 @@ def test_checkpoints_move_between_one_worker_and_two(backends, tmp_path):
         np.testing.assert_allclose(states["moved"][name], wanted, rtol=1e-3, atol=1e-4 * scale, err_msg=name)
 
 
-def test_a_loss_that_fails_fails_its_request_alone(backends, tmp_path):
-    alone, pair = backends
-    model = new_id()
-    created(pair, ADAPTER, model)
-    operation = ForwardBackward(request_id=new_id(), model_id=model, data=DATA, loss_fn=FailsOnLongOnes(("logprobs",)))
-    failed = finish(pair, operation)
-    assert isinstance(failed, ErrorResponse) and failed.status == "server"
-    delete(pair, model)
-    assert_equal(learned(pair, ADAPTER, tmp_path / "a"), learned(alone, ADAPTER, tmp_path / "b"))
-
-
 def test_a_model_trained_as_a_whole_is_refused(backends):
     config = LoraConfig(rank=0)
     refused = finish(backends[1], CreateModel(request_id=new_id(), model_id=new_id(), lora_config=config))
@@ -200,13 +187,6 @@ def test_a_model_that_cannot_be_cut_is_refused(config, size, message):
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(RequestError, match=f"tensor_parallel_size={size}.*{message}"):
         TensorRanks(size).cut(model, model.tp_plan, model.get_output_embeddings())
-
-
-def test_parts_of_a_matrix_are_the_matrix():
-    whole = torch.arange(24.0).view(4, 6)
-    for dim in (0, 1):
-        parts = [TensorRanks(2, place).part(whole, dim) for place in range(2)]
-        torch.testing.assert_close(torch.cat(parts, dim), whole)
 
 
 @pytest.mark.parametrize(

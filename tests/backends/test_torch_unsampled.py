@@ -67,23 +67,22 @@ def test_sampling_engines_beside_it_are_refused(folder, tmp_path):
         TorchBackend(str(folder), TorchBackendConfig(max_lora_rank=8, engines=engines))
 
 
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+LARGE_AND_SMALL = pytest.mark.parametrize(("dtype", "scale"), [("float32", 0.2), ("bfloat16", 0.2), ("bfloat16", 0.02)])
+"""Types of weights, and their spread."""
 
 
 def loaded(folder: Path, dtype) -> LoadedModel:
     return LoadedModel(folder, torch.device("cpu"), LoadOptions(dtype=dtype))
 
 
-@DTYPES
-@pytest.mark.parametrize("scale", [0.02, 0.2], ids=["small weights", "large weights"])
+@LARGE_AND_SMALL
 @pytest.mark.parametrize("kind", [*UNSAMPLED, *UNPACKED])
 def test_sequences_that_would_see_each_other_are_not_packed_in_any_dtype(tmp_path, kind, scale, dtype):
     model = loaded(make_model(tmp_path, kind, initializer_range=scale), dtype)
     assert (model.packs, model.cache_shapes) == (False, ())
 
 
-@DTYPES
-@pytest.mark.parametrize("scale", [0.02, 0.2], ids=["small weights", "large weights"])
+@LARGE_AND_SMALL
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_sequences_that_only_attention_mixes_are_packed_and_sampled_in_any_dtype(tmp_path, kind, scale, dtype):
     model = loaded(make_model(tmp_path, kind, initializer_range=scale), dtype)

@@ -151,14 +151,6 @@ def test_what_torch_compiles_scores_tokens_as_what_it_does_not(tmp_path):
         np.testing.assert_allclose(fast, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_packed_sequences_are_computed_as_alone(worker, data):
-    trained(worker, KIND)
-    packed = a_pass(worker, data, KIND, sums=None, shape=TileShape(256))
-    alone = a_pass(worker, data, KIND, sums=None, shape=TileShape(32, sequences=1))
-    for one, other in zip(packed, alone, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-
-
 def test_a_model_trained_as_a_whole_has_the_gradients_of_transformers(folder, worker, data):
     kind = Kind(LoraConfig(rank=0))
     tensors = trained(worker, kind)
