@@ -151,16 +151,6 @@ def gradient_in_peft(parameters: dict[str, torch.nn.Parameter], name: str) -> np
     return columns[half, :, half, :, int(expert)]
 
 
-def test_log_probabilities_equal_those_of_transformers(case):
-    model, targets = case.ours(), case.ids[0, 1:, None]
-    states = hidden(model, case.ids, positions=positions_of(case.ids, START))[0, :-1]
-    scored = model.target_scores(states, jnp.asarray(targets), chunk_size=5).logprobs
-    with torch.no_grad():
-        logits = case.theirs()(case.tokens, position_ids=torch.arange(START, START + 13)[None]).logits
-    expected = torch.log_softmax(logits[0, :-1], -1).numpy()
-    np.testing.assert_allclose(scored, np.take_along_axis(expected, targets, 1), atol=1e-4)
-
-
 def test_our_adapter_in_peft_gives_the_same_logits(case, tmp_path):
     folder = case.exported(tmp_path / "adapter")
     theirs = peft.PeftModel.from_pretrained(case.theirs(), folder)

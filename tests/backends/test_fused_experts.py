@@ -16,7 +16,7 @@ from skyrl.errors import RequestError
 from skyrl.tx.io.peft import adapter_from_peft
 from skyrl.types import AdapterConfig
 from skyrl.utils.adapters.experts import experts_apart, experts_together
-from skyrl.utils.adapters.naming import Pair, pairs_of, tensors_of
+from skyrl.utils.adapters.naming import Pair
 from tests.tx.tiny_models import trained_adapter
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -59,24 +59,6 @@ def test_an_adapter_with_fused_experts_is_loaded_here(case):
     adapter, _ = adapter_from_peft(tensors, config, case.ours().config, 8)
     expected = case.logits(case.ours(), adapter=case.adapter())
     np.testing.assert_allclose(case.logits(case.ours(), adapter=adapter), expected, atol=1e-5)
-
-
-def test_other_logits_follow_from_the_experts_in_another_order(case, tmp_path):
-    tensors, config = read(case.folder.parent / "separate")
-    order = {f"{EXPERTS}.{number}.": f"{EXPERTS}.{1 - number}." for number in (0, 1)}
-
-    def renamed(name: str) -> str:
-        found = next((old for old in order if old in name and "lora_B" in name), None)
-        return name if found is None else name.replace(found, order[found])
-
-    (tmp_path / "swapped").mkdir()
-    save_file(
-        {renamed(name): tensor for name, tensor in tensors.items()}, tmp_path / "swapped/adapter_model.safetensors"
-    )
-    (tmp_path / "swapped/adapter_config.json").write_text(json.dumps(config))
-    assert convert(tmp_path / "swapped", tmp_path / "fused") == 0
-    ours = case.logits(case.ours(), adapter=case.adapter())
-    assert np.abs(logits_in_peft(case, tmp_path / "fused") - ours).max() > 1e-2
 
 
 def some_pairs(count=3, rank=2, share=False):
@@ -216,10 +198,3 @@ def test_experts_that_would_be_incomplete_are_refused(left_out, message):
     pairs = {module: pair for module, pair in some_pairs().items() if left_out not in module}
     with pytest.raises(RequestError, match=message):
         experts_together(pairs, "adapter")
-
-
-def test_names_are_those_that_pairs_are_read_by():
-    fused = experts_together(some_pairs(), "adapter").pairs
-    tensors = tensors_of(fused)
-    assert f"base_model.model.{EXPERTS}.base_layer.lora_A.weight" in tensors
-    assert pairs_of(tensors, "adapter")[0].keys() == fused.keys()

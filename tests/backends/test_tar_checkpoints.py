@@ -10,11 +10,9 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from driver import finish, load, new_id, random_datum, sample, save, stepping
+from driver import finish, new_id, random_datum, sample, save, stepping
 from skyrl.backends.backend import AbstractBackend
 from skyrl.backends.common.models.archives import Archives, write_checkpoint
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
@@ -118,14 +116,6 @@ def test_what_is_read_is_told_by_its_content_and_not_by_its_name(backend, model,
         assert saved(backend, model, tmp_path / f"after {name[:3]}") == before
 
 
-def test_a_tar_makes_a_model_that_there_was_not(backend, model, tmp_path):
-    backend.save_checkpoint(str(tmp_path / "one.tar"), model)
-    other = new_id()
-    load(backend, tmp_path / "one.tar", other)
-    assert saved(backend, other, tmp_path / "other") == saved(backend, model, tmp_path / "model")
-    backend.delete_model(other)
-
-
 # -- sampler checkpoints --------------------------------------------------------------------------------------------
 
 
@@ -144,19 +134,6 @@ def test_a_sampler_tar_holds_the_files_of_its_folder(backend, model, tmp_path):
     backend.save_sampler_checkpoint(str(tmp_path / "0001.tar.gz"), model)
     backend.save_sampler_checkpoint(str(tmp_path / "folder"), model)
     assert members(tmp_path / "0001.tar.gz") == files(tmp_path / "folder")
-
-
-def test_peft_loads_an_unpacked_sampler_tar(backend, model, tiny_model, tmp_path):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    backend.save_sampler_checkpoint(str(tmp_path / "0001.tar.gz"), model)
-    (tmp_path / "out").mkdir()
-    subprocess.run(["tar", "-xzf", tmp_path / "0001.tar.gz", "-C", tmp_path / "out"], check=True)
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), str(tmp_path / "out"))
-    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    held = {name.replace(".default", ""): value.numpy() for name, value in loaded.state_dict().items()}
-    assert stored and all(np.array_equal(held[name], value) for name, value in stored.items())
 
 
 def test_a_tar_of_another_servers_with_no_manifest_is_sampled(backend, model, tmp_path):
