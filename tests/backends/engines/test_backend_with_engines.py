@@ -221,22 +221,6 @@ def test_nothing_spins_while_engines_draw(backend, process):
     assert not backend.computed
 
 
-def test_versions_are_found_again_after_a_restart_of_both(model, process, tmp_path):
-    process.anew()
-    with opened(model, tmp_path / "engines", process) as backend:
-        train(backend, "one", 4)
-        path = str(tmp_path / "one")
-        done(backend, Publish(request_id="p", model_id="one", version="one", path=path))
-        (before,) = done(backend, sample("one"))
-    for restarts_engine in (False, True):
-        if restarts_engine:
-            process.kill()
-            process.start()
-        with opened(model, tmp_path / "engines", process) as backend:
-            (after,) = done(backend, sample("one", path=path))
-            assert [s.tokens.tolist() for s in after.sequences] == [s.tokens.tolist() for s in before.sequences]
-
-
 def test_an_engine_with_another_model_is_refused_at_start(model, process, tmp_path):
     from skyrl.tx.synthetic.make_model import make_model
 
@@ -279,18 +263,6 @@ def test_an_engine_that_takes_an_adapter_for_none_does_not_draw_from_the_base_mo
         assert process.ask()["drawn"] == before
         check(backend, None, result)
     process.anew()
-
-
-def test_a_version_is_compared_once_on_each_engine_that_has_it(model, process, tmp_path):
-    process.anew()
-    with opened(model, tmp_path / "engines", process) as backend:
-        for number, name in enumerate(("one", "two")):
-            train(backend, name, number)
-            done(backend, Publish(request_id=f"p {name}", model_id=name, version=name, path=None))
-        before = process.ask()["drawn"]
-        done(backend, *(sample(name) for name in ("one", "two", "one")))
-        done(backend, sample("two"))
-        assert process.ask()["drawn"] == before + 2 + 4 * 2
 
 
 def test_a_version_that_an_engine_has_wrong_is_found_before_it_is_sampled(model, process, tmp_path, caplog):

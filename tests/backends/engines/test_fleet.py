@@ -17,7 +17,6 @@ from skyrl.backends.engines.adapter_folder import AdapterFolder
 from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.http_engine import HttpEngine
 from skyrl.backends.engines.protocol import Drawn, EngineDown, EngineFailed, Mismatch, NoEngine
-from skyrl.errors import RequestError
 from skyrl.utils import slow_calls
 from tests.backends.engines.engine_server import SECRET, EngineProcess, engine_process
 from tests.backends.engines.marked import BASE, OPTIONS, fleet_of, ticket, write_marker
@@ -188,16 +187,6 @@ def test_an_engine_whose_base_was_replaced_is_left_until_it_is_proved_again(fold
         assert answers.drawn("1").origins[0].base == BASE
 
 
-def test_an_engine_that_is_stopped_is_noticed_by_its_silence(one, two, folder):
-    options = options_of(one, two, connect_timeout_s=0.3)
-    with fleet_of(http(options), folder, options) as (fleet, answers):
-        os.kill(one.process.pid, signal.SIGSTOP)
-        fleet.submit([ticket(str(number)) for number in range(20)])
-        answers.wait(20)
-        answers.until(lambda: set(fleet.engines), {two.url})
-        os.kill(one.process.pid, signal.SIGCONT)
-
-
 def test_an_engine_out_of_use_is_a_slow_call_until_it_is_back(one, folder, monkeypatch):
     monkeypatch.setattr(slow_calls, "EXPECTED_S", 0.0)
     options = options_of(one, connect_timeout_s=0.3, health_interval_s=0.05)
@@ -247,17 +236,6 @@ def test_a_driver_that_is_started_again_finds_what_engines_have(one, folder):
     assert one.ask()["loads"] == 2
 
 
-def test_what_no_engine_can_draw_fails_after_its_time(one, folder):
-    options = options_of(one, absent_timeout_s=0.5)
-    with fleet_of(http(options), folder, options) as (fleet, answers):
-        fleet.submit([ticket("1")])
-        answers.wait(1)
-        one.kill()
-        fleet.submit([ticket("2")])
-        outcome = answers.wait(2)["2"]
-        assert isinstance(outcome, NoEngine) and one.url in str(outcome)
-
-
 def test_what_no_engine_can_draw_fails_in_time_though_another_comes_and_goes(folder):
     able, other = (
         PretendEngine(name, MarkerModel(), sizes=Sizes(longest=size)) for name, size in (("a", 90), ("b", 9))
@@ -289,17 +267,6 @@ def test_samples_wait_for_an_engine_that_is_expected(folder):
         assert isinstance(answers.wait(2)["able"], NoEngine)
 
 
-def test_an_engine_that_fails_for_a_second_loses_no_sample(one, folder):
-    options = options_of(one)
-    with fleet_of(http(options), folder, options) as (fleet, answers):
-        one.tell("/fault", fault="refuse")
-        fleet.submit([ticket(str(number)) for number in range(20)])
-        time.sleep(1.0)
-        assert not answers.outcomes
-        one.tell("/fault", fault=None)
-        assert all(isinstance(outcome, Drawn) for outcome in answers.wait(20).values())
-
-
 def test_a_fleet_is_left_at_once_though_an_engine_hangs_as_it_loads(one, folder):
     (name, _) = next(iter(markers(folder, 1).items()))
     options = options_of(one, health_interval_s=600)
@@ -311,15 +278,6 @@ def test_a_fleet_is_left_at_once_though_an_engine_hangs_as_it_loads(one, folder)
         fleet.close()
         assert time.monotonic() - begun < 5
     os.kill(one.process.pid, signal.SIGCONT)
-
-
-def test_a_request_that_engines_do_not_take_fails_in_their_words(folder):
-    engine = PretendEngine("one", MarkerModel(), sizes=Sizes(longest=50))
-    with fleet_of([engine], folder) as (fleet, answers):
-        engine.sizes.longest = 10  # unlike what it said
-        fleet.submit([ticket("1", max_tokens=20)])
-        outcome = answers.wait(1)["1"]
-        assert isinstance(outcome, RequestError) and "above 10" in str(outcome)
 
 
 def test_a_request_that_an_engine_does_not_take_is_drawn_by_another(folder):

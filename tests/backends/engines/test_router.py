@@ -32,14 +32,6 @@ def loads(moves: list[Start | Load]) -> list[tuple[str, str, str | None]]:
     return [(move.engine, move.adapter, move.instead_of) for move in moves if isinstance(move, Load)]
 
 
-def test_no_engine_is_given_more_than_it_holds():
-    router = router_of("a", "b", max_requests=3)
-    for number in range(10):
-        router.add(ticket(str(number)))
-    assert Counter(engine for _, engine in started(router.moves())) == {"a": 3, "b": 3}
-    assert len(router) == 4 and not router.moves()
-
-
 def test_samples_that_are_alike_go_to_one_engine_while_it_has_no_more_to_do_than_others():
     router = router_of("a", "b", "c", max_requests=100)
     for number in range(12):

@@ -24,13 +24,11 @@ from skyrl.backends.engines.launcher.hangs import Replacing
 from skyrl.backends.engines.launcher.launcher import Launcher
 from skyrl.backends.engines.launcher.options import LaunchOptions
 from skyrl.backends.engines.protocol import EngineDown, OwnAddress
-from skyrl.backends.operations import Publish
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.errors import RequestError
 from skyrl.utils.process_identity import ProcessIdentity
 from tests.backends.engines.engine_server import ROOT
 from tests.backends.engines.marked import OPTIONS, admit, fleet_of, ticket, write_marker
-from tests.backends.engines.test_backend_with_engines import check, done, sample, train
 from tests.live import make_tiny_model
 from tests.users import listener_of_another_user, needs_root
 from tests.waiting import BOUND_S
@@ -221,14 +219,6 @@ def test_records_are_not_read_from_a_folder_that_was_prepared(tmp_path):
         Launcher(LaunchOptions(command=tuple(SLEEPS)), tmp_path / "engines")
 
 
-def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(tmp_path):
-    with launched(tmp_path, ["sh", "-c", "echo no such model at {port}; exit 3"]) as launcher:
-        until(lambda: launcher.troubles)
-        (trouble,) = launcher.troubles
-        until(lambda: "no such model" in launcher.troubles[0])
-        assert launcher.names[0] in trouble and str(tmp_path / "engine-0.log") in trouble
-
-
 def test_an_engine_is_expected_until_three_starts_have_failed(tmp_path):
     held = tmp_path / "held"
     held.touch()
@@ -247,32 +237,6 @@ def test_an_engine_is_expected_until_three_starts_have_failed(tmp_path):
 def test_a_command_without_a_port_is_refused():
     with pytest.raises(ValidationError, match=r"has no \{port\}; add --port"):
         LaunchOptions(command=("vllm", "serve"))
-
-
-def test_engines_that_are_started_here_count_as_engines():
-    options = EngineOptions(urls=("http://a",), folder="/shared", launch=LaunchOptions(command=("x{port}",), count=3))
-    assert options.count == 4 and EngineOptions().count == 0
-
-
-def test_a_backend_samples_with_engines_that_it_has_started(tmp_path):
-    model = make_tiny_model(tmp_path / "tiny")
-    served = {"model": str(model), "base": str(model), "sizes": {"longest": 64}}
-    launch = {"command": [*SERVER[:4], json.dumps(served)], "env": ALONE}
-    engines = {"launch": launch, "folder": str(tmp_path / "adapters"), "max_loras": 2, "connect_timeout_s": 60}
-    sizes = {"max_lora_rank": 4, "max_context_length": 64, "engines": engines}
-    backend = TorchBackend(str(model), TorchBackendConfig.model_validate(sizes))
-    try:
-        train(backend, "one", 0)
-        done(backend, Publish(request_id="p", model_id="one", version="one", path=None))
-        (result,) = done(backend, sample("one"))
-        check(backend, "one", result)
-        ((origin,),) = {sequence.origins for sequence in result.sequences}
-        assert origin.engine == "launched-0"
-        (process,) = processes(tmp_path / "adapters.engines").values()
-        assert process.runs
-    finally:
-        backend.close()
-    assert not process.runs
 
 
 def opened(folder: Path, program: str) -> None:
