@@ -2,18 +2,15 @@
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sft.test_sft_trainer import Killed, config, train, without_times
+from test_train_checkpoints import SCORE, check_whole, killed_run, resumed, save, store
 
 from skyrl.errors import ConfigError, StorageError
-from skyrl.train.checkpoints import BEST, MARKER, ROLLOUTS, STATE, Checkpoint, CheckpointStore, begin_writing
+from skyrl.train.checkpoints import BEST, MARKER, ROLLOUTS, STATE, begin_writing
 from skyrl.train.places import place_of
 from skyrl.train.ranking import Ranking
 from skyrl.train.results import result_in
@@ -26,8 +23,6 @@ from skyrl.utils.files.remote_folders import fetch_folder
 from skyrl.utils.locks.remote_claim import LOCK, RemoteClaim
 from tests.buckets import Proxy, contents, files_in
 
-IDENTITY = {"trainer.policy.model.path": "tiny"}
-SCORE = "eval/all/avg_score"
 POINTS = sorted(
     name for name in CRASH_POINTS if name.startswith(("bucket: ", "storage: files", "trainer: ")) and "step" not in name
 )
@@ -37,28 +32,6 @@ POINTS = sorted(
 def where(request, tmp_path) -> str:
     """Path or URL of a run's checkpoints."""
     return f"{request.getfixturevalue('bucket')}/run" if request.param == "s3" else str(tmp_path / "run")
-
-
-def store(where: str, keep: int = -1, ranking: Ranking | None = None, **identity: Any) -> CheckpointStore:
-    return CheckpointStore(where, identity={**IDENTITY, **identity}, max_to_keep=keep, ranking=ranking)
-
-
-def save(run: CheckpointStore, step: int, content: str = "weights") -> None:
-    """Steps of a trainer, with a backend that writes one file."""
-    with run.saving(step, {"content": content}, [{"step": step}] * step) as folder:
-        write_folder(folder / "policy", {"model": f"{content} {step}".encode()})
-
-
-def resumed(where: str, **options: Any) -> Checkpoint:
-    found = store(where, **options).resume("latest")
-    assert found is not None
-    return found
-
-
-def check_whole(checkpoint: Checkpoint) -> None:
-    content = f"{checkpoint.state['content']} {checkpoint.step}"
-    assert read_folder(checkpoint.model_path("policy")) == {"model": content.encode()}
-    assert checkpoint.rollouts == [{"step": checkpoint.step}] * checkpoint.step
 
 
 def another_machine(monkeypatch, tmp_path: Path) -> None:
@@ -92,12 +65,6 @@ def test_a_run_goes_on_from_the_path_that_it_is_given(where):
 def test_another_runs_weights_are_begun_with(where):
     save(store(where), 2)
     check_whole(store(f"{where}-other").initial(f"{where}/global_step_2", "trainer.init_from"))
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_its_name(where):
-    save(store(where), 3)
-    with pytest.raises(ConfigError, match=rf"{where}/global_step_3 is a checkpoint of another model"):
-        resumed(where, **{"trainer.policy.model.path": "other"})
 
 
 def test_a_checkpoint_that_is_missing_is_not_replaced_by_a_fresh_start(where):
@@ -155,46 +122,11 @@ def test_a_checkpoint_of_another_run_is_set_aside(where, tmp_path):
     check_whole(resumed(where))
 
 
-def test_others_checkpoints_are_never_removed(where):
-    theirs, ours = store(where, keep=1), store(where, keep=1)
-    save(theirs, 1)
-    save(ours, 2)
-    assert ours.steps() == [1, 2]
-
-
-RUN = """
-import json, sys
-from pathlib import Path
-from skyrl.train.checkpoints import CheckpointStore
-from skyrl.utils.files.atomic_folders import write_folder
-
-where, points, identity, point, when = sys.argv[1:]
-run = CheckpointStore(where, identity=json.loads(identity), max_to_keep=1)
-run.resume("latest")
-
-def save(step, content, arm=""):
-    if arm == "models":
-        Path(points, point).touch()
-    with run.saving(step, {"content": content}, [{"step": step}] * step) as models:
-        write_folder(models / "policy", {"model": f"{content} {step}".encode()})
-        if arm == "state":
-            Path(points, point).touch()
-
-save(1, "old")
-save(2, "old")
-save(2, "new", when)
-sys.exit(3)
-"""
-
-
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("when", ["models", "state"])
 def test_a_killed_save_leaves_the_newest_checkpoint_whole(bucket, tmp_path, point, when):
     """Killed where it takes the place of one of the same step. The next process finds one of the two."""
-    (tmp_path / "points").mkdir()
-    variables = {**os.environ, "SKYRL_CRASH_POINTS": str(tmp_path / "points")}
-    command = [sys.executable, "-c", RUN, f"{bucket}/run", str(tmp_path / "points"), json.dumps(IDENTITY), point, when]
-    assert subprocess.run(command, env=variables, check=False).returncode == -signal.SIGKILL
+    killed_run(f"{bucket}/run", tmp_path / "points", point, when, "again")
     run = store(f"{bucket}/run", keep=1)
     found = run.resume("latest")
     assert found is not None and found.step == 2
@@ -282,13 +214,6 @@ def test_a_second_run_is_refused_by_the_url(bucket, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=rf"trainer\.ckpt_path={bucket}/run: another run is using this folder"):
         store(f"{bucket}/run").resume("latest")
     holder.release()
-
-
-def test_buckets_that_are_not_served_are_refused_by_the_field():
-    with pytest.raises(
-        ConfigError, match=r"trainer\.ckpt_path: path=ftp://bucket/run: ftp:// is not served; use s3://"
-    ):
-        store("ftp://bucket/run")
 
 
 # -- exports and dumps ------------------------------------------------------------------------------------------------
