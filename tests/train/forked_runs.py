@@ -6,7 +6,6 @@ It forks before JAX or torch have begun to work, so that a run finds what a new 
 import importlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import traceback
@@ -25,14 +24,11 @@ class Forks:
     def __init__(self, server: "subprocess.Popen[str]"):
         self._server = server
 
-    def run(self, *arguments: str, output: Path, folder: Path | None = None, largest_file: int | None = None) -> int:
-        """The exit status of `skyrl` with these arguments in a folder, -9 if it was killed. `output` is what it says.
-
-        A disk is full, as far as the run can tell, after `largest_file` bytes of a file.
-        """
+    def run(self, *arguments: str, output: Path, folder: Path | None = None) -> int:
+        """Return the exit status of `skyrl` in a folder, -9 if it was killed. `output` is what it says."""
         assert self._server.stdin is not None and self._server.stdout is not None
         print(
-            json.dumps([arguments, str(output), str(folder or Path.cwd()), largest_file]),
+            json.dumps([arguments, str(output), str(folder or Path.cwd())]),
             file=self._server.stdin,
             flush=True,
         )
@@ -64,7 +60,7 @@ def _serve() -> None:
     for module in sys.argv[1:]:
         importlib.import_module(module)
     for line in sys.stdin:
-        arguments, output, folder, largest_file = json.loads(line)
+        arguments, output, folder = json.loads(line)
         child = os.fork()
         if child == 0:
             status = 1
@@ -73,8 +69,6 @@ def _serve() -> None:
                 os.dup2(file, 1)
                 os.dup2(file, 2)
                 os.chdir(folder)
-                if largest_file is not None:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
                 status = main(arguments)
             except BaseException:
                 traceback.print_exc()

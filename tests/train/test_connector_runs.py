@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
-from short_runs import command, train
+from short_runs import command
 
 from skyrl.cli import main
-from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.errors import ConfigError
 from skyrl.train.commands import main as train_command
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
@@ -48,19 +47,6 @@ def test_the_export_has_the_adapter_with_its_connectors_and_no_merged_model(run)
     assert connectors(export / "policy_adapter") == connectors(run / "model") != {}
     assert json.loads((export / "policy_adapter" / "adapter_config.json").read_text())["mhc_expansion_rate"] == 4
     assert not (export / "policy" / "model.safetensors").exists()
-
-
-def test_an_export_of_rl_leaves_out_what_cannot_be_merged_and_says_why(tiny_model, tmp_path, caplog):
-    write_rows(tmp_path / "prompts.jsonl", ({"prompt": row["prompt"]} for row in arithmetic_rows(4, seed=0, largest=9)))
-    options = ["environment.env_class=rewarding:Hashed", "trainer.max_steps=1", "trainer.hf_save_interval=1"]
-    options += [f"trainer.{RATE}", "trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.lora.rank=4"]
-    options += [f"trainer.critic.model.path={tiny_model}"]
-    train(command(tmp_path / "prompts.jsonl", tiny_model, tmp_path / "run", *options, strategy="jax"))
-    export = tmp_path / "run-exports" / "global_step_1"
-    assert connectors(export / "policy_adapter") == connectors(tmp_path / "run-exports" / "model") != {}
-    left_out = [line for line in caplog.messages if "is left out of the export" in line]
-    assert [line.partition(" ")[0] for line in left_out] == ["policy", "critic"]
-    assert all("trained connectors" in line and "save_weights_for_sampler" not in line for line in left_out)
 
 
 def test_an_adapter_with_connectors_is_exported_from_a_checkpoint(run, tmp_path):

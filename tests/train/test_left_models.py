@@ -109,12 +109,6 @@ def test_rl_with_lora_leaves_the_adapter_of_the_policy_and_says_where(tiny_model
     assert re.search(rf"^  model \(PEFT adapter\) +{exports}/model$", said, re.MULTILINE)
 
 
-def test_rl_on_all_weights_leaves_the_policy_alone(tiny_model, folder):
-    assert rl(tiny_model, folder, "trainer.policy.model.lora.rank=0", "trainer.hf_save_interval=1") == 0
-    exports = folder / "run-exports"
-    assert is_trained(logits(exports / "model"), exports / "global_step_1" / "policy", tiny_model)
-
-
 def test_rl_merges_the_adapter_on_request(tiny_model, folder):
     assert rl(tiny_model, folder, "trainer.save_merged=true", "trainer.hf_save_interval=1") == 0
     exports = folder / "run-exports"

@@ -227,34 +227,7 @@ def test_advantages_are_estimated_as_the_configuration_says(name):
 
 
 R = np.exp(OLD - ROLLOUT)
-PRODUCT = np.array([np.prod(R[row][MASK[row] == 1]) for row in range(ROWS)])[:, None] * np.ones(SHAPE)
-MEAN = PRODUCT ** (1 / MASK.sum(1))[:, None]
 LEAST, MOST = (np.array([f(R[row][MASK[row] == 1]) for row in range(ROWS)])[:, None] for f in (np.min, np.max))
-CORRECTIONS: dict[str, tuple[list[str], np.ndarray]] = {
-    "tokens weighted": (["tis_ratio_type=token", "token_tis_ratio_clip_high=1.1"], np.minimum(R, 1.1)),
-    "sequences weighted": (["tis_ratio_type=sequence", "sequence_tis_ratio_clip_high=1.2"], np.minimum(PRODUCT, 1.2)),
-    "geometric mean": (
-        ["sequence_mask_metric=geometric", "geo_mask_low=0.95", "geo_mask_high=1.05"],
-        (MEAN >= 0.95) & (MEAN <= 1.05),
-    ),
-    "product": (
-        ["sequence_mask_metric=product", "product_mask_low=0.8", "product_mask_high=1.2"],
-        (PRODUCT >= 0.8) & (PRODUCT <= 1.2),
-    ),
-    "lower outlier": (["outlier_token_is_threshold_low=0.6"], LEAST >= 0.6),
-    "upper outlier": (["outlier_token_is_threshold_high=1.5"], MOST <= 1.5),
-    "lower token": (["token_mask_is_threshold_low=0.9"], R >= 0.9),
-    "upper token": (["token_mask_is_threshold_high=1.1"], R <= 1.1),
-}
-
-
-@pytest.mark.parametrize("name", CORRECTIONS)
-def test_a_correction_is_the_one_of_the_configuration(name):
-    overrides, expected = CORRECTIONS[name]
-    settings = algorithm(*(f"off_policy_correction.{override}" for override in overrides)).off_policy_correction
-    assert settings.corrects
-    assert len(np.unique(expected[MASK == 1] if expected.shape == SHAPE else expected)) > 1
-    np.testing.assert_allclose(correct_off_policy(settings, OLD, ROLLOUT, MASK).factor, expected * MASK, rtol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:use_tis and tis_imp_ratio_cap are old names")

@@ -8,13 +8,12 @@ from typing import ClassVar
 import numpy as np
 import psutil
 import pytest
-from short_runs import ON, check_equal, command, metrics, train
+from short_runs import check_equal, command, metrics, train
 
 from skyrl.envs.env import Env, NoSettings, StepResult
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.errors import BackendLost, BackendStopped, ConfigError, RequestError
 from skyrl.train import commands, restarts
-from skyrl.train.callbacks import Callback
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.restarts import train_with_restarts
 
@@ -40,17 +39,6 @@ class Killing(Env[NoSettings]):
             kill_a_worker()
         Killing.seen += 1
         return StepResult([], zlib.crc32(action.encode()) % 11 / 10, done=True)
-
-
-class KillingOnce(Callback):
-    """A worker is killed after the second step, before its checkpoint."""
-
-    armed: ClassVar[bool] = False
-
-    def on_step_end(self, run, metrics) -> bool | None:
-        if run.global_step == 2 and KillingOnce.armed:
-            KillingOnce.armed = False
-            kill_a_worker()
 
 
 @pytest.fixture
@@ -88,23 +76,6 @@ def test_a_run_that_may_not_restart_ends_with_the_cause_in_one_line(run, tmp_pat
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1]
     assert commands.rl(run) == 0
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3]
-
-
-def test_fine_tuning_whose_worker_is_killed_equals_the_undisturbed_one(tiny_model, tmp_path, monkeypatch):
-    said = {"role": "assistant", "content": "It is 7."}
-    prompts = [row["prompt"] for row in arithmetic_rows(4 * STEPS, seed=0, largest=9)]
-    write_rows(tmp_path / "rows.jsonl", ({"messages": [*prompt, said]} for prompt in prompts))
-
-    def trained(folder: Path) -> Path:
-        paths = [f"model.path={tiny_model}", f"train_datasets=[{tmp_path}/rows.jsonl]", f"ckpt_path={folder}"]
-        options = ["model.lora.rank=4", "ckpt_interval=1", "callbacks=test_restarts:KillingOnce"]
-        assert commands.sft([*ON[WORKERS], *options, *paths]) == 0
-        return folder
-
-    monkeypatch.setattr(KillingOnce, "armed", True)
-    killed = trained(tmp_path / "killed")
-    assert not KillingOnce.armed
-    check_equal(killed, trained(tmp_path / "whole"), STEPS, ["policy"])
 
 
 # -- how often ---------------------------------------------------------------------------------------------------------

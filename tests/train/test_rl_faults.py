@@ -1,7 +1,6 @@
 """Whole runs in which something fails: they go on, or stop with a message; then they continue as if nothing had."""
 
 import re
-import signal
 import sys
 import zlib
 from collections.abc import Mapping
@@ -13,7 +12,6 @@ from envs.http_server import closed_port, serving
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from faulty import Faulty
-from forked_runs import forks
 from safetensors.numpy import load_file
 from short_runs import check_equal, command, metrics, newest, train
 
@@ -216,24 +214,3 @@ def test_a_tracker_that_raises_and_one_that_hangs_do_not_stop_a_run(
 
 
 # -- disks ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_disk_that_is_full_at_a_checkpoint_is_said_and_the_checkpoint_before_continues_once_there_is_room(
-    rows, tiny_model, tmp_path
-):
-    points, folder, output = tmp_path / "points", tmp_path / "run", tmp_path / "output"
-    points.mkdir()
-    arguments = ["train", "rl", *command(rows, tiny_model, folder, "environment.env_class=rewarding:Hashed")]
-    with forks(points) as processes:
-        (points / "trainer: newest named, older ones still there").touch()
-        assert processes.run(*arguments, output=output) == -signal.SIGKILL, output.read_text()
-        before = {path: path.read_bytes() for path in folder.glob("global_step_1/**/*") if path.is_file()}
-        largest = max(map(len, before.values()))
-        assert processes.run(*arguments, output=output, largest_file=largest - 1) == 1
-        said = output.read_text()
-        assert re.search(r"^skyrl train rl: error: .*global_step_2.*File too large; free space", said, re.MULTILINE)
-        assert "Traceback" not in said
-        assert newest(folder) == 1 and not [*folder.glob("*global_step_2*"), *folder.glob(".*.tmp")]
-        assert before == {path: path.read_bytes() for path in before}
-        assert processes.run(*arguments, output=output) == 0, output.read_text()
-    assert [row["step"] for row in metrics(folder)] == [1, 2] and newest(folder) == 2

@@ -51,17 +51,6 @@ def answered(tmp_path) -> Path:
     return path
 
 
-class Souring(Hashed):
-    """Samples of a prompt get the same reward from the second step on."""
-
-    episodes = 0
-
-    async def step(self, action: str) -> StepResult:
-        Souring.episodes += 1
-        result = await super().step(action)
-        return result if Souring.episodes <= 12 else StepResult([], 1.0, done=True)
-
-
 class Told(Callback):
     """Writes down what it is told."""
 
@@ -398,21 +387,6 @@ def wait_until(condition, within: float = 120.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_what_sampling_cannot_go_on_from_is_saved(rows, tiny_model, tmp_path, caplog):
-    options = [
-        f"environment.env_class={__name__}:Souring",
-        "trainer.algorithm.dynamic_sampling.type=filter",
-        "trainer.algorithm.dynamic_sampling.max_sample_batches=1",
-        "trainer.ckpt_interval=-1",
-    ]
-    Souring.episodes = 0
-    arguments = command(rows, tiny_model, tmp_path / "run", *options)
-    with pytest.raises(ConfigError, match="max_sample_batches=1"):
-        train(arguments)
-    assert newest(tmp_path / "run") == 1
-    assert "1 of 3 steps are taken and saved to" in caplog.text
 
 
 class Failing(Hashed):

@@ -62,13 +62,6 @@ def test_the_data_of_a_run_that_is_resumed_are_hashed_once(examples, monkeypatch
     assert len(made) == 1
 
 
-def test_fine_tuning_begins_anew_where_that_is_asked_for(examples, tmp_path, capfd):
-    assert main(examples) == 0
-    assert main([*examples, "resume_from=none"]) == 0
-    assert summary(capfd).startswith("4 steps, ")
-    assert (tmp_path / "ckpts" / "metrics.1.jsonl").is_file()
-
-
 def test_other_data_in_the_folder_of_a_run_are_refused_before_weights_are_read(examples, tmp_path, tiny_model, capfd):
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     examples.append(f"model.path={model}")
@@ -102,13 +95,6 @@ def test_a_second_run_in_a_folder_leaves_the_metrics_of_the_first_in_place(examp
         other.stdin.close()
     assert "another run is using this folder" in capfd.readouterr().err
     assert steps(tmp_path) == [1]
-
-
-def test_a_file_is_the_configuration_and_overrides_win(examples, tmp_path, capfd):
-    (tmp_path / "sft.yaml").write_text("num_steps: 9\nbatch_size: 4\n")
-    overrides = [one for one in examples[2:] if not one.startswith("num_epochs")]
-    assert main(["train", "sft", "--config", str(tmp_path / "sft.yaml"), *overrides, "num_steps=1"]) == 0
-    assert summary(capfd).startswith("1 steps, ")
 
 
 @pytest.mark.parametrize(

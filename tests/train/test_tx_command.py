@@ -3,10 +3,7 @@
 import inspect
 import json
 import logging
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +14,6 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
 
 from skyrl.errors import ConfigError
 from skyrl.train.config import SFTConfig
@@ -25,7 +21,6 @@ from skyrl.train.data.files import read_rows
 from skyrl.train.data.loaders import find_loader
 from skyrl.tx_command import BETAS, FIXED, main, parsed
 
-ROOT = Path(__file__).parents[2]
 WORDS = ("red", "blue", "green", "white")
 STEPS = 8
 EXACT = ["jax.deterministic=true", "jax.warm_up=false", "jax.compilation_cache=false"]
@@ -87,34 +82,6 @@ def logits(model) -> np.ndarray:
 def test_the_loss_falls(adapted):
     losses = [line["policy/loss"] for line in told(adapted)]
     assert len(losses) == STEPS and losses[-1] < 0.8 * losses[0]
-
-
-DYING = """
-import os, signal
-from skyrl.train.callbacks import Callback
-
-class Dying(Callback):
-    def on_step_end(self, run, metrics):
-        if run.global_step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_killed_run_goes_on_exactly(adapted, command, tmp_path):
-    folder = tmp_path / "run"
-    (tmp_path / "dying.py").write_text(DYING)
-    killed = command(folder, *LORA, "callbacks=[dying:Dying]")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "skyrl.tx_command", *killed], cwd=tmp_path, env=environment)
-    assert done.returncode == -signal.SIGKILL
-    assert (folder / "global_step_4").is_dir() and not exported(folder, "policy").exists()
-
-    assert main(command(folder, *LORA, "--resume")) == 0
-    assert told(folder) == told(adapted)
-    for what, file in (("policy", "model.safetensors"), ("policy_adapter", "adapter_model.safetensors")):
-        theirs, ours = load_file(exported(adapted, what) / file), load_file(exported(folder, what) / file)
-        assert ours.keys() == theirs.keys()
-        assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_peft_loads_the_adapter_and_transformers_the_model_that_it_makes(adapted, tiny_model):
@@ -247,6 +214,10 @@ def test_arguments_of_the_optimizer_are_those_of_optax():
 def test_a_tracker_gets_its_arguments():
     config = fields_of("--tracker", "wandb", "--tracker-args", '{"project": "p", "name": "n"}')
     assert (config.logger, config.project_name, config.run_name) == (["console", "wandb"], "p", "n")
+
+
+def test_a_run_is_resumed_on_request():
+    assert [fields_of(*more).resume_from for more in (["--resume"], [])] == ["latest", "none"]
 
 
 def test_fields_may_stand_on_both_sides_of_an_option():

@@ -158,17 +158,6 @@ def test_the_reference_of_an_adapter_is_the_base_model(client, tiny_model, rows,
     assert loss < np.log(2) - 0.05
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-def test_a_killed_run_goes_on_as_if_it_had_not_been(client, tiny_model, rows, tmp_path, rank):
-    options = ["num_steps=5", "ckpt_interval=2", f"model.lora.rank={rank}", "resume_from=latest"]
-    whole, _ = train(client, config(tiny_model, rows, *options, f"ckpt_path={tmp_path}/whole"))
-    settings = config(tiny_model, rows, *options, f"ckpt_path={tmp_path}/killed")
-    with pytest.raises(Killed):
-        train(client, settings, killed=4)
-    rest, _ = train(client, settings)
-    assert rest == whole[2:]
-
-
 def command(model: Path, rows: Path, out: Path, *more: str) -> list[str]:
     options = ["model.lora.rank=4", "optimizer_config.lr=1e-2", "batch_size=3", "beta=0.3", "logger=[]", *more]
     where = [f"model.path={model}", f"train_datasets=[{rows}]", f"eval_datasets=[{rows}]", f"ckpt_path={out}"]

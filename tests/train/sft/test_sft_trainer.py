@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import re
 import subprocess
 import sys
@@ -188,28 +187,6 @@ def test_a_run_on_two_workers_goes_on_with_one(shared_client, torch_client, tiny
         assert values(trace, name) == pytest.approx(values(whole[2:], name), rel=bound)
 
 
-def test_a_run_goes_on_from_a_checkpoint_that_is_named(client, tiny_model, tmp_path):
-    options = ["num_steps=3", "ckpt_interval=1", f"ckpt_path={tmp_path}"]
-    _, whole, _ = train(client, config(tiny_model, *options), 4)
-    _, trace, _ = train(client, config(tiny_model, *options, f"resume_from={tmp_path}/global_step_1"), 4)
-    assert without_times(trace) == without_times(whole)[1:]
-
-
-def test_where_a_run_goes_on_is_known_before_it_does(client, tiny_model, tmp_path):
-    settings = config(tiny_model, "num_steps=3", "ckpt_interval=2", f"ckpt_path={tmp_path}", "resume_from=latest")
-    with pytest.raises(Killed):
-        train(client, settings, 4, killed=3)
-
-    async def resumed() -> tuple[int | None, str | None, Summary]:
-        learner = BackendLearner(client, f"model-{next(NUMBERS)}")
-        trainer = SFTTrainer(settings, learner, TRAIN)
-        return await trainer.resume(), trainer.run_id, await trainer.run()
-
-    step, run_id, summary = asyncio.run(resumed())
-    written = json.loads((tmp_path / "global_step_2" / "trainer_state.json").read_text())
-    assert (step, run_id, summary.resumed_from, summary.steps) == (2, written["run_id"], 2, 3)
-
-
 def test_rows_that_are_longer_than_the_backend_takes_are_refused_before_training(client, tiny_model):
     limit = client.backend.info().max_context_length
 
@@ -314,22 +291,6 @@ def test_messages_about_checkpoints_name_fields_that_sft_has(client, tiny_model,
         assert not re.search(r"trainer\.|run_name|resume_mode|resume_path", said)
 
 
-CITIES = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Egypt": "Cairo", "Norway": "Oslo", "Kenya": "Nairobi"}
-
-
-@pytest.mark.parametrize("rank", [0, 8])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_the_model_learns_to_answer(client, tiny_model, seed, rank):
-    rows = [{"instruction": f"What is the capital of {land}?", "output": f"{city}."} for land, city in CITIES.items()]
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    reader = RowReader(Conversations(tokenizer, "last_assistant_message"), "last_assistant_message")
-    options = ["optimizer_config.lr=1e-2", "num_epochs=60", "batch_size=4", f"seed={seed}", "eval_before_train=true"]
-    settings = config(tiny_model, *options, "train_datasets=[cities]", "eval_datasets=[cities]")
-    _, trace, _ = train(client, settings, rank, data=[read_dataset("cities", rows, reader)])
-    first, last = values(trace, "eval/cities/loss")
-    assert first > 4 and last < 0.1
-
-
 def test_losses_are_measured_before_between_and_after_the_steps(client, tiny_model):
     _, trace, _ = train(client, config(tiny_model, "num_steps=5", "eval_interval=2", "eval_before_train=true"), 4)
     assert [step for step, metrics in trace if "eval/c/loss" in metrics and "eval/d/loss" in metrics] == [0, 2, 4, 5]
@@ -378,12 +339,3 @@ def test_a_run_that_ended_during_its_last_export_makes_it_when_it_is_resumed(cli
     summary, _, _ = train(client, settings)
     assert (summary.resumed_from, summary.steps) == (2, 2)
     assert (in_the_way / "policy" / "model.safetensors").is_file()
-
-
-def test_the_summary_says_what_the_run_came_to(client, tiny_model):
-    summary, trace, _ = train(client, config(tiny_model, "num_steps=2"), 4)
-    last = trace[-1][1]
-    assert str(summary) == (
-        f"2 steps, {summary.trained_tokens} tokens trained on, policy/loss {last['policy/loss']:.4f}, "
-        f"eval/c/loss {last['eval/c/loss']:.4f}, eval/d/loss {last['eval/d/loss']:.4f}"
-    )
