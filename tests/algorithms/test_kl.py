@@ -143,22 +143,6 @@ def test_the_adaptive_coefficient_follows_the_clipped_relative_error(kl, factor)
     assert controller.value == pytest.approx(0.5 * factor)
 
 
-def test_an_adaptive_controller_goes_on_from_its_value():
-    whole, first = (AdaptiveKLController(0.5, target=0.1, horizon=1000) for _ in range(2))
-    for kl in (0.3, 0.05):
-        whole.update(kl, 50)
-    first.update(0.3, 50)
-    resumed = AdaptiveKLController(first.value, target=0.1, horizon=1000)
-    resumed.update(0.05, 50)
-    assert resumed.value == whole.value
-
-
-def test_a_fixed_coefficient_stays():
-    controller = FixedKLController(0.5)
-    controller.update(9.0, 50)
-    assert controller.value == 0.5
-
-
 def test_the_controller_is_chosen_by_its_type():
     assert kl_controller("fixed", 0.1, kl_target=1.0, horizon=2) == FixedKLController(0.1)
     assert kl_controller("adaptive", 0.1, kl_target=1.0, horizon=2) == AdaptiveKLController(0.1, 1.0, 2)

@@ -95,7 +95,7 @@ def rows(x: LossInputs, index) -> LossInputs:
     return x._replace(**{k: v[index] for k, v in x._asdict().items() if isinstance(v, np.ndarray)})
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ["clip_cov", "regular"])
 def test_an_objective_that_is_rebuilt_elsewhere_is_equal_and_computes_the_same(name):
     objective = policy_objective(options(name))
     code = "import pickle, sys; sys.stdout.buffer.write(pickle.dumps(pickle.load(sys.stdin.buffer)))"
