@@ -111,12 +111,3 @@ def test_a_tenant_that_asks_one_by_one_is_charged_for_what_runs_while_others_wai
         line.charge(tenant, 49 if tenant == "b" else 0)  # b waits for nothing meanwhile
         served[tenant] += 1
     assert served == {"a": 30, "b": 6}
-
-
-def test_time_without_requests_earns_no_advantage():
-    line = line_of(*(a_sample(f"a{i}", "a", 10) for i in range(36)))
-    for _ in range(10):
-        assert begin(line).tenant == "a"
-    for i in range(10):
-        line.add(sample := a_sample(f"b{i}", "b", 10), sample)
-    assert Counter(begin(line).tenant for _ in range(10)) == {"a": 5, "b": 5}

@@ -143,12 +143,3 @@ def test_what_may_go_early_is_what_the_one_served_least_allows(weights, events):
             for name in waiting:
                 allowed = accounts.rank(name)[0] <= least + cost * SCALE / weights[name]
                 assert accounts.may_go_early(name, cost) == allowed
-
-
-def test_what_is_remembered_does_not_grow_with_what_has_happened():
-    accounts = entered("ab")
-    for _ in range(1000):
-        accounts.charge("a", 1)
-        accounts.leave("a")
-        accounts.enter("a")
-    assert len(accounts._levels) < 10

@@ -308,15 +308,6 @@ def test_a_store_that_stays_down_is_named_with_its_reason(
         send_folder(folder, store, "x")
 
 
-def test_a_store_that_goes_down_in_mid_save_leaves_what_was_there(store, folder, tmp_path, s3_proxy, monkeypatch):
-    send_folder(folder, store, "x")
-    monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.3")
-    s3_proxy.trouble = lambda method, path: "refuse" if method == "PUT" and MANIFEST in path else None
-    with pytest.raises(StorageError, match="cannot write"):
-        send_folder(other(tmp_path), ObjectStore(store.url), "x")
-    assert fetched(store, "x", tmp_path) == FILES
-
-
 @pytest.mark.slow
 def test_a_store_that_answers_after_a_minute_is_waited_for(folder, tmp_path, bucket, s3_proxy: Proxy):
     slow = threading.Lock()
