@@ -143,14 +143,6 @@ def test_a_tar_of_another_servers_with_no_manifest_is_sampled(backend, model, tm
     assert tokens(backend, "theirs/one") == tokens(backend, f"{model}/mine")
 
 
-def test_a_tar_of_another_servers_that_holds_the_folder_is_sampled(backend, model, tmp_path):
-    backend.save_sampler_checkpoint(str(tmp_path / "mine"), model)
-    with tarfile.open(tmp_path / "theirs.tar.gz", "w:gz") as tar:
-        tar.add(tmp_path / "mine", arcname="")
-    backend.load_sampler_checkpoint("theirs", "one", str(tmp_path / "theirs.tar.gz"))
-    assert tokens(backend, "theirs/one") == tokens(backend, f"{model}/mine")
-
-
 def test_a_version_that_left_memory_is_read_from_its_tar_again(backend, model, tmp_path):
     backend.save_sampler_checkpoint(str(tmp_path / "0001.tar"), model)
     before = tokens(backend, f"{model}/0001")
@@ -211,39 +203,11 @@ def link(tar: tarfile.TarFile) -> None:
     tar.addfile(info)
 
 
-def hard_link(tar: tarfile.TarFile) -> None:
-    info = tarfile.TarInfo("manifest.json")
-    info.type, info.linkname = tarfile.LNKTYPE, "/etc/passwd"
-    tar.addfile(info)
-
-
-def device(tar: tarfile.TarFile) -> None:
-    info = tarfile.TarInfo("manifest.json")
-    info.type, info.devmajor, info.devminor = tarfile.CHRTYPE, 1, 5
-    tar.addfile(info)
-
-
 def above(tar: tarfile.TarFile) -> None:
     tar.addfile(tarfile.TarInfo("../manifest.json"))
 
 
-def absolute(tar: tarfile.TarFile) -> None:
-    tar.addfile(tarfile.TarInfo("/tmp/manifest.json"))
-
-
-def twice(tar: tarfile.TarFile) -> None:
-    for _ in range(2):
-        tar.addfile(tarfile.TarInfo("manifest.json"))
-
-
-HOSTILE = {
-    link: r"manifest\.json in it is no plain file",
-    hard_link: r"manifest\.json in it is no plain file",
-    device: r"manifest\.json in it is no plain file",
-    above: r"it holds '\.\./manifest\.json'",
-    absolute: "it holds '/tmp/manifest.json'",
-    twice: r"it holds 'manifest\.json', where",
-}
+HOSTILE = {link: r"manifest\.json in it is no plain file", above: r"it holds '\.\./manifest\.json'"}
 
 
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])

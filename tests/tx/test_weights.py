@@ -42,19 +42,6 @@ def test_an_unknown_dtype_is_refused(copy):
         load_model(copy, dtype="int8")
 
 
-def test_several_files_with_an_index_equal_one_file(copy, load):
-    tensors = load_file(copy / "model.safetensors")
-    (copy / "model.safetensors").unlink()
-    names, places = sorted(tensors), {}
-    for part, chosen in enumerate((names[::2], names[1::2])):
-        save_file({name: tensors[name] for name in chosen}, copy / f"part{part}.safetensors")
-        places |= dict.fromkeys(chosen, f"part{part}.safetensors")
-    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    expected = load()
-    found = load_model(copy, unroll_layers=expected.config.unroll_layers)
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
-
-
 def test_a_tied_model_may_store_its_projection_twice(folder, tmp_path, load):
     shutil.copytree(folder("tied"), tmp_path / "model")
     edit_tensors(
@@ -79,15 +66,6 @@ def test_a_tied_model_that_stores_another_projection_is_refused_where_transforme
     assert theirs.lm_head.weight is not theirs.model.embed_tokens.weight
     with pytest.raises(StorageError, match=r"lm_head\.weight and .*embed_tokens\.weight have .*=false in config\.json"):
         load_model(tmp_path / "model")
-
-
-def test_saved_rotary_frequencies_are_left_out_as_in_transformers(copy):
-    expected = transformers.AutoModelForCausalLM.from_pretrained(copy).state_dict()["model.norm.weight"]
-    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)]
-    edit_tensors(copy, lambda tensors: tensors.update(dict.fromkeys(names, np.ones(8, np.float32))))
-    _, report = transformers.AutoModelForCausalLM.from_pretrained(copy, output_loading_info=True)
-    assert not report["unexpected_keys"]
-    np.testing.assert_array_equal(load_model(copy).norm.scale[...], expected)
 
 
 def test_an_unknown_architecture_names_the_known_ones(copy):
@@ -115,18 +93,6 @@ def test_a_broken_configuration_is_refused_in_a_line(copy, change, said):
     with pytest.raises(RequestError) as error:
         load_model(copy)
     assert re.search(said.replace("(", r"\("), str(error.value)) and "\n" not in str(error.value)
-
-
-def test_a_folder_without_safetensors_is_refused(copy):
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(RequestError, match=r"neither model\.safetensors nor"):
-        load_model(copy)
-
-
-def test_a_damaged_file_is_named(copy):
-    (copy / "model.safetensors").write_bytes(b"\x00" * 64)
-    with pytest.raises(RequestError, match=r"model\.safetensors cannot be read"):
-        load_model(copy)
 
 
 def test_a_missing_tensor_is_named(copy):

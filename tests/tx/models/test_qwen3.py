@@ -70,29 +70,6 @@ def test_hidden_states_equal_those_of_transformers(load, reference, ids):
 
 
 @unrolled_is_slow
-def test_packed_segments_equal_separate_sequences(load, ids):
-    packed = np.concatenate([ids[0, :5], ids[1, :4], [0, 0]])[None].astype(np.int32)
-    segments = jnp.asarray([[0] * 5 + [1] * 4 + [-1] * 2])
-    positions = jnp.asarray([[*range(5), *range(4), 0, 1]])
-    output = hidden(load(), packed, positions=positions, segment_ids=segments)
-    np.testing.assert_allclose(output[0, :5], hidden(load(), ids[:1, :5])[0], atol=1e-5)
-    np.testing.assert_allclose(output[0, 5:9], hidden(load(), ids[1:2, :4])[0], atol=1e-5)
-    assert np.isfinite(output).all()
-
-
-@unrolled_is_slow
-def test_prefill_in_chunks_and_decoding_equal_the_full_pass(load, ids):
-    model, adapter = load(), trained_adapter(load().config)
-    cache, outputs = KVCache.zeros(model.config, 3, 16, jnp.float32), []
-    for start, end in [(0, 4), (4, 8), (8, 9), (9, 10), (10, 11)]:
-        chunk = ids[:, start:end]
-        output = compiled(model)(chunk, positions=positions_of(chunk, start), adapter=adapter, kv_cache=cache)
-        cache = output.kv_cache
-        outputs.append(output.last_hidden_state)
-    np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), hidden(model, ids, adapter=adapter), atol=1e-4)
-
-
-@unrolled_is_slow
 @pytest.mark.parametrize(
     "page_size", [pytest.param(size, marks=() if size == 4 else pytest.mark.slow) for size in (1, 2, 4, 64)]
 )
@@ -221,14 +198,6 @@ def test_nan_in_one_slot_leaves_the_rows_of_others_bit_identical(load, ids):
     for clean, poisoned in zip(*results, strict=True):
         assert np.isnan(poisoned[1]).all()
         np.testing.assert_array_equal(clean[::2], poisoned[::2])
-
-
-@unrolled_is_slow
-def test_gradient_checkpointing_leaves_gradients_equal(load, ids):
-    adapter = trained_adapter(load().config)
-    plain = gradients(load(), adapter, ids)
-    checkpointed = gradients(load(gradient_checkpointing=True), adapter, ids)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, checkpointed)
 
 
 @unrolled_is_slow
