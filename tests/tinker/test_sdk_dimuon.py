@@ -52,39 +52,9 @@ def test_steps_are_orthogonal_and_learn(service_client, live_server, tiny_model)
     assert oracle.adapter(folder).keys() == before.keys()
 
 
-def test_momentum_is_saved_and_loaded(service_client, live_server):
-    trainer = new_trainer(service_client, live_server, optimizer=DIMUON)
-    train(trainer, 2)
-    path = trainer.save_state("middle").result().path
-    again = service_client.create_training_client_from_state_with_optimizer(path).result()
-    assert again.get_info().optimizer_config.model_dump() == DIMUON.model_dump()
-    anew = service_client.create_training_client_from_state(path, optimizer=DIMUON).result()
-    ended = []
-    for one in (trainer, again, anew):
-        train(one, 2)
-        ended.append(weights(one, live_server, "end"))
-    for name, value in ended[0].items():
-        np.testing.assert_array_equal(ended[1][name], value)
-    assert any(np.abs(ended[2][name] - value).max() > 1e-4 for name, value in ended[0].items())
-
-
 def test_each_model_takes_the_parameters_of_its_optimizer(service_client, live_server, trainer):
     dimuon = new_trainer(service_client, live_server, optimizer=DIMUON)
     with pytest.raises(tinker.RequestFailedError, match="was created with optimizer_config dimuon; send DimuonParams"):
         dimuon.optim_step(ADAM).result()
     with pytest.raises(tinker.RequestFailedError, match="was created with optimizer_config adamw; send AdamParams"):
         trainer.optim_step(STEP).result()
-
-
-@pytest.mark.slow
-def test_a_killed_engine_goes_on_with_its_momentum(tiny_model, tmp_path):
-    with LocalServer(tmp_path / "server", str(tiny_model)) as server:
-        client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
-        trainer, twin = (new_trainer(client, server, seed=1, optimizer=DIMUON) for _ in range(2))
-        train(trainer, 2)
-        train(twin, 4)
-        server.kill_engine()
-        train(trainer, 2)
-        ours, theirs = weights(trainer, server, "end"), weights(twin, server, "end")
-        for name, value in theirs.items():
-            np.testing.assert_array_equal(ours[name], value)

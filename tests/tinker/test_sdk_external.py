@@ -5,7 +5,6 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import numpy as np
-import pyrage
 import pytest
 import tinker
 
@@ -41,16 +40,6 @@ def test_exported_weights_are_a_peft_adapter_that_computes_what_the_trainer_does
     download(rest, path, tmp_path / "adapter")
     theirs = oracle.logprobs(oracle.load(tiny_model, tmp_path / "adapter"), TOKENS).detach().numpy()
     np.testing.assert_allclose(logprobs(trainer, TOKENS), theirs, atol=1e-4)
-
-
-def test_encrypted_export_decrypts_to_the_plain_one(trainer, rest, tmp_path):
-    identity = pyrage.x25519.Identity.generate()
-    recipients = [str(identity.to_public())]
-    plain = download(rest, trainer.save_weights_external("plain").result().path, tmp_path / "plain")
-    secret = trainer.save_weights_external("secret", age_encryption_recipients=recipients).result()
-    encrypted = download(rest, secret.path, tmp_path / "secret")
-    decrypted = {name: pyrage.decrypt(data, [identity]) for name, data in encrypted.items()}
-    assert decrypted == {f"{name}.age": data for name, data in plain.items()}
 
 
 def test_copy_is_a_run_whose_checkpoint_can_be_trained_on(service_client, trainer, rest):

@@ -88,12 +88,6 @@ def test_everything_at_once_is_what_each_is_alone(trained):
     assert together.topk_prompt_logprobs[0] is None and len(together.topk_prompt_logprobs[1]) == 2
 
 
-def test_a_bad_option_fails_its_request_and_names_it(trained):
-    sampler, _, _ = trained
-    with pytest.raises(tinker.RequestFailedError, match="prompt_alt_tokens_k=1000"):
-        scores(sampler, prompt_alt_tokens_k=1000)
-
-
 def test_a_client_that_records_stability_info_is_served(service_client, live_server):
     client = service_client.create_sampling_client(base_model=live_server.base_model, record_stability_info=True)
     assert len(scores(client.result()).sequences) == 1

@@ -11,7 +11,6 @@ import oracle
 from live import adapter_folder, new_trainer, sample, sequence, step, supervised
 from skyrl.errors import RequestError
 from skyrl.tinker.operations.training import refuse_by_operator
-from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 
 PROMPT = sequence(6, seed=3)
 ESTIMATOR = "skyrl.ai/stable_reinforce_estimator:max"
@@ -101,19 +100,6 @@ def test_spans_that_do_not_add_up_are_refused(sampled):
         tinker.RequestFailedError, match=r"datum 0: loss_fn_input_spans have lengths \[5\].*target_tokens"
     ):
         trainer.forward([datum], "stable_reinforce").result()
-
-
-def test_an_operator_may_refuse_a_loss(tmp_path):
-    with LiveServer(tmp_path, refused_losses=["stable_reinforce"]) as server:
-        wait_until_ready(server)
-        client = tinker.ServiceClient(base_url=str(server.http.base_url).removesuffix("/api/v1/"), api_key="tml-x")
-        trainer = client.create_lora_training_client(BASE_MODEL, rank=4).result()
-        datum = trained_on("s:0", [5, 6], [-1.0, -1.0], [1.0, 1.0])
-        with pytest.raises(
-            tinker.RequestFailedError, match="operator; use loss_fn='importance_sampling', which reads the same inputs"
-        ):
-            trainer.forward([datum], "stable_reinforce").result()
-        trainer.forward([datum], "importance_sampling").result()
 
 
 @pytest.mark.parametrize(

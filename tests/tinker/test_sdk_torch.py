@@ -138,10 +138,6 @@ def test_two_workers_of_which_one_dies_and_one_hangs_train_as_one_that_lives(tro
     assert troubled.tokens == alone.tokens
 
 
-def test_another_tenant_trains_as_before(troubled, alone):
-    np.testing.assert_allclose(troubled.others, alone.others, rtol=1e-4)
-
-
 def test_the_log_says_which_worker_and_why(troubled):
     assert "worker of rank 1" in troubled.log
     for cause in CAUSES[troubled.workers]:
