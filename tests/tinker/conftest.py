@@ -7,44 +7,46 @@ import pytest
 from sqlalchemy import create_engine
 from sqlmodel import Session, SQLModel
 
+from skyrl.utils.files.object_store import ObjectStore
 from tests.tinker.engine_bench import Bench
 from tests.tinker.harness import LiveServer, wait_until_ready
-from tests.tinker.stores import Store, disk, in_bucket
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    stores = getattr(metafunc.module, "STORES", None)
-    if stores and "store" in metafunc.fixturenames:
-        metafunc.parametrize("store", stores, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """Options of servers that save to the disk, or to each of `STORES` of the module."""
-    if getattr(request, "param", "disk") == "disk":
-        yield disk
-        return
-    from tests.buckets import empty_bucket
-
-    with empty_bucket(request.getfixturevalue("s3_address"), tmp_path_factory.mktemp("data")) as url:
-        yield in_bucket(url)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, store: Store) -> Iterator[LiveServer]:
+def server(tmp_path_factory) -> Iterator[LiveServer]:
     """A server that the tests of a module share, each with sessions of its own."""
-    folder = tmp_path_factory.mktemp("server")
-    with LiveServer(folder, **store(folder)) as server:
+    with LiveServer(tmp_path_factory.mktemp("server")) as server:
         wait_until_ready(server)
         yield server
 
 
 @pytest.fixture
-def own_server(tmp_path: Path, store: Store) -> Iterator[LiveServer]:
+def own_server(tmp_path: Path) -> Iterator[LiveServer]:
     """A server for one test."""
-    with LiveServer(tmp_path, **store(tmp_path)) as server:
+    with LiveServer(tmp_path) as server:
         wait_until_ready(server)
         yield server
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory) -> Iterator[LiveServer]:
+    """A server with two keys."""
+    with LiveServer(tmp_path_factory.mktemp("locked"), api_keys=["tml-a", "tml-b"]) as server:
+        wait_until_ready(server)
+        yield server
+
+
+@pytest.fixture
+def as_a(locked: LiveServer) -> LiveServer:
+    """The server with two keys, to which the first one is sent."""
+    locked.http.headers["X-API-Key"] = "tml-a"
+    return locked
+
+
+@pytest.fixture
+def store(bucket: str) -> ObjectStore:
+    """The part of a bucket that a server has as checkpoints_base."""
+    return ObjectStore(f"{bucket}/server")
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 
 from skyrl.tinker.checkpoints import state_locks
-from skyrl.utils.files.object_store import ObjectStore
 from skyrl.utils.locks.remote_claim import LOCK, RemoteClaim
 from tests.buckets import Proxy
 from tests.tinker.harness import LiveServer, wait_until_ready
@@ -14,11 +13,6 @@ from tests.tinker.test_bucket_faults import submit_save
 from tests.waiting import BOUND_S, until
 
 OTHER = b'{"id": "of the server that took it"}'
-
-
-@pytest.fixture
-def store(bucket) -> ObjectStore:
-    return ObjectStore(f"{bucket}/server")
 
 
 def test_a_server_whose_bucket_another_has_taken_says_so(tmp_path, bucket, store, monkeypatch):

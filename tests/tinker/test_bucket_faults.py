@@ -3,7 +3,6 @@
 import re
 import signal
 import threading
-import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,11 +20,6 @@ from tests.tinker.test_rest_checkpoints import listed, url
 from tests.tinker.test_rest_copies import copy
 from tests.tinker.test_rest_downloads import archive_url, export
 from tests.waiting import BOUND_S, until
-
-
-@pytest.fixture
-def store(bucket) -> ObjectStore:
-    return ObjectStore(f"{bucket}/server")
 
 
 def server_of(folder: Path, bucket: str, **options) -> LiveServer:
@@ -58,17 +52,6 @@ def test_a_save_that_the_store_refuses_fails_with_the_reason_and_is_not_listed(
         server.train(model, 3)
         again = server.result(submit_save(server, model, 5, "lost"))["path"]
         assert server.result(load_as_new(server, kept)) and server.result(load_as_new(server, again))
-
-
-def test_training_goes_on_while_a_save_is_slow(tmp_path, bucket, s3_proxy: Proxy):
-    with server_of(tmp_path, bucket) as server:
-        wait_until_ready(server)
-        model = server.model()
-        s3_proxy.trouble = lambda method, path: 2.0 if method == "PUT" and "state.json" in path else None
-        request = submit_save(server, model, 1, "a")
-        server.train(model, 2)
-        assert server.poll(request).status_code == 408, "the save is not done yet"
-        assert server.result(request)["path"].endswith("/weights/a")
 
 
 def test_a_bucket_that_hangs_is_told_to_operators(tmp_path, bucket, s3_proxy: Proxy, monkeypatch, caplog):
@@ -128,45 +111,6 @@ def test_an_engine_that_is_killed_in_mid_save_saves_once_and_wholly(tmp_path, bu
         new = server.result(load_as_new(server, path))["model_id"]
         assert server.logprobs(new, 1) == before
         server.end(signal.SIGTERM)
-
-
-def test_a_server_that_is_killed_while_the_store_hangs_saves_after_its_restart(
-    tmp_path, bucket, store, s3_proxy: Proxy
-):
-    base = {"checkpoints_base": f"{bucket}/server", "session_cleanup_interval_sec": -1}
-    with running(tmp_path, **base) as server:
-        model = server.model()
-        seq_id = server.train(model, 1)
-        s3_proxy.trouble = lambda method, path: 30.0 if method == "PUT" and "state.json" in path else None
-        request = submit_save(server, model, seq_id, "a")
-        server.kill("api")
-        s3_proxy.trouble = lambda method, path: None
-        server.process.kill()
-        server.ended()
-    with running(tmp_path, **base) as server:
-        assert server.result(request)["path"] == f"tinker://{model}/weights/a"
-        assert len(manifests(store)) == 1
-        server.end(signal.SIGTERM)
-
-
-@pytest.mark.slow
-def test_a_minute_of_503_and_slow_answers_loses_nothing(tmp_path, bucket, store, s3_proxy: Proxy):
-    with server_of(tmp_path, bucket) as server:
-        wait_until_ready(server)
-        models = [server.model() for _ in range(3)]
-        begun = time.monotonic()
-        s3_proxy.trouble = lambda method, path: "refuse" if time.monotonic() < begun + 60 else 2.0
-        saves = [submit_save(server, model, 1, "a") for model in models]
-        for model in models:
-            server.train(model, 2)
-        while any(server.poll(request).status_code == 408 for request in saves):
-            pass
-        paths = [server.result(request)["path"] for request in saves]
-        s3_proxy.trouble = lambda method, path: None
-        assert [listed(server, path) is not None for path in paths] == [True] * 3
-        assert len(manifests(store)) == 3
-        for path in paths:
-            server.result(load_as_new(server, path))
 
 
 def test_downloads_and_copies_while_the_store_is_down_are_503_with_the_reason(

@@ -5,20 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from skyrl import cli
 from skyrl.tinker.checkpoints import retention
 from skyrl.utils.files.object_store import ObjectStore
 from tests.buckets import Proxy, contents
 from tests.tinker.harness import wait_until_ready
 from tests.tinker.test_rest_checkpoints import listed, url
-from tests.tinker.test_retention import LONG_AGO, Server
-
-
-@pytest.fixture
-def store(bucket) -> ObjectStore:
-    return ObjectStore(f"{bucket}/server")
+from tests.tinker.test_retention import LONG_AGO, Server, session_of
 
 
 @contextmanager
@@ -55,13 +48,6 @@ def test_what_expires_or_is_surplus_goes_to_the_trash_of_the_bucket(tmp_path, bu
         assert names(store) == ["weights/b@2", "weights/c@3"]
         assert names(store, trash=True) == ["weights/a@1", "weights/d@4"]
         assert [listed(server, path) is not None for path in paths] == [False, True, True, False]
-
-
-def test_what_a_person_deletes_goes_at_once(tmp_path, bucket, store):
-    with serving(tmp_path, bucket) as server:
-        path = server.save(server.model(), 1, "a")
-        assert server.http.delete(url(path)).status_code == 204
-        assert names(store) == names(store, trash=True) == []
 
 
 def test_what_a_person_deletes_while_the_bucket_is_down_is_collected_later(
@@ -122,6 +108,20 @@ def test_bytes_of_bucket_and_trash_count_for_max_disk_gib(tmp_path, bucket, stor
             failures += [answer["error"]] if "error" in answer else []
         stored = sum(len(data) for key, data in contents(store).items() if key.endswith("state.json"))
         assert failures and stored <= 2000 and "GiB of max_disk_gib=" in failures[0]
+
+
+def test_versions_and_snapshots_of_an_ended_session_leave_the_bucket(tmp_path, bucket, store):
+    with serving(tmp_path, bucket, snapshots_in_bucket=True, snapshot_every_steps=1) as server:
+        model = server.model()
+        server.publish(model, server.train(model, 1))
+        server.written()
+        server.snapshots()
+        assert [name.partition("/")[0] for name in names(store)] == ["ephemeral", "snapshots"]
+        server.finish(session_of(model))
+        server.sql("UPDATE sessions SET finished_at = ?", LONG_AGO)
+        server.everything_later()
+        server.collect()
+        assert names(store) == names(store, trash=True) == []
 
 
 def test_gc_without_a_server_collects_in_the_bucket(tmp_path, bucket, store, capsys):

@@ -27,11 +27,6 @@ from tests.waiting import until
 
 
 @pytest.fixture
-def store(bucket) -> ObjectStore:
-    return ObjectStore(f"{bucket}/server")
-
-
-@pytest.fixture
 def other_machine(monkeypatch, tmp_path) -> Callable[[], None]:
     """Call to lose all that is on this machine's disk but the database."""
     machines: list[Path] = []
@@ -104,30 +99,6 @@ def test_a_server_moved_to_empty_machines_changes_no_outcome(tmp_path, bucket, o
             server.__enter__()
             wait_until_ready(server)
         assert not script.submit() and script.finish() == undisturbed
-
-
-def test_a_killed_server_continues_on_an_empty_machine(tmp_path, bucket, other_machine):
-    other_machine()
-    options = options_of(bucket, snapshot_every_steps=2)
-    with running(tmp_path / "a", **{**options, "snapshots_in_bucket": "true"}) as server:
-        model, twin = server.model(), server.model()
-        for seq_id in (1, 3, 5):
-            server.train(model, seq_id)
-        server.pass_result(server.submit_pass(model, 7))
-        for seq_id in (1, 3, 5, 7):
-            server.train(twin, seq_id)
-        wanted = server.logprobs(twin, 9)
-        server.process.kill()
-        server.ended()
-    other_machine()
-    (tmp_path / "b").mkdir()
-    for file in (tmp_path / "a").glob("server.db*"):
-        shutil.copy(file, tmp_path / "b")
-    shutil.rmtree(tmp_path / "a")
-    with running(tmp_path / "b", **{**options, "snapshots_in_bucket": "true"}) as server:
-        server.result(server.submit_step(model, 8))
-        assert server.logprobs(model, 9) == wanted
-        server.end(signal.SIGTERM)
 
 
 def test_a_snapshot_that_was_replaced_leaves_the_bucket(tmp_path, bucket, store):

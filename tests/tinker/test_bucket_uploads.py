@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from skyrl.utils.files.object_store import ObjectStore
 from tests.buckets import Proxy, contents
 from tests.fakes import WIDTH, feature
 from tests.tinker.harness import LiveServer, wait_until_ready
@@ -29,11 +28,6 @@ def remote(tmp_path, bucket) -> Iterator[LiveServer]:
     with LiveServer(tmp_path, checkpoints_base=f"{bucket}/server") as server:
         wait_until_ready(server)
         yield server
-
-
-@pytest.fixture
-def store(bucket) -> ObjectStore:
-    return ObjectStore(f"{bucket}/server")
 
 
 def test_an_uploaded_adapter_is_in_the_bucket_and_computes_what_its_matrices_say(remote, store):

@@ -5,9 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
-from tests.tinker.stores import BOTH
 
-STORES = BOTH
 ADAM = {"learning_rate": 0.1}
 
 
@@ -124,24 +122,18 @@ def undisturbed(tmp_path_factory) -> list[object]:
         return script.finish()
 
 
-SNAPSHOTS = [{}, {"snapshot_every_steps": 1}, {"snapshot_every_requests": 1}]
-QUICK = [
-    *(("engine killed", snapshots) for snapshots in SNAPSHOTS),
-    ("server killed", {"snapshot_every_steps": 1}),
-]
-"""Quick cases. Starting the server again after every answer takes long: one such case is here, others are slow."""
-
-
-def slow_unless(quick: bool, *values: object) -> object:
-    return pytest.param(*values, marks=() if quick else pytest.mark.slow, id="-".join(map(str, values)))
-
-
 @pytest.mark.parametrize(
     ("name", "snapshots"),
-    [slow_unless((name, way) in QUICK, name, way) for name in DISTURBANCES for way in SNAPSHOTS],
+    [
+        ("engine killed", {}),
+        ("engine killed", {"snapshot_every_steps": 1}),
+        ("engine killed", {"snapshot_every_requests": 1}),
+        ("server killed", {"snapshot_every_steps": 1}),
+    ],
+    ids=str,
 )
-def test_a_disturbance_after_every_answer_changes_nothing(undisturbed, tmp_path, store, name, snapshots):
-    with LiveServer(tmp_path, **snapshots, **store(tmp_path)) as server:
+def test_a_disturbance_after_every_answer_changes_nothing(undisturbed, tmp_path, name, snapshots):
+    with LiveServer(tmp_path, **snapshots) as server:
         wait_until_ready(server)
         script = Script(server)
         while script.submit():
@@ -153,13 +145,16 @@ def test_a_disturbance_after_every_answer_changes_nothing(undisturbed, tmp_path,
 @pytest.mark.parametrize(
     ("name", "pipelined"),
     [
-        slow_unless(name == "engine killed" or count > 1, name, count)
-        for name in DISTURBANCES
-        for count in (1, 3, LENGTH)
+        ("engine killed", 1),
+        ("engine killed", 3),
+        ("server killed", 3),
+        ("server killed", LENGTH),
+        ("server restarted", 3),
     ],
+    ids=str,
 )
-def test_a_disturbance_while_requests_are_pending_changes_nothing(undisturbed, tmp_path, store, name, pipelined):
-    options = {"snapshot_every_steps": 2, "backend_config": {"quanta_per_pass": 20}, **store(tmp_path)}
+def test_a_disturbance_while_requests_are_pending_changes_nothing(undisturbed, tmp_path, name, pipelined):
+    options = {"snapshot_every_steps": 2, "backend_config": {"quanta_per_pass": 20}}
     with LiveServer(tmp_path, **options) as server:
         wait_until_ready(server)
         script = Script(server)

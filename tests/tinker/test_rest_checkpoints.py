@@ -7,26 +7,8 @@ import pytest
 
 from skyrl.tinker.database.queries.checkpoint_rows import find_checkpoint_or_expired
 from skyrl.tinker.identity.ids import TinkerPath
-from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
-from tests.tinker.stores import BOTH, stored_files, stored_folders
+from tests.tinker.harness import BASE_MODEL, LiveServer
 from tests.tinker.test_api_checkpoints import load_as_new, publish, save
-
-STORES = BOTH
-
-
-@pytest.fixture(scope="module")
-def locked(tmp_path_factory, store):
-    """A server with two keys."""
-    folder = tmp_path_factory.mktemp("locked")
-    with LiveServer(folder, api_keys=["tml-a", "tml-b"], **store(folder)) as server:
-        wait_until_ready(server)
-        yield server
-
-
-@pytest.fixture
-def as_a(locked):
-    locked.http.headers["X-API-Key"] = "tml-a"
-    return locked
 
 
 def switch_to(server: LiveServer, key: str) -> None:
@@ -88,11 +70,9 @@ def test_checkpoint_entry_says_what_was_saved(server):
 
 def test_size_of_a_checkpoint_is_that_of_its_files(server):
     path = saved(server)
-    model, kind, _ = path.removeprefix("tinker://").split("/")
-    sizes = {tuple(name.split("/")): size for name, size in stored_files(server.config).items()}
-    of_this = {name[3]: size for name, size in sizes.items() if name[:3] == (model.replace(":", "-"), kind, "a@1")}
-    assert of_this.pop("manifest.json") and of_this
-    assert listed(server, path)["size_bytes"] == sum(of_this.values())
+    (folder,) = (server.folder / "checkpoints" / path.split("/")[2].replace(":", "-") / "weights").iterdir()
+    sizes = [file.stat().st_size for file in folder.iterdir() if file.name != "manifest.json"]
+    assert listed(server, path)["size_bytes"] == sum(sizes) > 0
 
 
 def test_checkpoints_are_listed_newest_first_in_pages(own_server):
@@ -108,14 +88,6 @@ def test_runs_are_listed_newest_first_in_pages(own_server):
     pages = [get(own_server, "/training_runs", limit=2, offset=offset) for offset in (0, 2)]
     assert [run["training_run_id"] for page in pages for run in page["training_runs"]] == models[::-1]
     assert [page["cursor"]["total_count"] for page in pages] == [3, 3]
-
-
-def test_runs_can_be_limited_to_a_project(own_server):
-    session = own_server.ok("/create_session", {"project_id": "p"})["session_id"]
-    model = own_server.model(session)
-    own_server.model()
-    runs = get(own_server, "/training_runs", project_id="p")["training_runs"]
-    assert [run["training_run_id"] for run in runs] == [model]
 
 
 def test_run_shows_its_newest_checkpoint_of_each_kind(server):
@@ -153,11 +125,6 @@ def test_bad_parameter_of_a_list_is_400_and_named(server, params):
     assert response.json()["detail"].startswith(next(iter(params)))
 
 
-@pytest.mark.parametrize("path", ["/training_runs/none", "/training_runs/none/checkpoints"])
-def test_unknown_run_is_404(server, path):
-    assert server.http.get(path).status_code == 404
-
-
 # -- deleting ---------------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +133,7 @@ def test_deleted_checkpoint_is_gone_with_its_files(own_server):
     assert own_server.http.delete(url(path)).status_code == 204
     assert listed(own_server, path) is None
     assert own_server.failure(load_as_new(own_server, path))["category"] == "user"
-    assert stored_folders(own_server.config, "weights") == []
+    assert not list((own_server.folder / "checkpoints").glob("*/weights/*"))
 
 
 def test_name_of_a_deleted_checkpoint_can_be_used_again(server):
@@ -282,24 +249,6 @@ def test_lists_hold_the_callers_own_only(as_a):
     assert path.split("/")[2] not in str(get(as_a, "/training_runs", limit=1000, access_scope="accessible"))
 
 
-def test_private_checkpoint_of_another_key_is_unknown_everywhere(as_a):
-    path = saved(as_a)
-    model = path.split("/")[2]
-    switch_to(as_a, "tml-b")
-    answers = [
-        as_a.http.get(f"/training_runs/{model}"),
-        as_a.http.get(f"/training_runs/{model}/checkpoints"),
-        as_a.http.get(url(path, "/archive")),
-        as_a.http.delete(url(path)),
-        as_a.http.post(url(path, "/publish")),
-        as_a.http.delete(url(path, "/publish")),
-        as_a.http.put(url(path, "/ttl"), json={"ttl_seconds": 3600}),
-        as_a.post("/weights_info", {"tinker_path": path}),
-        as_a.post("/copy_weights", {"source_path": path, "destination_project_id": "p"}),
-    ]
-    assert {answer.status_code for answer in answers} == {404}
-
-
 def test_public_checkpoint_of_another_key_can_be_loaded(as_a):
     model = as_a.model()
     as_a.train(model, 1)
@@ -378,7 +327,3 @@ def test_access_token_that_is_no_key_is_refused_without_being_repeated(as_a):
     body = {"session_id": as_a.session(), "model_seq_id": 0, "path": saved(as_a), "weights_access_token": "tml-wrong"}
     failure = as_a.failure(as_a.ok("/load_weights", body)["request_id"])
     assert "weights_access_token" in failure["error"] and "tml-wrong" not in failure["error"]
-
-
-def test_sampler_weights_have_weights_info_too(server):
-    assert server.ok("/weights_info", {"tinker_path": published(server)})["lora_rank"] == 4

@@ -162,14 +162,6 @@ def test_versions_within_the_bytes_of_a_model_stay(tmp_path):
         assert run.versions() == [1, 2, 3]
 
 
-def test_without_limits_all_stay(tmp_path):
-    with Run(tmp_path, keep_last_ephemeral=0) as run:
-        run.steps(5)
-        run.let_pass(1000)
-        run.collect()
-        assert run.versions() == [1, 2, 3, 4, 5]
-
-
 def test_files_of_a_version_that_a_sample_is_about_to_read_are_left_for_it(run):
     samplers = run.steps(5)
     [(version, folder)] = run.sql("SELECT version, folder FROM versions WHERE version LIKE '%@1'")

@@ -12,12 +12,8 @@ import pytest
 from skyrl import cli
 from skyrl.tinker.checkpoints.disk_budget import MIB
 from skyrl.tinker.checkpoints.guard import RemovalPlan
-from skyrl.utils.files.object_store import ObjectStore
 from tests.tinker.harness import wait_until_ready
-from tests.tinker.stores import BOTH, Store, disk, in_trash
 from tests.tinker.test_retention import DAY_S, LONG_AGO, Server, folder_of, folders
-
-STORES = BOTH
 
 
 @contextmanager
@@ -27,22 +23,18 @@ def serving(folder: Path, **options: object) -> Iterator[Server]:
         yield server
 
 
-def trash(folder: Path, store: Store = disk) -> list[str]:
+def trash(folder: Path) -> list[str]:
     """KIND/NAME of what is in the trash of a server."""
-    return in_trash(Server(folder, **store(folder)).config)
+    entries = (folder / "checkpoints" / ".trash").glob("*/*/*/*")
+    return sorted("/".join(entry.parts[-2:]) for entry in entries)
 
 
-def put(folder: Path, name: str, age_s: float, size_bytes: int = 10, store: Store = disk) -> None:
+def put(folder: Path, name: str, age_s: float, size_bytes: int = 10) -> None:
     """Something that has been in the trash for so long."""
     when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(time.time() - age_s))
-    file = f".trash/{when}-{size_bytes}-0123abcd/model/weights/{name}/a"
-    config = Server(folder, **store(folder)).config
-    if config.checkpoints_bucket is not None:
-        ObjectStore(config.checkpoints_bucket).put(file, b"x" * size_bytes)
-        return
-    path = Path(config.checkpoints_base) / file
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"x" * size_bytes)
+    path = folder / "checkpoints" / ".trash" / f"{when}-{size_bytes}-0123abcd" / "model" / "weights" / name
+    path.mkdir(parents=True)
+    (path / "a").write_bytes(b"x" * size_bytes)
 
 
 def expire(server: Server, *names: str) -> None:
@@ -66,8 +58,8 @@ def test_what_expires_is_surplus_or_has_no_name_goes_to_the_trash(tmp_path):
         assert trash(tmp_path) == ["weights/a@1", "weights/d@4", "weights/nameless@9"]
 
 
-def test_what_a_person_deletes_or_overwrites_and_what_a_session_leaves_goes_at_once(tmp_path, store):
-    with serving(tmp_path, **store(tmp_path)) as server:
+def test_what_a_person_deletes_or_overwrites_and_what_a_session_leaves_goes_at_once(tmp_path):
+    with serving(tmp_path) as server:
         model = server.model()
         server.save(model, 1, "a")
         server.save(model, 2, "b")
@@ -78,7 +70,7 @@ def test_what_a_person_deletes_or_overwrites_and_what_a_session_leaves_goes_at_o
         server.sql("UPDATE sessions SET finished_at = ?", LONG_AGO)
         server.collect()
         assert folders(server, "ephemeral") == [] and folders(server, "weights") == ["b@3"]
-        assert trash(tmp_path, store) == []
+        assert trash(tmp_path) == []
 
 
 def test_without_a_retention_nothing_waits(tmp_path):
@@ -95,12 +87,12 @@ def test_without_a_retention_nothing_waits(tmp_path):
 # -- how long ---------------------------------------------------------------------------------------------------------
 
 
-def test_trash_that_is_past_its_time_is_removed(tmp_path, store):
-    put(tmp_path, "young", 6 * DAY_S, store=store)
-    put(tmp_path, "old", 8 * DAY_S, store=store)
-    with serving(tmp_path, **store(tmp_path)) as server:
+def test_trash_that_is_past_its_time_is_removed(tmp_path):
+    put(tmp_path, "young", 6 * DAY_S)
+    put(tmp_path, "old", 8 * DAY_S)
+    with serving(tmp_path) as server:
         assert any("model/weights/old" in what for what in server.collect())
-    assert trash(tmp_path, store) == ["weights/young"]
+    assert trash(tmp_path) == ["weights/young"]
 
 
 def test_folders_in_the_trash_that_are_not_ours_stay(tmp_path):
@@ -110,17 +102,17 @@ def test_folders_in_the_trash_that_are_not_ours_stay(tmp_path):
     assert (tmp_path / "checkpoints" / ".trash" / "somebody's own").is_dir()
 
 
-def test_trash_goes_oldest_first_when_a_save_needs_its_room(tmp_path, store):
-    with serving(tmp_path, max_disk_gib=1.5 * MIB / 2**30, **store(tmp_path)) as server:
+def test_trash_goes_oldest_first_when_a_save_needs_its_room(tmp_path):
+    with serving(tmp_path, max_disk_gib=1.5 * MIB / 2**30) as server:
         model = server.model()
         server.save(model, 1, "a")
-        put(tmp_path, "newer", 100, MIB, store)
-        put(tmp_path, "older", 200, MIB, store)
+        put(tmp_path, "newer", 100, MIB)
+        put(tmp_path, "older", 200, MIB)
         server.save(model, 2, "b")
-        assert trash(tmp_path, store) == ["weights/newer"]
-        put(tmp_path, "newest", 50, MIB, store)
+        assert trash(tmp_path) == ["weights/newer"]
+        put(tmp_path, "newest", 50, MIB)
         server.save(model, 3, "c")
-        assert trash(tmp_path, store) == ["weights/newest"]
+        assert trash(tmp_path) == ["weights/newest"]
 
 
 # -- back from there --------------------------------------------------------------------------------------------------
@@ -189,19 +181,19 @@ def test_a_round_that_would_take_too_much_takes_none_and_says_so_once(tmp_path, 
         assert sum(record.levelno == logging.ERROR for record in caplog.records) == 2
 
 
-def test_checkpoints_that_became_surplus_all_at_once_stay_and_later_ones_go(tmp_path, store, caplog):
-    with serving(tmp_path, **store(tmp_path)) as server:
+def test_checkpoints_that_became_surplus_all_at_once_stay_and_later_ones_go(tmp_path, caplog):
+    with serving(tmp_path) as server:
         model = server.model()
         for seq_id in range(1, 13):
             server.save(model, seq_id, f"c{seq_id}")
-    with serving(tmp_path, keep_last_checkpoints=1, **store(tmp_path)) as server:
+    with serving(tmp_path, keep_last_checkpoints=1) as server:
         server.collect()
         assert len(folders(server, "weights")) == 12
         assert "0 that the database does not name, 11 beyond keep_last_checkpoints" in caplog.text
         server.save(model, 13, "c13")
         server.save(model, 14, "c14")
         server.collect()
-        assert len(folders(server, "weights")) == 13 and trash(tmp_path, store) == ["weights/c13@13"]
+        assert len(folders(server, "weights")) == 13 and trash(tmp_path) == ["weights/c13@13"]
 
 
 def gc(folder: Path, *arguments: str) -> int:
