@@ -222,8 +222,11 @@ class LiveServer:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return self.http.request(method, path, **options)
+
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        return self.http.post(path, json=body, **options)
+        return self.request("POST", path, json=body, **options)
 
     def ok(self, path: str, body: Any = None, **options: Any) -> Any:
         response = self.post(path, body, **options)
@@ -274,7 +277,7 @@ class LiveServer:
     def submit_pass(self, model: str, seq_id: int, tokens: list[int] | None = None, **options: Any) -> str:
         """Submit a forward_backward in protobuf. Returns its request id."""
         body = pass_request(model, seq_id, [tokens or [1, 2, 3]], **options).SerializeToString()
-        response = self.http.post("/forward_backward", content=body, headers={"Content-Type": PROTOBUF})
+        response = self.request("POST", "/forward_backward", content=body, headers={"Content-Type": PROTOBUF})
         assert response.status_code == 200, response.text
         return response.json()["request_id"]
 

@@ -14,25 +14,15 @@ from typing import Any
 
 import httpx
 
-from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.http.app import create_app
-from tests.tinker.harness import BASE_MODEL, PROTOBUF, ThreadEngine
+from tests.tinker.harness import PROTOBUF, LiveServer, ThreadEngine
 
 
-class InProcessServer:
+class InProcessServer(LiveServer):
     """A server whose state is in `folder`; a second one continues where the first stopped."""
 
     def __init__(self, folder: Path, **options: Any):
-        self.folder = folder
-        self.config = EngineConfig(
-            **{
-                "base_model": BASE_MODEL,
-                "checkpoints_base": folder / "checkpoints",
-                "database_url": f"sqlite:///{folder / 'server.db'}",
-                "long_poll_s": 0.05,
-                **options,
-            }
-        )
+        super().__init__(folder, **{"long_poll_s": 0.05, **options})
 
     def __enter__(self) -> "InProcessServer":
         self._runner = asyncio.Runner()
@@ -46,10 +36,6 @@ class InProcessServer:
         self._runner.run(self._http.aclose())
         self._runner.run(self._lifespan.__aexit__(None, None, None))
         self._runner.close()
-
-    @property
-    def engine(self) -> ThreadEngine:
-        return self.app.state.server.service.engine
 
     def crash(self) -> None:
         """The engine ends by itself, as soon as it has been there."""
@@ -97,8 +83,8 @@ class InProcessServer:
         headers = {"X-API-Key": key, **options.pop("headers", {})}
         return self._runner.run(self._http.request(method, path, headers=headers, **options))
 
-    def post(self, path: str, body: Any, key: str = "tml-test") -> httpx.Response:
-        return self.request("POST", path, key, json=body)
+    def post(self, path: str, body: Any = None, key: str = "tml-test", **options: Any) -> httpx.Response:
+        return self.request("POST", path, key, json=body, **options)
 
     def poll(self, request_id: str, key: str = "tml-test") -> httpx.Response:
         body = {"request_id": request_id}

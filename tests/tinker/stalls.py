@@ -47,18 +47,6 @@ class Stalls(InProcessServer):
     def __init__(self, folder: Path, **options: Any):
         super().__init__(folder, **{"api_keys": ["tml-test", OTHER], **options})
 
-    def session(self, key: str = "tml-test") -> str:
-        return self.post("/create_session", {"tags": [], "user_metadata": {}}, key).json()["session_id"]
-
-    def sampler(self, key: str = "tml-test") -> str:
-        body = {"session_id": self.session(key), "sampling_session_seq_id": 0, "base_model": self.config.base_model}
-        return self.post("/create_sampling_session", body, key).json()["sampling_session_id"]
-
-    def model(self, key: str = "tml-test") -> str:
-        body = {"session_id": self.session(key), "model_seq_id": 0, "base_model": self.config.base_model}
-        request_id = self.post("/create_model", {**body, "lora_config": {"rank": 4}}, key).json()["request_id"]
-        return self.outcome(request_id, key).json()["model_id"]
-
     def answer(self, request_id: str, outcome: Any) -> None:
         """There is a result of the caller's."""
         server = self.app.state.server
@@ -79,7 +67,7 @@ class Stalls(InProcessServer):
 
         Nothing is collected meanwhile: earlier tests of this process have left more to look through than a server has.
         """
-        session = self.session(OTHER)
+        session = self.post("/create_session", {}, OTHER).json()["session_id"]
         gc.disable()
         try:
             return self._runner.run(self._meanwhile(session, requests))

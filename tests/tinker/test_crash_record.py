@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from skyrl.tinker.processes.crash_record import ALONE, IN_ALL, CrashRecord
-from tests.tinker.harness import BASE_MODEL, PROTOBUF, pass_request
+from tests.tinker.harness import PROTOBUF
 from tests.tinker.in_process import InProcessServer
-from tests.tinker.processes import ROOT, running
 
 
 def crash(record: CrashRecord, *running: str) -> None:
@@ -153,18 +152,6 @@ def work_until(server: InProcessServer, condition: Callable[[], bool]) -> None:
     raise AssertionError("it does not come to this")
 
 
-def new_model(server: InProcessServer) -> str:
-    session = server.post("/create_session", {}).json()["session_id"]
-    body = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 4}}
-    return server.outcome(server.post("/create_model", body).json()["request_id"]).json()["model_id"]
-
-
-def submit_pass(server: InProcessServer, model: str, seq_id: int) -> str:
-    body = pass_request(model, seq_id, [[1, 2, 3]]).SerializeToString()
-    response = server.request("POST", "/forward_backward", content=body, headers={"Content-Type": PROTOBUF})
-    return response.json()["request_id"]
-
-
 def die_while_running(server: InProcessServer, request: str) -> None:
     """Everything dies at once while the engine works on a request; then it starts again, and is held."""
     work_until(server, lambda: server.app.state.server.service.crash_record.running == (request,))
@@ -175,29 +162,24 @@ def die_while_running(server: InProcessServer, request: str) -> None:
 
 def test_a_pass_of_which_the_whole_server_dies_three_times_fails_by_name_and_its_model_goes_on(tmp_path):
     with InProcessServer(tmp_path / "server", session_cleanup_interval_sec=-1) as server:
-        model = new_model(server)
+        model = server.model()
         hold(server)
-        request = submit_pass(server, model, 1)
+        request = server.submit_pass(model, 1)
         for _ in range(ALONE):
             die_while_running(server, request)
         server.engine.let_go() if hasattr(server.engine, "backend") else setattr(server.engine, "gate", None)
         failure = server.outcome(request).json()
         assert failure["category"] == "server" and f"request {request}" in failure["error"], failure
-        assert (
-            "incomplete"
-            in server.outcome(
-                server.post("/optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}}).json()["request_id"]
-            ).json()["error"]
-        )
-        assert server.outcome(submit_pass(server, model, 3)).headers["content-type"] == PROTOBUF
+        assert "incomplete" in server.failure(server.submit_step(model, 2))["error"]
+        assert server.outcome(server.submit_pass(model, 3)).headers["content-type"] == PROTOBUF
 
 
 def test_a_model_whose_past_kills_the_engine_is_left_alone_by_later_servers_too(tmp_path):
     with InProcessServer(tmp_path / "server", session_cleanup_interval_sec=-1) as server:
-        model = new_model(server)
-        past = submit_pass(server, model, 1)
+        model = server.model()
+        past = server.submit_pass(model, 1)
         assert server.outcome(past).headers["content-type"] == PROTOBUF
-        early = submit_pass(server, model, 3)  # it waits for the second
+        early = server.submit_pass(model, 3)  # it waits for the second
         server.kill()
         hold(server)
         for _ in range(ALONE):
@@ -205,25 +187,10 @@ def test_a_model_whose_past_kills_the_engine_is_left_alone_by_later_servers_too(
         assert f"cannot be recovered: request {past}" in server.outcome(early).json()["error"]
 
 
-DEADLY = """
-import os, pathlib, signal, sys
-if "skyrl.tinker.api_process" in sys.orig_argv:
-    from skyrl.tinker.requests import replay
-    accept = replay.accept
-    async def deadly(operation, admission, parsed):
-        if operation.name == "optim_step":
-            with pathlib.Path(__file__).with_name("deaths").open("a") as deaths:
-                deaths.write("x")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return await accept(operation, admission, parsed)
-    replay.accept = deadly
-"""
-
-
 def test_a_body_in_which_three_servers_have_ended_is_not_read_again_and_its_model_goes_on(tmp_path):
     with InProcessServer(tmp_path / "server", session_cleanup_interval_sec=-1) as server:
-        model = new_model(server)
-        early = submit_pass(server, model, 2)  # it waits for the first request
+        model = server.model()
+        early = server.submit_pass(model, 2)  # it waits for the first request
 
         def die_of_it() -> None:
             for _ in range(ALONE):
@@ -233,23 +200,6 @@ def test_a_body_in_which_three_servers_have_ended_is_not_read_again_and_its_mode
 
         under_way: list[Any] = []
         server.kill(meanwhile=die_of_it)
-        assert server.outcome(submit_pass(server, model, 1)).headers["content-type"] == PROTOBUF
+        assert server.outcome(server.submit_pass(model, 1)).headers["content-type"] == PROTOBUF
         assert "was being read from the log" in server.outcome(early).json()["error"]
-        assert server.outcome(submit_pass(server, model, 3)).headers["content-type"] == PROTOBUF
-
-
-@pytest.mark.slow
-def test_a_body_that_ends_every_server_which_reads_it_again_fails_its_request_alone(tmp_path):
-    imports = tmp_path / "imports"
-    imports.mkdir()
-    (imports / "sitecustomize.py").write_text(DEADLY)
-    with running(tmp_path, env={"PYTHONPATH": f"{imports}:{ROOT}"}) as server:
-        model, neighbour = server.model(), server.model()
-        early = {"model_id": model, "seq_id": 2, "adam_params": {}}  # it waits for the first request
-        request = server.ok("/optim_step", early)["request_id"]
-        server.kill("api")
-        server.wait_for("serving again at", ALONE + 1)
-        server.train(neighbour, 1)
-        server.submit_pass(model, 1)
-        assert "was being read from the log" in server.failure(request)["error"]
-    assert (imports / "deaths").read_text() == "x" * ALONE
+        assert server.outcome(server.submit_pass(model, 3)).headers["content-type"] == PROTOBUF

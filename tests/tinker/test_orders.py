@@ -125,15 +125,9 @@ def test_what_waits_for_a_missing_request_fails_in_its_place(own_server):
 def test_a_cancelled_request_fails_after_the_end_of_a_process(tmp_path, ends):
     """Nobody told the engine: it is another one that lets it fail."""
     with InProcessServer(tmp_path / "state") as server:
-        session = server.post("/create_session", {"tags": [], "user_metadata": {}, "sdk_version": "x"}).json()
-        made = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": BASE_MODEL}
-        creation = server.post("/create_model", {**made, "lora_config": {"rank": 4, "seed": 1}}).json()["request_id"]
-        model = server.outcome(creation).json()["model_id"]
+        model = server.model()
         server.crash()
-        steps = [
-            server.post("/optim_step", {"model_id": model, "seq_id": place, "adam_params": {}}).json()["request_id"]
-            for place in (1, 2)
-        ]
+        steps = [server.submit_step(model, place) for place in (1, 2)]
         server._runner.run(server.app.state.server.queue.cancel(steps[0]))
         server.kill() if ends == "server" else server.recover()
         assert server.outcome(steps[0]).json() == CANCELLED_ANSWER
@@ -217,12 +211,6 @@ def test_a_model_of_a_finished_session_is_unloaded(own_server):
     assert own_server.post(f"/sessions/{model.partition(':')[0]}/finish", {}).status_code == 204
     unloaded = order(own_server, f"models/{model}/unload")
     assert (unloaded["state"], unloaded["error"]) == ("done", None)
-
-
-@pytest.mark.parametrize("path", ["models/x:train:0/unload", "requests/optim_step-1/cancel"])
-@pytest.mark.parametrize(("key", "code"), [(ALICE, 403), ("tml-wrong", 401), (OPERATOR, 404)])
-def test_with_keys_operators_alone_give_orders(guarded, path, key, code):
-    order(guarded, path, code, key)
 
 
 @pytest.fixture(scope="module")
