@@ -43,7 +43,7 @@ class Bench:
     """An engine that is turned by hand, and the API's end of its channel."""
 
     def __init__(self, folder: Path, **options):
-        self.config = EngineConfig(checkpoints_base=folder / "checkpoints", gap_timeout_s=60, **options)
+        self.config = EngineConfig(**{"checkpoints_base": folder / "checkpoints", "gap_timeout_s": 60, **options})
         ours, its = socket.socketpair()
         ours.settimeout(30)
         self.channel, self._api = EngineChannel(its), EngineChannel(ours)
@@ -134,9 +134,9 @@ def a_version(path: Path, version: str = "v", model_id: str = "m") -> Publish:
     return Publish(request_id=fresh("publish"), model_id=model_id, version=version, path=str(path), persist=False)
 
 
-def a_sample(max_tokens: int = 3) -> Enqueue:
+def a_sample(max_tokens: int = 3, version: str | None = None) -> Enqueue:
     params = SamplingParams(max_tokens=max_tokens, seed=0, stop=[])
-    sample = Sample(request_id=fresh("sample"), version=None, prompt=np.asarray([1, 2], np.int32), params=params)
+    sample = Sample(request_id=fresh("sample"), version=version, prompt=np.asarray([1, 2], np.int32), params=params)
     return Enqueue(sample)
 
 

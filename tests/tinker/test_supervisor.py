@@ -1,25 +1,25 @@
 """The supervisor with real child processes that run the fake backend."""
 
 import asyncio
+import functools
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from skyrl.backends.operations import CreateModel, Publish, Sample
+from skyrl.backends.operations import Sample
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.processes.engine_process import EngineProcess
 from skyrl.tinker.processes.engine_supervisor import READY, SILENT, STARTS, EngineSupervisor
 from skyrl.tinker.processes.messages import Done, Enqueue, FromEngine, Ready
-from skyrl.types import LoraConfig, SampleOutput, SamplingParams
+from skyrl.types import SamplingParams
 from tests.fakes import KILL
 from tests.waiting import BOUND_S
 
@@ -125,247 +125,148 @@ def exists(pid: int) -> bool:
     return True
 
 
-def test_an_engine_becomes_ready_and_answers():
-    async def scenario():
-        async with supervised() as (supervisor, log):
-            await log.ready()
-            supervisor.send(sample("s"))
-            assert isinstance(await log.result("s"), SampleOutput)
-            assert supervisor.state == "ready" and supervisor.info.base_model == "fake"
+def scenario(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Turn a coroutine function into a test."""
 
-    asyncio.run(scenario())
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
 
-
-def test_a_killed_engine_is_reported_and_replaced():
-    async def scenario():
-        async with supervised() as (supervisor, log):
-            await log.ready()
-            first = supervisor.pid
-            os.kill(first, signal.SIGKILL)
-            await log.ready(times=2)
-            assert log.crashes == ["the engine was killed by SIGKILL"]
-            assert supervisor.pid != first and supervisor.restarts == 1
-            supervisor.send(sample("after"))
-            assert isinstance(await log.result("after"), SampleOutput)
-
-    asyncio.run(scenario())
+    return run
 
 
-def test_once_ready_it_never_gives_up_however_often_engines_are_killed_while_they_load():
-    async def scenario():
-        async with supervised() as (supervisor, log):
-            await log.ready()
+@scenario
+async def test_once_ready_it_never_gives_up_however_often_engines_are_killed_while_they_load():
+    async with supervised() as (supervisor, log):
+        await log.ready()
+        os.kill(supervisor.pid, signal.SIGKILL)
+        for crashes in range(1, STARTS + 1):  # before they can be ready
+            await log.until(lambda count=crashes: len(log.crashes) == count)
+            await changed(lambda: supervisor.pid is not None)
             os.kill(supervisor.pid, signal.SIGKILL)
-            for crashes in range(1, STARTS + 1):  # before they can be ready
-                await log.until(lambda count=crashes: len(log.crashes) == count)
-                await changed(lambda: supervisor.pid is not None)
-                os.kill(supervisor.pid, signal.SIGKILL)
-            await log.ready(times=2)
-            assert log.failures == [] and supervisor.state == "ready"
-
-    asyncio.run(scenario())
+        await log.ready(times=2)
+        assert log.failures == [] and supervisor.state == "ready"
 
 
-def test_a_request_that_kills_the_engine_is_not_sent_to_the_next_one():
-    async def scenario():
-        async with supervised() as (supervisor, log):
-            await log.ready()
-            supervisor.send(sample("killer", token=KILL))
-            await log.ready(times=2)
-            supervisor.send(sample("after"))
-            await log.result("after")
-            assert len(log.crashes) == 1
-
-    asyncio.run(scenario())
+@scenario
+async def test_a_request_that_kills_the_engine_is_not_sent_to_the_next_one():
+    async with supervised() as (supervisor, log):
+        await log.ready()
+        supervisor.send(sample("killer", token=KILL))
+        await log.ready(times=2)
+        supervisor.send(sample("after"))
+        await log.result("after")
+        assert len(log.crashes) == 1
 
 
-def test_frames_reach_no_engine_but_the_one_that_is_ready():
-    async def scenario():
-        async with supervised() as (supervisor, log):
-            supervisor.send(sample("before"))
-            await log.ready()
-            os.kill(supervisor.pid, signal.SIGKILL)
-            await log.until(lambda: bool(log.crashes))
-            assert supervisor.state == "restarting"
-            supervisor.send(sample("meanwhile"))
-            await log.ready(times=2)
-            supervisor.send(sample("after"))
-            await log.result("after")
-            assert {frame.request_id for frame in log.frames if isinstance(frame, Done)} == {"after"}
-
-    asyncio.run(scenario())
+@scenario
+async def test_frames_reach_no_engine_but_the_one_that_is_ready():
+    async with supervised() as (supervisor, log):
+        supervisor.send(sample("before"))
+        await log.ready()
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await log.until(lambda: bool(log.crashes))
+        assert supervisor.state == "restarting"
+        supervisor.send(sample("meanwhile"))
+        await log.ready(times=2)
+        supervisor.send(sample("after"))
+        await log.result("after")
+        assert {frame.request_id for frame in log.frames if isinstance(frame, Done)} == {"after"}
 
 
-def test_a_model_that_cannot_be_loaded_fails_once_with_the_engines_message():
-    async def scenario():
-        async with supervised(base_model="missing") as (supervisor, log):
-            await log.until(lambda: bool(log.failures))
-            assert log.failures == ["base_model=missing: there is no such model; name another"]
-            assert log.crashes == [] and supervisor.state == "failed"
-
-    asyncio.run(scenario())
+@scenario
+async def test_a_model_that_cannot_be_loaded_fails_once_with_the_engines_message():
+    async with supervised(base_model="missing") as (supervisor, log):
+        await log.until(lambda: bool(log.failures))
+        assert log.failures == ["base_model=missing: there is no such model; name another"]
+        assert log.crashes == [] and supervisor.state == "failed"
 
 
-def test_it_gives_up_after_three_engines_that_never_became_ready():
-    async def scenario():
-        async with supervised(die_before_ready=True) as (supervisor, log):
-            await log.until(lambda: bool(log.failures))
-            assert "the engine was killed by SIGKILL" in log.failures[0]
-            assert len(log.failures) == 1 and supervisor.restarts == 2
-
-    asyncio.run(scenario())
+@scenario
+async def test_it_gives_up_after_three_engines_that_never_became_ready():
+    async with supervised(die_before_ready=True) as (supervisor, log):
+        await log.until(lambda: bool(log.failures))
+        assert "the engine was killed by SIGKILL" in log.failures[0]
+        assert len(log.failures) == 1 and supervisor.restarts == 2
 
 
-def test_where_an_engine_was_ready_before_one_that_cannot_load_is_tried_again():
-    async def scenario():
-        async with supervised(base_model="missing", again=True) as (supervisor, log):
-            await log.until(lambda: len(log.crashes) == 2 or bool(log.failures))
-            assert log.failures == [] and supervisor.state == "restarting"
-
-    asyncio.run(scenario())
+@scenario
+async def test_where_an_engine_was_ready_before_one_that_cannot_load_is_tried_again():
+    async with supervised(base_model="missing", again=True) as (supervisor, log):
+        await log.until(lambda: len(log.crashes) == 2 or bool(log.failures))
+        assert log.failures == [] and supervisor.state == "restarting"
 
 
-def test_an_engine_that_hangs_and_cannot_be_killed_does_not_count_as_ready(monkeypatch):
+@scenario
+async def test_an_engine_that_hangs_and_cannot_be_killed_does_not_count_as_ready(monkeypatch):
     """As one that waits for a device: to the system it is beyond signals."""
-
-    async def scenario():
-        async with supervised(options={"engine_heartbeat_timeout_sec": 4}) as (supervisor, log):
-            await log.ready()
-            engine = supervisor.pid
-            with monkeypatch.context() as patch:
-                patch.setattr(EngineProcess, "signal", lambda process, number: None)
-                os.kill(engine, signal.SIGSTOP)
-                await changed(lambda: supervisor._hung is not None)
-                assert supervisor.state == "restarting"
-                assert {progress for state, progress in supervisor.history if state == "ready"} == {READY, SILENT}
-                assert supervisor.pid == engine and log.crashes == []
-            os.kill(engine, signal.SIGKILL)
-            await log.ready(times=2)
-            assert (supervisor.state, supervisor.progress) == ("ready", READY)
-
-    asyncio.run(scenario())
+    async with supervised(options={"engine_heartbeat_timeout_sec": 4}) as (supervisor, log):
+        await log.ready()
+        engine = supervisor.pid
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineProcess, "signal", lambda process, number: None)
+            os.kill(engine, signal.SIGSTOP)
+            await changed(lambda: supervisor._hung is not None)
+            assert supervisor.state == "restarting"
+            assert {progress for state, progress in supervisor.history if state == "ready"} == {READY, SILENT}
+            assert supervisor.pid == engine and log.crashes == []
+        os.kill(engine, signal.SIGKILL)
+        await log.ready(times=2)
+        assert (supervisor.state, supervisor.progress) == ("ready", READY)
 
 
-def test_stop_lets_the_engine_finish_background_writes(tmp_path):
-    async def scenario():
-        async with supervised() as (supervisor, log):
-            await log.ready()
-            create = CreateModel(request_id="c", model_id="m", lora_config=LoraConfig())
-            publish = Publish(request_id="p", model_id="m", version="v", path=str(tmp_path / "v"), persist=False)
-            supervisor.send(Enqueue(create, 0))
-            supervisor.send(Enqueue(publish, 1))
-            await log.result("p")
-            pid = supervisor.pid
-            await supervisor.stop()
-            assert supervisor.state == "stopped" and not exists(pid)
-            assert log.crashes == []
-            assert (tmp_path / "v" / "manifest.json").exists()
-
-    asyncio.run(scenario())
+@scenario
+async def test_the_engine_ignores_ctrl_c_and_ends_on_sigterm():
+    async with supervised() as (supervisor, log):
+        await log.ready()
+        os.kill(supervisor.pid, signal.SIGINT)
+        supervisor.send(sample("s"))
+        await log.result("s")
+        assert log.crashes == []
+        os.kill(supervisor.pid, signal.SIGTERM)
+        await log.until(lambda: bool(log.crashes))
+        assert log.crashes == ["the engine exited with status 0"]
 
 
-def test_stop_during_start_up_leaves_no_process_behind():
-    async def scenario():
-        async with supervised() as (supervisor, log):
-            await log.until(lambda: bool(log.frames))
-            pid = supervisor.pid
-        assert not exists(pid) and log.crashes == [] and log.failures == []
-
-    asyncio.run(scenario())
+@scenario
+async def test_an_engine_that_was_started_before_is_the_first_one():
+    async with supervised(with_first=True) as (supervisor, log):
+        first = supervisor._first.pid
+        await log.ready()
+        assert (supervisor.pid, log.crashes) == (first, [])
 
 
-def test_the_engine_ignores_ctrl_c_and_ends_on_sigterm():
-    async def scenario():
-        async with supervised() as (supervisor, log):
-            await log.ready()
-            os.kill(supervisor.pid, signal.SIGINT)
-            supervisor.send(sample("s"))
-            await log.result("s")
-            assert log.crashes == []
-            os.kill(supervisor.pid, signal.SIGTERM)
-            await log.until(lambda: bool(log.crashes))
-            assert log.crashes == ["the engine exited with status 0"]
-
-    asyncio.run(scenario())
+@scenario
+async def test_an_engine_that_was_started_before_and_has_ended_since_is_replaced():
+    async with supervised(with_first=True) as (supervisor, log):
+        os.kill(supervisor._first.pid, signal.SIGKILL)
+        await log.ready()
+        assert log.crashes == ["the engine was killed by SIGKILL"]
 
 
-def test_an_engine_that_was_started_before_is_the_first_one():
-    async def scenario():
-        async with supervised(with_first=True) as (supervisor, log):
-            first = supervisor._first.pid
-            await log.ready()
-            assert (supervisor.pid, log.crashes) == (first, [])
-
-    asyncio.run(scenario())
+@scenario
+async def test_an_engine_that_is_stopped_as_soon_as_it_is_started_has_ended():
+    async with supervised(with_first=True) as (supervisor, _):
+        pid = supervisor._first.pid
+        await asyncio.sleep(0)
+    assert not exists(pid)
 
 
-def test_an_engine_that_was_started_before_and_has_ended_since_is_replaced():
-    async def scenario():
-        async with supervised(with_first=True) as (supervisor, log):
-            os.kill(supervisor._first.pid, signal.SIGKILL)
-            await log.ready()
-            assert log.crashes == ["the engine was killed by SIGKILL"]
-
-    asyncio.run(scenario())
-
-
-def test_an_engine_that_is_stopped_as_soon_as_it_is_started_has_ended():
-    async def scenario():
-        async with supervised(with_first=True) as (supervisor, _):
-            pid = supervisor._first.pid
-            await asyncio.sleep(0)
-        assert not exists(pid)
-
-    asyncio.run(scenario())
+@scenario
+async def test_the_end_of_an_engine_is_noticed_while_all_threads_of_the_process_are_at_work():
+    async with supervised() as (supervisor, log):
+        await log.ready()
+        done = threading.Event()
+        jobs = [asyncio.create_task(asyncio.to_thread(done.wait, BOUND_S)) for _ in range(64)]
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await log.ready(2)
+        assert not done.is_set()
+        done.set()
+        await asyncio.gather(*jobs)
 
 
-def test_the_end_of_an_engine_is_noticed_while_all_threads_of_the_process_are_at_work():
-    async def scenario():
-        async with supervised() as (supervisor, log):
-            await log.ready()
-            done = threading.Event()
-            jobs = [asyncio.create_task(asyncio.to_thread(done.wait, BOUND_S)) for _ in range(64)]
-            os.kill(supervisor.pid, signal.SIGKILL)
-            await log.ready(2)
-            assert not done.is_set()
-            done.set()
-            await asyncio.gather(*jobs)
-
-    asyncio.run(scenario())
-
-
-def test_the_engine_runs_at_a_lower_priority_than_its_parent():
-    async def scenario():
-        async with supervised() as (supervisor, log):
-            await log.ready()
-            assert os.getpriority(os.PRIO_PROCESS, supervisor.pid) > os.getpriority(os.PRIO_PROCESS, 0)
-
-    asyncio.run(scenario())
-
-
-PARENT = """
-import asyncio
-import sys
-from skyrl.tinker.processes.messages import Ready
-from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.processes.engine_supervisor import STARTS, EngineSupervisor
-
-async def main():
-    def on_frame(frame):
-        if isinstance(frame, Ready):
-            print(supervisor.pid, flush=True)
-    config = EngineConfig(base_model="fake", backend="tests.fakes:FakeBackend", checkpoints_base=sys.argv[1])
-    supervisor = EngineSupervisor(config, on_frame=on_frame, on_crash=print, on_failure=print)
-    supervisor.start()
-    await asyncio.sleep(1000)
-
-asyncio.run(main())
-"""
-
-
-def test_the_engine_ends_when_its_parent_is_killed(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", PARENT, tmp_path], stdout=subprocess.PIPE, text=True) as parent:
-        engine = int(parent.stdout.readline())
-        assert exists(engine)
-        parent.kill()
-        assert parent.stdout.read() == ""  # blocks until the engine, which inherited the pipe, has ended too
+@scenario
+async def test_the_engine_runs_at_a_lower_priority_than_its_parent():
+    async with supervised() as (supervisor, log):
+        await log.ready()
+        assert os.getpriority(os.PRIO_PROCESS, supervisor.pid) > os.getpriority(os.PRIO_PROCESS, 0)
