@@ -1,28 +1,15 @@
 """A database that fails now and then: one of N reads or writes is refused, the answer to one of N commits is lost.
 
 The errors are the driver's own (`sqlite3`, `psycopg`), raised where SQLAlchemy calls it, so what the server sees is
-what it sees of a real database. `Faults` are in force in this process while its block lasts; a server's own process
-takes them from a file, as long as that is there, if it is started with the environment of `in_server`.
+what it sees of a real database. `Faults` are in force in this process while its block lasts.
 """
 
-import json
-import os
 import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
-
-VARIABLE = "SKYRL_TEST_DATABASE_FAULTS"
-ROOT = Path(__file__).parents[2]
-SITECUSTOMIZE = """
-import sys
-if "skyrl.tinker.api_process" in sys.orig_argv:
-    from tests.faults import failing_database
-    failing_database.obey_file()
-"""
 
 
 @dataclass(frozen=True)
@@ -42,24 +29,15 @@ class FailingDatabase:
 
     def __init__(self) -> None:
         self.faults = Faults()
-        self.file: Path | None = None
         self.done: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
 
     def next_fails(self, kind: str) -> bool:
-        every = getattr(self._current(), kind)
+        every = getattr(self.faults, kind)
         fails = every > 0 and _fails(kind, *divmod(self.done[kind], every), every)
         self.done[kind] += 1
         self.failed[kind] += fails
         return fails
-
-    def _current(self) -> Faults:
-        if self.file is None:
-            return self.faults
-        try:
-            return Faults(**json.loads(self.file.read_text()))
-        except (FileNotFoundError, ValueError):
-            return Faults()
 
     def before_cursor_execute(self, connection: Any, cursor: Any, statement: str, *_: object) -> None:
         verb = statement.lstrip().partition(" ")[0].upper()
@@ -105,33 +83,3 @@ def failing(**faults: int) -> Iterator[FailingDatabase]:
         yield _DATABASE
     finally:
         _DATABASE.faults = Faults()
-
-
-def obey_file() -> None:
-    """For a server's process: databases fail as the file says that the environment names."""
-    if VARIABLE in os.environ:
-        _install()
-        _DATABASE.file = Path(os.environ[VARIABLE])
-
-
-def in_server(folder: Path, imports: str = "") -> dict[str, str]:
-    """The environment of a server whose database can be made to fail by `order`.
-
-    Args:
-        folder: Where what it takes is put.
-        imports: More to run when its processes start.
-    """
-    folder.mkdir(parents=True)
-    (folder / "sitecustomize.py").write_text(imports + SITECUSTOMIZE)
-    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), VARIABLE: str(folder / "faults.json")}
-
-
-def order(folder: Path, faults: Faults | None) -> None:
-    """Make the database of a server fail from now on, or (None) no longer."""
-    file = folder / "faults.json"
-    if faults is None:
-        file.unlink(missing_ok=True)
-        return
-    written = file.with_suffix(".new")
-    written.write_text(json.dumps(asdict(faults)))
-    written.replace(file)

@@ -4,10 +4,8 @@ Real processes with the fake backend, in which the token `KILL` ends the engine 
 """
 
 import re
-import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,12 +119,6 @@ def test_the_step_after_a_pass_that_kills_fails_and_the_model_goes_on(after_pass
 
 def test_neighbours_of_a_pass_that_kills_see_what_they_would_see_without_it(after_pass, clean):
     assert not differences(after_pass.neighbours, clean.neighbours, tolerance=0)
-
-
-def test_nothing_but_the_pass_that_kills_and_its_step_has_failed(after_pass):
-    with closing(sqlite3.connect(after_pass.folder / "server.db")) as connection:
-        rows = connection.execute("SELECT kind, status FROM requests WHERE status != 'done' ORDER BY seq_id").fetchall()
-    assert rows == [("forward_backward", "failed"), ("optim_step", "failed")]
 
 
 def test_a_sample_that_kills_the_engine_fails_after_three_crashes_alone(after_sample):

@@ -14,8 +14,6 @@ from sqlmodel import Session, select
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.fence import EPOCH, Superseded
 from skyrl.tinker.database.tables import SettingRow
-from tests.tinker.harness import wait_until_ready
-from tests.tinker.processes import running
 from tests.waiting import BOUND_S, until
 
 
@@ -62,16 +60,6 @@ def test_a_server_that_another_has_followed_answers_nothing_and_ends(own_server)
     assert own_server.poll(request).status_code == 408 and "another server has been started" in server.failure
     with closing(sqlite3.connect(own_server.folder / "server.db")) as database:
         assert database.execute("SELECT status FROM requests WHERE seq_id = 1").fetchall() == [("pending",)]
-
-
-@pytest.mark.slow
-def test_a_server_process_that_another_has_followed_ends_for_good_and_says_why(tmp_path):
-    with running(tmp_path) as server:
-        wait_until_ready(server)
-        start_another(tmp_path / "server.db")
-        assert server.http.post("/create_session", json={}).status_code == 503
-        status, output = server.ended()
-    assert status == 1 and "error: database_url=" in output and "another server has been started" in output
 
 
 def test_a_locked_database_fails_the_jobs_of_a_group_together(tmp_path):

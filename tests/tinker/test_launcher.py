@@ -61,30 +61,8 @@ def test_killed_api_process_is_started_again_at_the_same_address(tmp_path):
     assert after.launcher == before.launcher
     assert after.api != before.api and after.engine != before.engine
     assert f"{AGAIN} {server.url}" in server.output
-
-
-def test_client_that_comes_while_there_is_no_api_process_waits_and_is_answered(tmp_path):
-    with running(tmp_path) as server:
-        wait_for_end(server.kill("api"))
-        assert server.session()
-
-
-def test_summary_is_printed_once(tmp_path):
-    with running(tmp_path) as server:
-        server.kill("api")
-        server.wait_for(AGAIN)
-        _, output = server.end(signal.SIGINT)
-    assert output.count("TINKER_BASE_URL=") == 1
-    assert output.count("the server process was killed by SIGKILL; starting it again") == 1
-
-
-@pytest.mark.slow
-def test_api_process_that_is_killed_again_and_again_is_started_again(tmp_path):
-    with running(tmp_path) as server:
-        for count in (1, 2, 3):
-            server.kill("api")
-            server.wait_for(AGAIN, count)
-        server.train(server.model(), 1)
+    assert server.output.count("TINKER_BASE_URL=") == 1
+    assert server.output.count("the server process was killed by SIGKILL; starting it again") == 1
 
 
 def test_pauses_between_deaths_that_come_right_after_ready_grow(monkeypatch):
@@ -106,13 +84,11 @@ def test_pauses_between_deaths_that_come_right_after_ready_grow(monkeypatch):
     assert pauses == [0.1, 0.2, 0.4, 0.8, 0.1]
 
 
-@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_engine_of_a_killed_api_process_ends(tmp_path, hangs):
+def test_engine_of_a_killed_api_process_ends_though_it_hangs(tmp_path):
     with running(tmp_path) as server:
         engine = server.pids().engine
         assert engine is not None
-        if hangs:
-            os.kill(engine, signal.SIGSTOP)
+        os.kill(engine, signal.SIGSTOP)
         try:
             server.kill("api")
             wait_for_end(engine)
@@ -201,12 +177,11 @@ def test_ctrl_c_at_the_terminal_reaches_the_launcher_only(tmp_path):
         assert len({os.getpgid(pid) for pid in (launcher_pid or 0, api, engine)}) == 3
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_signals_to_all_processes_at_once_are_one_clean_stop(tmp_path, number):
+def test_signals_to_all_processes_at_once_are_one_clean_stop(tmp_path):
     with running(tmp_path) as server:
         for pid in server.pids():
             assert pid is not None
-            os.kill(pid, number)
+            os.kill(pid, signal.SIGTERM)
         code, output = server.ended()
     assert code == 0 and "Traceback" not in output
 
@@ -267,8 +242,7 @@ def test_bad_option_is_told_once(tmp_path):
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and "--port=none" in result.stderr
 
 
-@pytest.mark.parametrize("at", ["same", pytest.param("another", marks=pytest.mark.slow)])
-def test_server_whose_launcher_is_killed_is_started_again_at_once(tmp_path, at):
+def test_server_whose_launcher_is_killed_is_started_again_at_once(tmp_path):
     """Though its engine is busy for longer than anybody waits."""
     reserved = reserve_port()
     own = reserved.getsockname()[1]
@@ -279,7 +253,7 @@ def test_server_whose_launcher_is_killed_is_started_again_at_once(tmp_path, at):
         assert engine is not None
         os.kill(engine, signal.SIGSTOP)
         first.kill("launcher")
-        with running(tmp_path, port=own if at == "same" else 0) as second:
+        with running(tmp_path, port=own) as second:
             assert second.outcome(request).content == result
             second.train(second.model(), 1)
 
@@ -310,20 +284,14 @@ def test_sigterm_ends_a_server_whose_engine_hangs(tmp_path):
         wait_for_end(engine)
 
 
-@pytest.mark.parametrize("shared", ["database-url", pytest.param("checkpoints-base", marks=pytest.mark.slow)])
-def test_second_server_on_the_same_state_is_refused_by_the_option(tmp_path, shared):
+def test_second_server_on_the_same_state_is_refused_by_the_option(tmp_path):
     with running(tmp_path / "a") as server:
-        options = command(tmp_path / "a")
-        same = {shared: next(option.partition("=")[2] for option in options if option.startswith(f"--{shared}="))}
-        result = run_to_its_end(tmp_path / "b", **same)
+        result = run_to_its_end(tmp_path / "b", **{"database-url": f"sqlite:///{tmp_path / 'a' / 'server.db'}"})
         server.train(server.model(), 1)
     assert result.returncode == 1
     message = result.stderr.splitlines()[-1]
-    assert (
-        message.startswith("skyrl: error: ")
-        and f"--{shared}" in message
-        and "in use by another server (process " in message
-    )
+    assert message.startswith("skyrl: error: ") and "--database-url" in message
+    assert "in use by another server (process " in message
     assert "Traceback" not in result.stderr and "starting it again" not in result.stderr
 
 
@@ -349,17 +317,6 @@ def test_local_server_does_not_outlive_its_owner(tmp_path):
         owner.kill()
         for pid in pids:
             wait_for_end(pid)
-
-
-@pytest.mark.parametrize(("method", "index"), [("kill_api", 1), pytest.param("kill_engine", 2, marks=pytest.mark.slow)])
-def test_local_server_kills_the_process_it_is_asked_to(tmp_path, method, index):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], cwd=ROOT, stdin=-1, stdout=-1, text=True)
-    with owner:
-        assert owner.stdin is not None and owner.stdout is not None
-        pids = [int(pid) for pid in owner.stdout.readline().split()]
-        print(method, file=owner.stdin, flush=True)
-        assert int(owner.stdout.readline()) == pids[index]
-        owner.kill()
 
 
 def test_a_reserved_port_is_taken_for_all_but_a_server_that_reuses_it():

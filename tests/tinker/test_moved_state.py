@@ -190,10 +190,9 @@ def test_a_server_refuses_two_that_do_not_belong_together_and_leaves_both(left, 
     check_all_is_there(left)
 
 
-@pytest.mark.parametrize("other", ["fresh database", "empty folder", "database of another folder"])
-def test_state_from_before_there_were_ids_is_refused_as_well_where_nothing_fits(left, another, tmp_path, other):
+def test_state_from_before_there_were_ids_is_refused_as_well_where_nothing_fits(left, another, tmp_path):
     left.untie()
-    test_a_server_refuses_two_that_do_not_belong_together_and_leaves_both(left, another, tmp_path, other)
+    test_a_server_refuses_two_that_do_not_belong_together_and_leaves_both(left, another, tmp_path, "fresh database")
 
 
 def test_state_from_before_there_were_ids_is_tied_where_something_fits(left):
@@ -282,7 +281,8 @@ def test_a_command_refuses_beside_a_running_server(tmp_path, capsys, verb):
         wait_until_ready(server)
         options = ["--checkpoints-base", str(tmp_path / "checkpoints"), "--database-url", server.config.database_url]
         assert cli.main([verb, *options]) == 1
-    assert "in use by another server" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "in use by another server" in told and (verb != "gc" or "collects by itself" in told)
 
 
 # -- skyrl gc with a wrong database -----------------------------------------------------------------------------------

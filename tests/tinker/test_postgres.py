@@ -20,7 +20,6 @@ import sqlalchemy
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session, SQLModel, select, text
 
 from skyrl import cli
@@ -162,22 +161,6 @@ def test_absolute_names_of_folders_become_relative(url):
     engine.dispose()
 
 
-def test_failure_stays_alone_in_its_group(url):
-    database = Database(url)
-
-    async def main() -> list[object]:
-        jobs = [database.write(partial(add_session, name)) for name in ("a", "b", "a", "c")]
-        return await asyncio.gather(*jobs, return_exceptions=True)
-
-    assert [isinstance(result, IntegrityError) for result in asyncio.run(main())] == [False, False, True, False]
-    assert database.read_now(lambda session: sorted(session.exec(select(SessionRow.session_id)).all())) == [
-        "a",
-        "b",
-        "c",
-    ]
-    database.close()
-
-
 def too_large(session: Session) -> None:
     add_session("lost", session)
     session.exec(text("SELECT repeat('x', 2000000000)"))
@@ -220,20 +203,6 @@ def test_dry_run_leaves_the_database_as_it_was(url):
     database.dry_run(partial(add_session, "a"))
     assert database.read_now(lambda session: session.exec(select(SessionRow)).all()) == []
     database.close()
-
-
-def test_models_train_save_and_are_loaded_after_a_restart(url, tmp_path):
-    with LiveServer(tmp_path, database_url=url) as server:
-        wait_until_ready(server)
-        model = server.model()
-        after = server.train(model, 1)
-        path = server.run("/save_weights", {"model_id": model, "seq_id": after, "path": "a"})["path"]
-        expected = server.logprobs(model, after + 1)
-        server.run("/save_weights_for_sampler", {"model_id": model, "seq_id": after + 2, "sampling_session_seq_id": 1})
-    with LiveServer(tmp_path, database_url=url) as server:
-        wait_until_ready(server)
-        body = {"session_id": server.session(), "model_seq_id": 0, "path": path, "optimizer": True}
-        assert server.logprobs(server.run("/load_weights", body)["model_id"], 1) == expected
 
 
 def test_what_was_used_and_done_is_told_after_a_restart(url, tmp_path):
@@ -365,13 +334,6 @@ def test_results_and_versions_past_their_limits_go(url, tmp_path):
         assert f"version {model}@1 beyond keep_last_ephemeral=2" in removed
         assert f"version {model}@2 beyond max_ephemeral_gib=1e-09" in removed
         assert any("results" in what for what in removed)
-
-
-def test_killed_server_is_replaced_and_has_the_database_to_itself(url, tmp_path):
-    with running(tmp_path, database_url=url) as server:
-        server.kill("api")
-        server.wait_for("serving again at")
-        server.train(server.model(), 1)
 
 
 # -- connections that end ---------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import pyrage
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.test_api_checkpoints import load_as_new, publish, save
 from tests.tinker.test_rest_checkpoints import url
-from tests.tinker.test_rest_copies import copied
 from tests.tinker.test_rest_downloads import export, folder, links
 
 
@@ -55,14 +54,3 @@ def test_sampler_of_a_deleted_checkpoint_fails_by_name_after_a_restart_too(tmp_p
     with LiveServer(tmp_path) as server:
         wait_until_ready(server)
         assert "deleted" in server.failure(server.submit_sample(sampler, 0)["request_id"])["error"]
-
-
-def test_model_made_of_a_copy_survives_an_engine_crash(own_server):
-    source = own_server.model()
-    own_server.train(source, 1)
-    expected = own_server.logprobs(source, 3)
-    path = copied(own_server, own_server.result(save(own_server, source, 4))["path"])
-    model = own_server.result(load_as_new(own_server, path))["model_id"]
-    own_server.crash()
-    own_server.recover()
-    assert own_server.logprobs(model, 1) == expected
