@@ -19,11 +19,6 @@ def snapshot(server: LiveServer, model: str, seq_id: int, number: int, kind: str
     return server.result(request)["sampling_session_id"]
 
 
-def test_base_model_is_sampled(server):
-    sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
-    assert len(server.sample(sampler, 0)[0]) == 4
-
-
 def test_sampler_of_an_alias_answers_the_canonical_name(server):
     sampler = server.sampler(server.session(), 0, base_model="alias")
     assert server.http.get(f"/samplers/{sampler}").json()["base_model"] == BASE_MODEL
@@ -33,13 +28,6 @@ def test_sampler_of_an_unknown_base_model_is_400_and_names_the_served_ones(serve
     body = {"session_id": server.session(), "sampling_session_seq_id": 0, "base_model": "meta/none"}
     response = server.post("/create_sampling_session", body)
     assert response.status_code == 400 and BASE_MODEL in response.json()["detail"]
-
-
-def test_named_version_is_sampled_by_its_path(server):
-    session, model, seq_id = trained(server)
-    path = server.result(publish(server, model, seq_id, path="a"))["path"]
-    sampler = server.sampler(session, 0, model_path=path)
-    assert server.sample(sampler, 0) != server.sample(server.sampler(session, 1, base_model=BASE_MODEL), 0)
 
 
 def test_path_without_its_kind_names_sampler_weights(server):
@@ -64,39 +52,12 @@ def test_sampler_tells_its_path(server):
     assert answer == {"sampler_id": sampler, "base_model": BASE_MODEL, "model_path": path}
 
 
-def test_unknown_path_is_404(server):
-    model = server.model()
-    body = {"session_id": server.session(), "sampling_session_seq_id": 0}
-    response = server.post("/create_sampling_session", {**body, "model_path": f"tinker://{model}/weights/none"})
-    assert response.status_code == 404
-
-
-def test_same_sampler_number_for_the_same_thing_is_the_same_sampler(server):
-    session = server.session()
-    assert server.sampler(session, 0, base_model=BASE_MODEL) == server.sampler(session, 0, base_model=BASE_MODEL)
-
-
 def test_same_sampler_number_for_something_else_is_refused(server):
     session, model, seq_id = trained(server)
     path = server.result(publish(server, model, seq_id, path="a"))["path"]
     server.sampler(session, 0, base_model=BASE_MODEL)
     body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
     assert server.post("/create_sampling_session", body).status_code == 400
-
-
-def test_snapshot_keeps_its_weights_while_training_goes_on(server):
-    _, model, seq_id = trained(server)
-    sampler = snapshot(server, model, seq_id, 0)
-    before = server.sample(sampler, 0)
-    server.train(model, seq_id + 1)
-    assert server.sample(sampler, 1) == before
-
-
-def test_later_snapshot_samples_later_weights(server):
-    _, model, seq_id = trained(server)
-    first = server.sample(snapshot(server, model, seq_id, 0), 0)
-    seq_id = server.train(model, seq_id + 1)
-    assert server.sample(snapshot(server, model, seq_id, 1), 0) != first
 
 
 def test_snapshot_outlives_its_model(server):
@@ -116,22 +77,6 @@ def test_inflight_samplers_follow_the_newest_inflight_version(server):
     assert server.sample(first, 1) == server.sample(second, 0) != before
 
 
-def test_inflight_request_pins_the_version_of_its_admission(server):
-    _, model, seq_id = trained(server)
-    sampler = snapshot(server, model, seq_id, 0, "inflight")
-    server.sample(sampler, 0)
-    server.sample(snapshot(server, model, server.train(model, seq_id + 1), 1, "inflight"), 0)
-    server.sample(sampler, 1)
-    versions = [frame.operation.version for frame in server.engine.sent if _is_sample_of(frame, model)]
-    assert versions == [f"{model}@3", f"{model}@6", f"{model}@6"]
-
-
-def _is_sample_of(frame, model: str) -> bool:
-    return str(getattr(getattr(frame, "operation", None), "version", "")).startswith(model) and hasattr(
-        frame.operation, "prompt"
-    )
-
-
 def test_snapshots_do_not_move_inflight_samplers(server):
     _, model, seq_id = trained(server)
     sampler = snapshot(server, model, seq_id, 0, "inflight")
@@ -148,47 +93,16 @@ def test_answer_has_a_sequence_id_per_sample(server):
     assert len(result.sequences) == 3
 
 
-def test_same_seq_id_again_gives_the_same_sample(server):
-    sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
-    assert server.submit_sample(sampler, 0) == server.submit_sample(sampler, 0)
-
-
 def test_equal_samples_at_the_same_time_give_one_request(server):
     sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
     answers = server.at_once(*[lambda: server.submit_sample(sampler, 5)["request_id"]] * 8)
     assert len(set(answers)) == 1
 
 
-def test_seq_ids_of_clones_are_64_bits(server):
-    sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
-    server.sample(sampler, 692_158_627_000_000_000)
-
-
 def test_seed_is_drawn_when_absent_so_samples_differ(server):
     sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
     params = {"max_tokens": 8, "temperature": 1.0, "stop": []}
     assert server.sample(sampler, 0, sampling_params=params) != server.sample(sampler, 1, sampling_params=params)
-
-
-def test_equal_seeds_give_equal_samples(server):
-    sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
-    params = {"max_tokens": 8, "temperature": 1.0, "stop": [], "seed": -(2**63)}
-    assert server.sample(sampler, 0, sampling_params=params) == server.sample(sampler, 1, sampling_params=params)
-
-
-def test_prompt_in_several_chunks_is_joined(server):
-    sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
-    parts = {"chunks": [{"tokens": [1]}, {"type": "encoded_text", "tokens": [2, 3]}]}
-    assert server.sample(sampler, 0, prompt=parts) == server.sample(sampler, 1)
-
-
-def test_sample_is_json_for_clients_that_do_not_accept_protobuf(server):
-    sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
-    request = server.submit_sample(sampler, 0, prompt_logprobs=True, topk_prompt_logprobs=2)["request_id"]
-    body = server.outcome(request, accept="application/json").json()
-    assert body["type"] == "sample" and len(body["sequences"][0]["tokens"]) == 4
-    assert body["prompt_logprobs"][0] is None and len(body["prompt_logprobs"]) == 3
-    assert body["topk_prompt_logprobs"][0] is None and len(body["topk_prompt_logprobs"][1]) == 2
 
 
 @pytest.mark.parametrize(
@@ -209,27 +123,6 @@ def test_bad_sample_fails_as_a_future_that_names_the_field(server, options, name
     sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
     failure = server.failure(server.submit_sample(sampler, 0, **options)["request_id"])
     assert failure["category"] == "user" and named in failure["error"]
-
-
-def test_options_that_are_null_mean_their_defaults(server):
-    sampler = server.sampler(server.session(), 0, base_model=BASE_MODEL)
-    answer = server.submit_sample(sampler, 0, num_samples=None, prompt_logprobs=None, topk_prompt_logprobs=None)
-    assert len(answer["sample_sequence_ids"]) == 1
-    assert server.outcome(answer["request_id"]).status_code == 200
-
-
-def test_unknown_sampler_is_404(server):
-    assert server.post("/asample", sample_request("nobody:sample:0", 0)).status_code == 404
-    assert server.http.get("/samplers/nobody:sample:0").status_code == 404
-
-
-def test_unknown_sample_is_410(server):
-    assert server.poll("sample-nobody").status_code == 410
-
-
-def test_named_and_ephemeral_at_once_is_refused(server):
-    failure = server.failure(publish(server, server.model(), 1, path="a", sampling_session_seq_id=0))
-    assert failure["category"] == "user" and "sampling_session_seq_id" in failure["error"]
 
 
 def test_a_backend_that_only_trains_refuses_samples_in_a_line_that_names_the_model(tmp_path):

@@ -14,7 +14,7 @@ from skyrl.tinker.wire.protobuf_scan import MAX_PARTS
 from skyrl.tinker.wire.sharing.decode_pool import THREADS_FOR_BODIES, DecodePool
 from tests.tinker.harness import PROTOBUF, pass_request
 from tests.tinker.in_process import InProcessServer
-from tests.tinker.stalls import OTHER, Stalls, length_delimited
+from tests.tinker.stalls import Stalls, length_delimited
 from tests.waiting import BOUND_S, until
 
 MIB = 2**20
@@ -62,31 +62,6 @@ def server(tmp_path) -> Iterator[Stalls]:
         while server.engine.state != "ready":
             server.let_it_work(0.001)
         yield server
-
-
-def test_a_flood_of_bombs_does_not_keep_the_bodies_of_another_waiting(server: Stalls):
-    mine, other = server.model(), server.model(OTHER)
-    headers = {"Content-Type": PROTOBUF, "Content-Encoding": "zstd"}
-    bombs = [server.sent("/forward_backward", bomb(mine, seq_id), headers=headers) for seq_id in range(1, FLOOD)]
-    refused: list[int] = []
-
-    async def honest() -> None:
-        for seq_id in range(1, 4):
-            body = pass_request(other, seq_id, [[1] * 1000] * 100).SerializeToString()
-            response = await server.sent("/forward_backward", body, OTHER, headers={"Content-Type": PROTOBUF})
-            assert response.status_code == 200, response.text
-            refused.append(sum(task.done() for task in flood))
-        for task in flood:
-            task.cancel()
-
-    async def run() -> None:
-        flood.extend(asyncio.ensure_future(request) for request in bombs)
-        await honest()
-        await asyncio.gather(*flood, return_exceptions=True)
-
-    flood: list[asyncio.Future] = []
-    server._runner.run(run())
-    assert refused[-1] < FLOOD / 2, "bombs that were worked on while three honest bodies came"
 
 
 LONG = {"/retrieve_future": {"request_id": "a" * 2**19}, "/asample": {"sampling_session_id": "a" * 2**19, "seq_id": 0}}

@@ -339,16 +339,3 @@ def test_a_key_may_be_there_twice_for_one_tenant():
 
 def test_keys_of_the_environment_may_have_spaces_in_them():
     assert list(parsed(SKYRL_API_KEYS="tml-new key-old").tenants) == ["tml-new key-old"]
-
-
-def test_a_key_that_stands_for_two_tenants_is_refused_and_not_shown(capsys):
-    told = refusal(capsys, SKYRL_API_KEYS=f"tml-new, tml-new {NAME}")
-    assert "duplicate key" in told and "tml-new" not in told
-
-
-def test_a_line_with_a_key_and_no_name_of_one_is_refused_and_not_shown(capsys, tmp_path):
-    file = tmp_path / "keys"
-    file.touch(0o600)
-    file.write_text("tml-new key-old\n")
-    told = refusal(capsys, "--api-keys-file", str(file))
-    assert "line 1: unexpected space" in told and "tml-new" not in told

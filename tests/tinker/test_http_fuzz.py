@@ -272,14 +272,6 @@ def test_a_trailer_is_no_header(server):
     assert answers_to(server, HEAD + CHUNKS + b"2\r\n{}\r\n0\r\n" + trailer).startswith(b"HTTP/1.1 200")
 
 
-def test_others_are_answered_while_a_body_does_not_come(server):
-    with socket.create_connection(address(server), timeout=PATIENCE_S) as connection:
-        connection.sendall(HEAD + b"Content-Length: 2\r\n\r\n{")
-        server.session()
-        connection.sendall(b"}")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-
-
 def test_a_body_that_stops_coming_is_given_up():
     async def application(scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body"):

@@ -128,11 +128,6 @@ def test_tenants_are_weighed_by_their_display_names(tmp_path):
     assert config.weights == {id_of("tml-a"): 3}
 
 
-def test_a_weight_of_a_name_that_is_not_there_names_it(capsys, tmp_path):
-    told = refusal(capsys, tmp_path, "alice tml-a", "--tenant-weights", '{"alicia": 3}')
-    assert "tenant_weights: 'alicia' is the name of none of the keys" in told
-
-
 def test_a_tenant_that_is_weighed_by_its_name_and_its_id_is_refused(capsys, tmp_path):
     told = refusal(capsys, tmp_path, "alice tml-a", "--tenant-weights", f'{{"alice": 3, "{id_of("tml-a")}": 2}}')
     assert "tenant_weights: duplicate key" in told

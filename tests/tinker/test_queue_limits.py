@@ -244,17 +244,6 @@ def test_the_bytes_of_samples_that_wait_are_bounded_by_tenant(tenants, monkeypat
     assert [samples_until_full(tenants, tenant, **large) for tenant in TENANTS[:2]] == [3, 2]
 
 
-def test_two_tenants_that_take_all_they_can_leave_a_third_room_for_training(tenants, monkeypatch):
-    monkeypatch.setattr(training, "MAX_PENDING_BYTES", 5 * MIB)
-    assert [passes_until_full(tenants, tenant) for tenant in TENANTS] == [2, 1, 1]
-
-
-def test_one_tenant_alone_has_half_of_the_room(tenants, monkeypatch):
-    monkeypatch.setattr(samples, "MAX_PENDING_SAMPLES", 8)
-    assert samples_until_full(tenants, TENANTS[0]) == 4
-    assert samples_until_full(tenants, TENANTS[0]) == 0
-
-
 # -- room that comes back ---------------------------------------------------------------------------------------------
 
 

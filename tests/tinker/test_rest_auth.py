@@ -14,14 +14,6 @@ from skyrl.tinker.identity.tokens import Signer
 from tests.tinker.harness import LiveServer, wait_until_ready
 
 
-@pytest.fixture(scope="module")
-def locked(tmp_path_factory):
-    """A server with two keys."""
-    with LiveServer(tmp_path_factory.mktemp("locked"), api_keys=["tml-a", "tml-b"]) as server:
-        wait_until_ready(server)
-        yield server
-
-
 def keys(server: LiveServer) -> Keys:
     return server.app.state.server.service.keys
 
@@ -113,12 +105,6 @@ def test_sdk_client_gets_another_token_when_the_server_refuses_its_own(tmp_path)
         server.app.state.server.service.keys = Keys({"tml-a": tenant_of_key(b"tml-a")}, Signer("11" * 32))
         assert client.list_sessions().result().sessions == []
         assert client.whoami().result().user_urn.startswith("skyrl:user:key-")
-
-
-def test_sdk_whoami_without_keys(server):
-    url = str(server.http.base_url).removesuffix("/api/v1/")
-    identity = tinker.RestClient(base_url=url, api_key="tml-x").whoami().result()
-    assert (identity.user_urn, identity.org_urn) == ("skyrl:user:local", "tml:organization:local")
 
 
 def test_key_is_described(locked):

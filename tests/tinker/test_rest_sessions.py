@@ -62,11 +62,6 @@ def test_session_lists_its_runs_and_samplers(server):
     }
 
 
-def test_unknown_session_is_404(server):
-    assert server.http.get("/sessions/none").status_code == 404
-    assert server.http.put("/sessions/none/project", json={"project_id": "p"}).status_code == 404
-
-
 def test_session_moves_to_a_project_with_its_runs(own_server):
     session_id = session(own_server)
     model = own_server.model(session_id)

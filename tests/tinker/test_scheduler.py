@@ -293,19 +293,6 @@ def test_a_late_request_does_not_move_a_models_place():
     assert scheduler.finished("m") == 2
 
 
-def test_a_model_is_idle_when_nothing_of_it_is_queued_outstanding_or_held():
-    scheduler = with_model()
-    idle = [scheduler.idle("m")]
-    operation = scheduler.next()
-    assert operation is not None
-    idle.append(scheduler.idle("m"))
-    scheduler.done(operation)
-    idle.append(scheduler.idle("m"))
-    scheduler.add(save(2), 2, 0.0)
-    idle.append(scheduler.idle("m"))
-    assert idle == [False, False, True, False]
-
-
 def test_a_model_that_is_forgotten_fails_what_it_holds_and_leaves_nothing_behind():
     scheduler = with_model((2, save(2)))
     submitted(scheduler)

@@ -247,8 +247,3 @@ def test_bad_options_are_named(operator, capsys, options, told):
     with pytest.raises(SystemExit):
         cli.main(["usage", *options])
     assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("key", "code"), [(OPERATOR, 200), (ALICE, 403), ("tml-wrong", 401), ("", 401)])
-def test_operators_alone_may_read_it(server, key, code):
-    assert server.http.get(f"{server.url}/operator/usage", headers={"X-API-Key": key}).status_code == code

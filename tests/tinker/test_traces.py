@@ -132,13 +132,6 @@ def test_another_key_gets_no_trace(tmp_path):
         assert export(server, session, "tml-a") == []
 
 
-def test_a_changed_link_is_refused(server):
-    url = server.http.get(f"/sessions/{server.session()}/trace_export").json()["url"]
-    base, token, name = url.rsplit("/", 2)
-    first = "A" if token[-20] != "A" else "B"
-    assert httpx.get(f"{base}/{token[:-20]}{first}{token[-19:]}/{name}").status_code == 403
-
-
 def test_a_link_ends_after_an_hour(server):
     url = server.http.get(f"/sessions/{server.session()}/trace_export").json()["url"]
     claims = server.app.state.server.service.keys.signer.read("trace", url.rsplit("/", 2)[1])

@@ -107,10 +107,6 @@ def test_sparse_targets_and_weights_of_different_patterns_equal_dense_ones():
     np.testing.assert_array_equal(decoded.loss_fn_inputs["weights"], weights.numpy())
 
 
-def test_zstd_bodies_are_read():
-    assert_simple(decode(zstandard.compress(sdk_body([simple()])), encoding="zstd"))
-
-
 def test_zstd_bodies_of_many_pieces_are_read():
     tokens = np.random.default_rng(0).integers(0, 2**31, 20_000)
     body = sdk_body([datum(tokens, target_tokens=tokens)])

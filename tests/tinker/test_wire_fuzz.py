@@ -80,12 +80,6 @@ def test_arbitrary_bytes_as_protobuf(body):
 
 @quick
 @given(st.integers(0, len(VALID) - 1), st.binary(max_size=6), st.integers(0, 6))
-def test_a_valid_body_with_bytes_replaced(at, replacement, removed):
-    outcome(VALID[:at] + replacement + VALID[at + removed :], codec.PROTOBUF)
-
-
-@quick
-@given(st.integers(0, len(VALID) - 1), st.binary(max_size=6), st.integers(0, 6))
 def test_the_look_before_parsing_reads_what_the_parser_reads(at, replacement, removed):
     body = VALID[:at] + replacement + VALID[at + removed :]
     try:
