@@ -41,6 +41,7 @@ def test_three_steps_are_those_of_torch(network, params, tmp_path):
         norm = torch.nn.utils.clip_grad_norm_(parameters, params.grad_clip_norm or torch.inf)
         optimizer.step()
         assert metrics["skyrl.ai/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+        assert metrics["skyrl.ai/learning_rate"] == pytest.approx(params.learning_rate)
     learned = published(network.backend, model_id, tmp_path / "learned")
     theirs = {name.replace(".default", ""): x for name, x in model.named_parameters() if "lora_" in name}
     assert learned.keys() == theirs.keys()

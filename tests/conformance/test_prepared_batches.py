@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from skyrl.errors import RequestError
 from skyrl.types import (
     ForwardBackwardOutput,
     OptimStepInput,
@@ -54,12 +53,6 @@ def test_a_prepared_batch_of_two_models_trains_each_on_its_own_rows(backend, new
     assert_same(logprobs(backend, first), logprobs(backend, expected))
 
 
-def test_a_prepared_forward_returns_what_forward_backward_returns(backend, model):
-    looked = backend.forward(pass_batch((model, TOKENS)))["0"]
-    trained = backend.forward_backward(pass_batch((model, TOKENS)))["0"]
-    assert_same(looked.loss_fn_outputs[0]["logprobs"], trained.loss_fn_outputs[0]["logprobs"])
-
-
 def test_a_bad_row_of_a_prepared_batch_fails_alone(backend, new_model):
     good, bad = new_model(), new_model()
     outside = np.asarray([1, backend.info().vocab_size, 2], np.int32)
@@ -106,11 +99,6 @@ def test_a_synchronous_call_keeps_completions_of_others_for_the_next_step(backen
     assert backend.busy and backend.wait(0)
     completions = backend.step()
     assert {completion.request_id for completion in completions} >= {operation.request_id for operation in others}
-
-
-def test_an_optimizer_step_of_an_unknown_model_raises(backend):
-    with pytest.raises(RequestError, match="model_id=nobody is not loaded"):
-        backend.optim_step("nobody", OptimStepInput(ADAM))
 
 
 def test_checkpoint_methods_write_and_read_folders(backend, model, tmp_path):

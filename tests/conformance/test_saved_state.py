@@ -5,8 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from skyrl.backends.backend import CreateModel, LoadCheckpoint, LoadSnapshot, Rejected
-from skyrl.types import ErrorResponse, LoraConfig, OptimStepOutput, SaveOutput
+from skyrl.backends.backend import LoadCheckpoint, LoadSnapshot, Rejected
+from skyrl.types import ErrorResponse, OptimStepOutput, SaveOutput
 from tests.conformance.operations import (
     OTHER_TOKENS,
     SEVERAL_QUANTA,
@@ -22,7 +22,6 @@ from tests.conformance.operations import (
     assert_same,
     differ,
     done,
-    failure,
     fresh,
     logprobs,
     run,
@@ -112,14 +111,6 @@ def test_repeating_what_came_after_a_snapshot_gives_the_same_bits(backend, succe
     assert state(successor, model, tmp_path) == state(backend, model, tmp_path)
 
 
-def test_repeating_a_model_from_its_creation_gives_the_same_bits(backend, successor, model, tmp_path):
-    operations = [a_pass(model), a_step(model), a_pass(model, OTHER_TOKENS)]
-    done(backend, *operations)
-    done(successor, CreateModel(request_id=fresh(), model_id=model, lora_config=LoraConfig(rank=4, seed=7)))
-    done(successor, *operations)
-    assert state(successor, model, tmp_path) == state(backend, model, tmp_path)
-
-
 def test_a_snapshot_leaves_its_model_as_it_is(backend, new_model, tmp_path):
     plain, saved = new_model(), new_model()
     done(backend, a_pass(plain), a_step(plain), a_pass(plain), a_step(plain))
@@ -156,10 +147,6 @@ def test_a_revival_replaces_what_there_is_of_the_model(backend, model, tmp_path)
     done(backend, a_revival(model, saved))
     assert backend.failed_pass(model) is None
     assert state(backend, model, tmp_path) == saved.digest
-
-
-def test_a_snapshot_of_a_model_that_does_not_exist_is_refused(backend, tmp_path):
-    assert "model_id=nobody is not loaded" in failure(backend, a_snapshot("nobody", tmp_path / "snapshot"))
 
 
 @pytest.mark.parametrize("write", [a_save, a_snapshot, lambda model, path: a_publish(model, fresh("version"), path)])

@@ -12,12 +12,10 @@ from tests.conformance.operations import (
     a_sample,
     a_snapshot,
     a_step,
-    assert_same,
     done,
     drawn,
     failure,
     fresh,
-    logprobs,
     run,
     sampled,
     snapshot,
@@ -67,14 +65,6 @@ def test_samples_that_wait_are_drawn_from_the_version_that_they_asked_for(backen
     assert drawn(done(backend, *(a_sample(later.version, seed=seed) for seed in seeds))) != expected
     if not republish:
         assert f"version={version} is not known here" in failure(backend, a_sample(version))
-
-
-def test_sampling_leaves_the_model_that_trains_alone(backend, model, tmp_path):
-    version = fresh("version")
-    done(backend, a_publish(model, version, tmp_path / "version"), a_pass(model), a_step(model))
-    before = logprobs(backend, model)
-    sampled(backend, version)
-    assert_same(logprobs(backend, model), before)
 
 
 def test_a_persisted_version_is_on_disk_when_it_is_acknowledged_and_samples_the_same_from_there(
@@ -128,14 +118,6 @@ def test_a_version_that_cannot_be_written_is_no_matter_to_other_models(backend, 
     done(backend, a_publish(model, version, blocked / "version", persist=False))
     snapshot(backend, new_model(), tmp_path / "snapshot")
     backend.drop_version(version)
-
-
-def test_an_unknown_version_is_refused_by_name(backend):
-    assert "version=nobody is not known here" in failure(backend, a_sample("nobody"))
-
-
-def test_publishing_a_model_that_does_not_exist_is_refused(backend, tmp_path):
-    assert "model_id=nobody is not loaded" in failure(backend, a_publish("nobody", "v", tmp_path / "v"))
 
 
 def test_samples_are_stamped_with_the_version_and_the_base_that_they_were_drawn_from(backend, model):
