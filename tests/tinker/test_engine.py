@@ -53,8 +53,10 @@ def test_a_dropped_version_cannot_be_sampled_any_more(bench, tmp_path):
 
 
 def test_shutdown_finishes_background_writes(bench, tmp_path):
-    engine = bench()
-    engine.turn(*engine.enqueued(create(), a_version(tmp_path / "v")))
+    engine, publish = bench(), a_version(tmp_path / "v")
+    said = engine.turn(*engine.enqueued(create(), publish))
+    while publish.request_id not in [done.request_id for done in of(Done, said)]:
+        said += engine.turn()
     engine.end()
     assert (tmp_path / "v" / "manifest.json").exists()
 
