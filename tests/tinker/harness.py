@@ -154,7 +154,7 @@ def empty_database() -> bytes:
 class LiveServer:
     """A server on a free port. State is in `folder`, so a second one continues where the first stopped.
 
-    `tests/tinker/test_migrations.py` and all tests with real processes make their databases as servers do.
+    All tests with real processes make their databases as servers do.
     """
 
     def __init__(self, folder: Path, **options: Any):

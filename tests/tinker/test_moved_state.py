@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import sqlalchemy
 
 from skyrl import cli
 from skyrl.errors import RequestError
@@ -20,7 +19,6 @@ from skyrl.tinker.database.database import Database
 from skyrl.tinker.server import TinkerServer
 from tests.tinker.harness import BASE_MODEL, LiveServer, ThreadEngine, wait_until_ready
 from tests.tinker.processes import running
-from tests.tinker.test_migrations import downgrade
 from tests.tinker.test_retention import LONG_AGO, Server, session_of
 from tests.waiting import until
 
@@ -146,17 +144,6 @@ def test_a_folder_that_is_reached_through_a_link_is_the_same_folder(left, tmp_pa
 
 
 def test_a_folder_and_its_database_move_together(left, tmp_path):
-    left.folder = left.folder.rename(tmp_path / "elsewhere")
-    check_all_is_there(left)
-
-
-def test_absolute_names_of_earlier_servers_are_found_where_the_folder_is_now(left, tmp_path):
-    engine = sqlalchemy.create_engine(f"sqlite:///{left.folder / 'server.db'}")
-    downgrade(engine, "0002")
-    engine.dispose()
-    left.untie()
-    [(folder,)] = left.sql("SELECT folder FROM checkpoints")
-    assert Path(folder).is_dir() and Path(folder).is_absolute()
     left.folder = left.folder.rename(tmp_path / "elsewhere")
     check_all_is_there(left)
 

@@ -162,6 +162,11 @@ def database(state: State) -> Finding:
     with state.database() as opened:
         if opened.revision is None:
             return problem(f"{opened.url} is no database of this server", "correct --database-url")
+        if opened.revision < opened.oldest:
+            return problem(
+                f"{opened.url} has revision {opened.revision}; this version upgrades from {opened.oldest} on",
+                f"start a version of revision {opened.oldest} on it first (docs/backups.md)",
+            )
         if not opened.known:
             return problem(
                 f"{opened.url} has revision {opened.revision}, which this version does not know: a newer one wrote it",

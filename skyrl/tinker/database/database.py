@@ -269,21 +269,12 @@ def _migrate(engine: Engine, url: str) -> None:
             SQLModel.metadata.create_all(connection)
             REVISIONS.create(connection)
             connection.execute(REVISIONS.insert().values(version_num=KNOWN[-1]))
-        elif revision_of(connection) != KNOWN[-1]:
-            _upgrade(connection, url)
+        elif (revision := revision_of(connection)) != KNOWN[-1]:
+            if (why := unknown_revision(revision)) is not None:
+                raise _refusal(url, f"{why}, or use another database")
+            from alembic import command
 
-
-def _upgrade(connection: Connection, url: str) -> None:
-    from alembic import command
-    from alembic.util import CommandError
-
-    try:
-        command.upgrade(migration_config(connection), "head")
-    except CommandError as error:
-        raise _refusal(
-            url,
-            f"it was written by another version of this server ({error}); start that one, or use another database",
-        ) from error
+            command.upgrade(migration_config(connection), "head")
 
 
 def _refuse_missing_file(url: str) -> None:
@@ -298,6 +289,18 @@ def _refuse_foreign(engine: Engine, url: str) -> None:
             raise _refusal(url, f"it is no database of this server; {NAME_IT}")
 
 
+def unknown_revision(revision: str | None) -> str | None:
+    """Reason why this version cannot use a database of a revision, with the remedy. None if it can."""
+    if revision is None or revision in KNOWN:
+        return None
+    if revision < KNOWN[0]:
+        return (
+            f"it has revision {revision}, and this version upgrades databases from revision {KNOWN[0]} on; start a "
+            f"version of revision {KNOWN[0]} on it first (docs/backups.md)"
+        )
+    return f"it was written by another version of this server (unknown revision {revision}); start that one"
+
+
 def revision_of(connection: Connection) -> str | None:
     """Return the database's revision, or None if the database has no table of revisions."""
     if not sqlalchemy.inspect(connection).has_table(REVISIONS.name):
@@ -307,8 +310,9 @@ def revision_of(connection: Connection) -> str | None:
 
 def _refuse_old(engine: Engine, url: str) -> None:
     with engine.connect() as connection:
-        if revision_of(connection) != KNOWN[-1]:
-            raise _refusal(url, "it was not written by this version of the server; start the server once to upgrade it")
+        if (revision := revision_of(connection)) != KNOWN[-1]:
+            upgrade = "it was not written by this version of the server; start the server once to upgrade it"
+            raise _refusal(url, unknown_revision(revision) or upgrade)
 
 
 def _claim(engine: Engine, url: str) -> Connection:

@@ -50,8 +50,8 @@ class ReadOnlyDatabase:
         except (ArgumentError, DatabaseError, ModuleNotFoundError) as error:
             why = error.orig if isinstance(error, DatabaseError) else error
             raise RequestError(f"database_url={self.url}: it cannot be opened ({why})") from error
-        self.newest = KNOWN[-1]
-        """Newest revision that this installation knows."""
+        self.oldest, self.newest = KNOWN[0], KNOWN[-1]
+        """Oldest and newest revision that this installation knows."""
         self.known = self.revision in KNOWN
         """True if this installation knows the database's revision."""
 
