@@ -17,8 +17,7 @@ from common import emit
 from skyrl.tinker.metrics.request_metrics import RequestMetrics
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.results import Answer
-from skyrl.tinker.traces.timelines import MAX_REQUESTS, Timeline, Timelines
-from skyrl.tinker.traces.trace_events import text
+from skyrl.tinker.traces import MAX_REQUESTS, Timeline, Timelines, text
 
 REQUESTS = 1000
 SESSIONS = [f"00000000-0000-0000-0000-{number:012}" for number in range(100)]

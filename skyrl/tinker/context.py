@@ -26,8 +26,7 @@ from skyrl.tinker.metrics.registry import ServerMetrics
 from skyrl.tinker.processes.crash_record import CrashRecord
 from skyrl.tinker.processes.messages import FromEngine, ToEngine
 from skyrl.tinker.redaction import Redaction
-from skyrl.tinker.wire.sharing.body_quota import BodyQuota
-from skyrl.tinker.wire.sharing.decode_pool import DecodePool
+from skyrl.tinker.wire.sharing import BodyQuota, DecodePool
 from skyrl.types import BackendInfo
 from skyrl.utils.slow_calls import SlowCall, slow_calls
 

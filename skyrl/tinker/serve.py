@@ -25,7 +25,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.config import EngineConfig, is_any, url_of, without_password
 from skyrl.tinker.http.app import create_app
 from skyrl.tinker.http.connections import Connection
-from skyrl.tinker.http.startup_gate import StartupGate
+from skyrl.tinker.http.middleware import StartupGate
 from skyrl.tinker.processes.engine_process import EngineProcess
 from skyrl.tinker.processes.engine_supervisor import EngineSupervisor
 from skyrl.tinker.processes.launcher_link import BACKLOG, LauncherLink, fail

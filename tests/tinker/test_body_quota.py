@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from skyrl.tinker.http import errors
 from skyrl.tinker.http.errors import BodyLimit
-from skyrl.tinker.wire.sharing import body_quota
+from skyrl.tinker.wire import sharing
 from tests.tinker.harness import LiveServer
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.test_http_fuzz import address
@@ -27,7 +27,7 @@ KEYS = ("tml-a", "tml-b")
 @pytest.fixture
 def small_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
     """A server with keys that has room for four large bodies."""
-    monkeypatch.setattr(body_quota, "MAX_BYTES", 4 * LARGE)
+    monkeypatch.setattr(sharing, "MAX_BYTES", 4 * LARGE)
     with LiveServer(tmp_path, api_keys=KEYS) as server:
         server.http.headers["X-API-Key"] = KEYS[1]
         yield server

@@ -10,8 +10,8 @@ import pytest
 import zstandard
 
 from skyrl.tinker.wire import codec
-from skyrl.tinker.wire.protobuf_scan import MAX_PARTS
-from skyrl.tinker.wire.sharing.decode_pool import THREADS_FOR_BODIES, DecodePool
+from skyrl.tinker.wire.protobuf import MAX_PARTS
+from skyrl.tinker.wire.sharing import THREADS_FOR_BODIES, DecodePool
 from tests.tinker.harness import PROTOBUF, pass_request
 from tests.tinker.in_process import InProcessServer
 from tests.tinker.stalls import Stalls, length_delimited

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES, THREADS_FOR_BODIES, DecodePool, encoded
+from skyrl.tinker.wire.sharing import LARGE_BYTES, THREADS_FOR_BODIES, DecodePool, encoded
 
 LARGE = LARGE_BYTES + 1
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from skyrl.algorithms.checks.requests import check_pass
 from skyrl.backends.operations import ForwardBackward
 from skyrl.tinker.processes.channel import ApiChannel, EngineChannel
-from skyrl.tinker.processes.columns import pack, unpack
-from skyrl.tinker.processes.frames import decode, encode
+from skyrl.tinker.processes.frames import decode, encode, pack, unpack
 from skyrl.tinker.processes.messages import Done, Enqueue, FromEngine
 from skyrl.tinker.wire import codec
 from skyrl.types import Datum, ForwardBackwardOutput, GeneratedSequence, SampleOutput

@@ -18,8 +18,8 @@ from skyrl.tinker.http import connections
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import tenant_of_key
 from skyrl.tinker.results import PROTOBUF, Answer
-from skyrl.tinker.wire.sharing import body_quota
-from skyrl.tinker.wire.sharing.decode_pool import THREADS_FOR_BODIES
+from skyrl.tinker.wire import sharing
+from skyrl.tinker.wire.sharing import THREADS_FOR_BODIES
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.stalls import OTHER, Stalls
 from tests.tinker.test_http_fuzz import address
@@ -101,7 +101,7 @@ def test_those_who_ask_at_the_same_time_share_a_copy(in_process: Stalls):
 @pytest.fixture
 def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
     """A server that has room for two large answers, and one of each key."""
-    monkeypatch.setattr(body_quota, "MAX_BYTES", 40 * MIB)
+    monkeypatch.setattr(sharing, "MAX_BYTES", 40 * MIB)
     with LiveServer(tmp_path, api_keys=KEYS) as server:
         wait_until_ready(server)
         database = server.app.state.server.service.database

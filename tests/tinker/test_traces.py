@@ -16,8 +16,7 @@ import tinker
 from skyrl.tinker.http.routes.links import LIFETIME_S
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.results import Answer
-from skyrl.tinker.traces.timelines import Timeline, Timelines
-from skyrl.tinker.traces.trace_events import phases
+from skyrl.tinker.traces import Timeline, Timelines, phases
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.test_api_checkpoints import save
 from tests.tinker.test_cli_tinker import Cli

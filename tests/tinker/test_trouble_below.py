@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.http.startup_gate import REASON
+from skyrl.tinker.http.middleware import REASON
 from skyrl.tinker.processes.engine_supervisor import STARTS
 from skyrl.tinker.processes.heartbeat import Stopwatch, Watch, interval_s
 from skyrl.tinker.processes.messages import Alive

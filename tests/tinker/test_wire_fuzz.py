@@ -15,7 +15,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.errors import MalformedBody
 from skyrl.tinker.wire import codec
 from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
-from skyrl.tinker.wire.protobuf_scan import address_of, check_parts
+from skyrl.tinker.wire.protobuf import address_of, check_parts
 
 MAX_BYTES = 100_000
 quick = settings(max_examples=300, deadline=None)

@@ -1,27 +1,85 @@
-"""Offline maintenance of a stopped server's state: `skyrl gc` (garbage collection) and `skyrl adopt` (state ids).
+"""Offline maintenance of a stopped server's state: `skyrl gc` (garbage collection) and `skyrl adopt` (state ids, and
+checkpoints that have files but no row, after a database restore or a move out of the trash).
 
 Neither command creates a database. If the database is missing or belongs to another program, the options are wrong.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
-from sqlmodel import Session
+from sqlmodel import Session, select
 
 from skyrl.errors import RequestError
-from skyrl.tinker.checkpoints import adoption, retention, state_id, trash
+from skyrl.tinker.checkpoints import retention, state_id, trash
 from skyrl.tinker.checkpoints.collector import OFTEN, Collector, mebibytes, past_its_time, summary
 from skyrl.tinker.checkpoints.disk_budget import GIB
 from skyrl.tinker.checkpoints.guard import at_stake, nameless_folders
-from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules
+from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules, named_folders
 from skyrl.tinker.checkpoints.state_locks import hold
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles
+from skyrl.tinker.database.tables import CheckpointRow, ModelRow
+from skyrl.tinker.identity import ids
+from skyrl.tinker.identity.ids import folder_of_model
+from skyrl.utils.files.stored_folders import inspect_stored, modified_at
 from skyrl.utils.locks.lease import InUse
+
+_FOLDER = re.compile(r"([^/]+)/(weights|sampler_weights|external_weights)/(.+)@(\d+)")
+
+
+def nameless_checkpoints(config: EngineConfig, database: Database, there: set[str]) -> list[CheckpointRow]:
+    """Create a row for each checkpoint that has none, in the order of their saves. The rows are not stored yet.
+
+    The row of the model must exist, as it has the tenant and the LoRA configuration. The name must be free, and all
+    files must exist. Metadata and time to live are lost, and the checkpoint is private.
+
+    Args:
+        config: Configuration of the server.
+        database: Database without the rows.
+        there: Existing folders, below the checkpoint folder or bucket.
+    """
+    return database.read_now(lambda session: _rows(session, config, there - named_folders(session)))
+
+
+def path_of(row: CheckpointRow) -> str:
+    """Return the `tinker://` path of a checkpoint."""
+    return f"{ids.SCHEME}{row.model_id}/{row.kind}/{row.name}"
+
+
+def _rows(session: Session, config: EngineConfig, nameless: set[str]) -> list[CheckpointRow]:
+    models = {folder_of_model(row.model_id): row for row in session.exec(select(ModelRow)).all()}
+    columns = (CheckpointRow.model_id, CheckpointRow.kind, CheckpointRow.name)
+    taken = set(session.exec(select(*columns)).all())
+    found: list[CheckpointRow] = []
+    matches = [match for folder in nameless if (match := _FOLDER.fullmatch(folder)) is not None]
+    for match in sorted(matches, key=lambda match: int(match[4]), reverse=True):  # the latest save of a name first
+        model, kind, name = models.get(match[1]), match[2], match[3]
+        written = inspect_stored(config.path_of(match[0]))
+        if model is None or written is None or (model.model_id, kind, name) in taken:
+            continue
+        taken.add((model.model_id, kind, name))
+        found.append(
+            CheckpointRow(
+                model_id=model.model_id,
+                kind=kind,
+                name=name,
+                tenant=model.tenant,
+                version=ids.version_id(model.model_id, int(match[4])),
+                folder=match[0],
+                base_model=model.base_model,
+                lora_config=model.lora_config,
+                size_bytes=written.size_bytes,
+                digest=written.digest,
+                created_at=modified_at(config.path_of(match[0])),
+            )
+        )
+    return found[::-1]
+
 
 Say = Callable[[str], None]
 
@@ -79,9 +137,9 @@ def adopt(config: EngineConfig, dry_run: bool, say: Say) -> None:
         say(f"{found.words}.")
         for folder in sorted(found.missing):
             say(f"missing: {folder}")
-        lost = adoption.nameless_checkpoints(config, database, found.there)
+        lost = nameless_checkpoints(config, database, found.there)
         for row in lost:
-            say(f"{'would get' if dry_run else 'gets'} its name again: {adoption.path_of(row)}")
+            say(f"{'would get' if dry_run else 'gets'} its name again: {path_of(row)}")
         left = found.there - {row.folder for row in lost} - database.read_now(retention.named_folders)
         if left:
             say(f"{len(left)} folders have no name and get none; a server collects them (to {trash.NAME})")
@@ -107,7 +165,7 @@ def _opened(config: EngineConfig, dry_run: bool) -> Iterator[Database]:
         yield database
 
 
-async def _tie(config: EngineConfig, database: Database, rows: list[adoption.CheckpointRow]) -> None:
+async def _tie(config: EngineConfig, database: Database, rows: list[CheckpointRow]) -> None:
     await database.write(lambda session: session.add_all(rows))
     await state_id.tie_anyway(config, database)
 

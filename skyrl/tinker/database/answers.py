@@ -16,8 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from skyrl.tinker.database.database import Database, Job
 from skyrl.tinker.results import Answer
-from skyrl.tinker.wire.sharing.body_quota import BodyQuota
-from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES, DecodePool
+from skyrl.tinker.wire.sharing import LARGE_BYTES, BodyQuota, DecodePool
 
 PIECE_BYTES = 256 * 2**10
 """Size of a piece of an answer. A connection buffers at most a few pieces that its client has not read."""

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.identity.callers import Caller
-from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES, DecodePool
+from skyrl.tinker.wire.sharing import LARGE_BYTES, DecodePool
 
 
 class Listings:

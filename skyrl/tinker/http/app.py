@@ -9,8 +9,7 @@ from skyrl.tinker.config import EngineConfig, is_loopback
 from skyrl.tinker.context import EngineFactory
 from skyrl.tinker.http import openapi
 from skyrl.tinker.http.errors import BodyLimit, add_error_handlers, error_response
-from skyrl.tinker.http.local_only import LocalOnly
-from skyrl.tinker.http.measured import Measured
+from skyrl.tinker.http.middleware import LocalOnly, Measured
 from skyrl.tinker.http.operators import metrics, orders, probes, status, usage
 from skyrl.tinker.http.routes import (
     accounts,

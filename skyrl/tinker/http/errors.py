@@ -24,7 +24,7 @@ from skyrl.tinker.database.retrying_writer import Stopped
 from skyrl.tinker.errors import BodyTooLarge, DatabaseFull, EngineStarting, MalformedBody
 from skyrl.tinker.wire.codec import too_large_pass
 from skyrl.tinker.wire.parsing import BEGINNING_BYTES, brief, describe
-from skyrl.tinker.wire.sharing.body_quota import announced_length
+from skyrl.tinker.wire.sharing import announced_length
 from skyrl.utils.log import REQUEST_ID
 from skyrl.utils.quota import Busy
 

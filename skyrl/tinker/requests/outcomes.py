@@ -35,7 +35,7 @@ from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.pending import Pending, PendingRequest
 from skyrl.tinker.results import PROTOBUF, Answer, Failure, Lost, Outcome
 from skyrl.tinker.wire import strict_json
-from skyrl.tinker.wire.sharing.decode_pool import encoded
+from skyrl.tinker.wire.sharing import encoded
 from skyrl.types import ErrorResponse, ForwardBackwardOutput, Result, SaveOutput
 from skyrl.utils.async_tasks import SerialTasks, Tasks
 from skyrl.utils.failpoints import crash_point

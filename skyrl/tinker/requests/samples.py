@@ -33,7 +33,7 @@ from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.tinker.results import PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.wire import schemas
 from skyrl.tinker.wire.parsing import JSON_FACTOR, Body, Parsed, SamplerAddress
-from skyrl.tinker.wire.sharing.decode_pool import encoded
+from skyrl.tinker.wire.sharing import encoded
 from skyrl.types import ErrorResponse, Result, SampleOutput
 from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.failpoints import crash_point

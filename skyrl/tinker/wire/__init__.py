@@ -5,8 +5,7 @@ schemas, management_schemas    schemas of JSON requests and responses
 codec, tensors                 training passes and samples as arrays
 too_large, legacy_json         oversized bodies; JSON answers for older clients
 json_numbers, strict_json      incremental decoding and encoding of JSON
-protobuf_scan                  limits of a protobuf body, checked before it is parsed
-protobuf_writer                encoding of large arrays
+protobuf                       limits of a protobuf body before it is parsed; encoding of large arrays
 pace                           pauses in long work, in which the event loop runs
 sharing                        memory and threads, shared between senders
 proto                          protobuf messages

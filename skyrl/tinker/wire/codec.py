@@ -26,9 +26,8 @@ from skyrl.tinker.wire import json_numbers
 from skyrl.tinker.wire.pace import Pace
 from skyrl.tinker.wire.parsing import Body, ModelAddress, TooLarge, describe_faults, json_object, read_address
 from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
-from skyrl.tinker.wire.protobuf_scan import MAX_PARTS, address_of, check_parts, unknown_field
-from skyrl.tinker.wire.protobuf_writer import Part, array, joined
-from skyrl.tinker.wire.protobuf_writer import field as field_of
+from skyrl.tinker.wire.protobuf import MAX_PARTS, Part, address_of, array, check_parts, joined, unknown_field
+from skyrl.tinker.wire.protobuf import field as field_of
 from skyrl.tinker.wire.schemas import ForwardBackwardRequest, ForwardRequest, ModelInput, PassInput, TensorData
 from skyrl.tinker.wire.tensors import Budget, check_dimensions, dense, densified, float32s, from_bytes, int64s, sparse
 from skyrl.types import Datum, ForwardBackwardOutput, SampleOutput, TokenMatrix, TokenTable

@@ -106,7 +106,7 @@ class Limits:
     max_bytes: int
     """Limit of the decompressed body, and of the arrays decoded from it, in bytes."""
     max_parts: int | None = None
-    """Maximum number of fields of a protobuf training pass, in all its messages. None: `protobuf_scan.MAX_PARTS`, and
+    """Maximum number of fields of a protobuf training pass, in all its messages. None: `protobuf.MAX_PARTS`, and
     JSON bodies have the limits of `json_numbers`. Otherwise JSON bodies have no such limits."""
     max_context_length: int = 2**31
     """Approximate maximum number of tokens of a prompt."""

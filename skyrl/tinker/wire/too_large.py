@@ -17,7 +17,7 @@ from skyrl.tinker.wire.codec import PROTOBUF, ZSTD_PIECE
 from skyrl.tinker.wire.json_numbers import outer_members
 from skyrl.tinker.wire.parsing import Body, ModelAddress, Parsed
 from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
-from skyrl.tinker.wire.protobuf_scan import address_of
+from skyrl.tinker.wire.protobuf import address_of
 
 ADDRESS_BYTES = 4096
 """Bytes at the beginning of a body that are searched for the address."""

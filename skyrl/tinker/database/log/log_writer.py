@@ -20,7 +20,7 @@ from skyrl.tinker.database.log import request_log
 from skyrl.tinker.database.log.request_log import Entry, Logged
 from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.results import Failure
-from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES, DecodePool
+from skyrl.tinker.wire.sharing import LARGE_BYTES, DecodePool
 
 PASSES = ("forward_backward", "forward")
 """Kinds of requests whose bodies can be read whether or not they are compressed."""

@@ -16,7 +16,7 @@ from skyrl.errors import UnknownName
 from skyrl.tinker.database.decisions import Decisions
 from skyrl.tinker.database.tables import CheckpointRow, ModelRow, RequestRow, ResultRow
 from skyrl.tinker.results import Answer, Failure, Lost, Outcome
-from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES
+from skyrl.tinker.wire.sharing import LARGE_BYTES
 from skyrl.types import GradientEffect
 
 LOST_ADVICE = (

@@ -15,13 +15,15 @@ from starlette.exceptions import HTTPException
 from skyrl.tinker.context import Service
 from skyrl.tinker.errors import BadKey, BodyTooLarge, MalformedBody
 from skyrl.tinker.http.errors import UNTIL_ANSWERED
-from skyrl.tinker.http.measured import TENANT
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.requests.queue import RequestQueue
 from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.wire.parsing import BEGINNING_BYTES, Body, describe_faults, json_object
-from skyrl.tinker.wire.sharing.body_quota import Reservation, announced_length
+from skyrl.tinker.wire.sharing import Reservation, announced_length
+
+TENANT = "skyrl.tenant"
+"""Key in a request's scope: name of the sender, once it is known."""
 
 
 def _server(request: Request) -> TinkerServer:

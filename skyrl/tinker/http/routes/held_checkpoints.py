@@ -16,7 +16,7 @@ from skyrl.tinker.identity.tokens import BadToken
 from skyrl.tinker.operations.copy_weights import copy_checkpoint
 from skyrl.tinker.operations.upload_weights import begin_upload, finish_upload, receive_file
 from skyrl.tinker.wire import management_schemas as rest
-from skyrl.tinker.wire.sharing.body_quota import announced_length
+from skyrl.tinker.wire.sharing import announced_length
 
 router = APIRouter()
 public = APIRouter()

@@ -14,7 +14,7 @@ from skyrl.tinker.http.routes.dependencies import CallerDependency, ServiceDepen
 from skyrl.tinker.identity import ids
 from skyrl.tinker.operations.training import refuse_by_operator
 from skyrl.tinker.wire import schemas
-from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES
+from skyrl.tinker.wire.sharing import LARGE_BYTES
 
 router = APIRouter()
 

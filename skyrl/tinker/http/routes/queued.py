@@ -28,7 +28,7 @@ from skyrl.tinker.requests.queue import TryAgain
 from skyrl.tinker.results import JSON, PROTOBUF, Answer, Failure, Lost
 from skyrl.tinker.wire import schemas
 from skyrl.tinker.wire.legacy_json import as_json
-from skyrl.tinker.wire.sharing.decode_pool import LARGE_BYTES
+from skyrl.tinker.wire.sharing import LARGE_BYTES
 from skyrl.tinker.wire.strict_json import PIECE_BYTES
 
 router = APIRouter()

@@ -8,7 +8,7 @@ from skyrl.tinker.http.routes.dependencies import CallerDependency, QueueDepende
 from skyrl.tinker.http.routes.links import end_of_link, link
 from skyrl.tinker.identity.tokens import BadToken
 from skyrl.tinker.results import JSON
-from skyrl.tinker.traces.trace_events import PIECE_BYTES, text
+from skyrl.tinker.traces import PIECE_BYTES, text
 from skyrl.tinker.wire import management_schemas as rest
 
 router = APIRouter()

@@ -1,6 +1,7 @@
 """Baseline: all tables of revision 0011, the first revision that this version can upgrade."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import sqlalchemy as sa
 from alembic import op
@@ -60,7 +61,7 @@ TABLES = (
 )
 
 
-def _columns(kind: type[sa.types.TypeEngine[object]], *names: str) -> Iterator[sa.Column[object]]:
+def _columns(kind: type[sa.types.TypeEngine[Any]], *names: str) -> Iterator[sa.Column[Any]]:
     """Columns of one type. A name that ends in `?` is nullable."""
     return (sa.Column(name.rstrip("?"), kind(), nullable=name.endswith("?")) for name in names)
 

@@ -1,9 +1,15 @@
-"""Thread pools that decode and encode large bodies off the event loop.
+"""Fair sharing between senders: memory for bodies (`BodyQuota`), and threads that decode and encode (`DecodePool`).
 
-Request bodies and JSON answers are processed in fair order (`skyrl.utils.fairness`): a hundred large bodies of one
-tenant do not delay another tenant's. Work is charged by bytes before it runs. Afterwards, its excess CPU time is
-charged, because a compressed body may expand by a factor of thousands. Results of the engine are encoded in a single
-separate thread. This is enough, because they arrive no faster than the engine computes them.
+`skyrl.utils.quota` divides the memory for request bodies that are being read or processed, and for answers. Memory for
+a body's Content-Length is reserved before the body is read. Without a Content-Length, memory is reserved as the body
+arrives. If there is not enough memory, the body is rejected unread (429), and the client retries. Small bodies need no
+reservation, so that a sender of large bodies can still poll and keep its sessions alive.
+
+Thread pools decode and encode large bodies off the event loop. Request bodies and JSON answers are processed in fair
+order (`skyrl.utils.fairness`): a hundred large bodies of one tenant do not delay another tenant's. Work is charged by
+bytes before it runs. Afterwards, its excess CPU time is charged, because a compressed body may expand by a factor of
+thousands. Results of the engine are encoded in a single separate thread. This is enough, because they arrive no faster
+than the engine computes them.
 """
 
 import asyncio
@@ -12,11 +18,70 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from starlette.types import Scope
+
 from skyrl.utils.fairness import Accounts
+from skyrl.utils.quota import Quota
+
+MAX_BYTES = 2**30
+"""Maximum total bytes of large bodies; the same limit applies to large answers."""
+SMALL_BYTES = 64 * 2**10
+"""Maximum size of a body that needs no reservation, in bytes."""
+
+
+class BodyQuota:
+    """Memory reservations by sharer.
+
+    Args:
+        what: Description for errors, a format string with `{}` for the number of bytes.
+    """
+
+    def __init__(self, what: str = "bodies of {} bytes") -> None:
+        self.quota = Quota(what)
+
+    @contextmanager
+    def keep(self, sharer: str) -> Iterator["Reservation"]:
+        """Create an empty reservation for a body of this sender. It is released at the end of the block."""
+        kept = Reservation(self.quota, sharer)
+        try:
+            yield kept
+        finally:
+            if kept.size:
+                self.quota.remove(sharer, kept.size)
+
+
+class Reservation:
+    """Memory reservation of one body.
+
+    Args:
+        quota: Quota that the reservation counts against.
+        sharer: Sender of the body.
+    """
+
+    def __init__(self, quota: Quota, sharer: str):
+        self._quota = quota
+        self._sharer = sharer
+        self.size = 0
+
+    def grow_to(self, size: int) -> None:
+        """Increase the reservation to `size` bytes. Raises `Busy` if that exceeds the sender's share."""
+        more = size - self.size
+        if size > SMALL_BYTES and more > 0:
+            self._quota.check(self._sharer, more, MAX_BYTES, aside=self.size)
+            self._quota.add(self._sharer, more)
+            self.size = size
+
+
+def announced_length(scope: Scope) -> int:
+    """Return the Content-Length of a request; 0 if it has none."""
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    return int(length) if length.isdigit() else 0
+
 
 T = TypeVar("T")
 

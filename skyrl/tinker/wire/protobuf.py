@@ -1,15 +1,22 @@
-"""Counting of the fields of a protobuf body before the body is parsed.
+"""Protobuf beside the generated code: limits of a body, checked before it is parsed, and encoding of large arrays.
 
 A field takes two bytes on the wire, almost none if compressed, and a hundred bytes once parsed. A body of a few KB can
 therefore expand to gigabytes of messages, and block the interpreter for seconds. All fields are counted, including
 those of nested messages.
+
+`SerializeToString` copies the arrays of a message several times and holds the interpreter lock meanwhile. For 128 MiB,
+this takes a quarter of a second. Large arrays are therefore encoded in pieces.
 """
 
+from collections.abc import Iterable, Sequence
+from io import BytesIO
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from skyrl.errors import RequestError
+from skyrl.tinker.wire.pace import Pace
 from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 from skyrl.tinker.wire.schemas import MAX_DATUMS
 
@@ -143,3 +150,38 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
             return value, at
         shift += 7
     raise DecodeError("a number without an end")
+
+
+PIECE_BYTES = 2**20
+"""Bytes copied at once."""
+
+Part = bytes | memoryview
+
+
+def field(number: int, parts: Sequence[Part]) -> list[Part]:
+    """Encode a length-delimited field. `parts` are the bytes of a message or of an array."""
+    return [_as_varint(number << 3 | 2) + _as_varint(sum(map(len, parts))), *parts]
+
+
+def array(values: np.ndarray, dtype: str) -> memoryview:
+    """Return the bytes of an array, converted to `dtype`. `dtype` includes the byte order."""
+    return np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8).data
+
+
+def joined(parts: Iterable[Part]) -> bytes:
+    """Concatenate parts."""
+    whole, pace = BytesIO(), Pace()
+    for part in parts:
+        view = memoryview(part)
+        for begin in range(0, len(view), PIECE_BYTES):
+            whole.write(view[begin : begin + PIECE_BYTES])
+            pace()
+    return whole.getvalue()
+
+
+def _as_varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
