@@ -13,8 +13,7 @@ import numpy as np
 from common import emit
 from skyrl.backends.statistics import STATISTICS
 from skyrl.tinker.identity.display_names import DisplayNames
-from skyrl.tinker.metrics.registry import ServerMetrics
-from skyrl.tinker.metrics.tenants import MOST_TENANTS
+from skyrl.tinker.metrics import MOST_TENANTS, ServerMetrics
 from skyrl.tinker.results import Answer
 
 TENANTS = [f"key-{number:016x}" for number in range(MOST_TENANTS)]

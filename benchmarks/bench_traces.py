@@ -14,7 +14,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from common import emit
-from skyrl.tinker.metrics.request_metrics import RequestMetrics
+from skyrl.tinker.metrics import RequestMetrics
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.results import Answer
 from skyrl.tinker.traces import MAX_REQUESTS, Timeline, Timelines, text

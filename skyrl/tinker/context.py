@@ -22,7 +22,7 @@ from skyrl.tinker.database.queries.lookup import Directory
 from skyrl.tinker.errors import EngineStarting
 from skyrl.tinker.identity.callers import Keys, WrongKeys
 from skyrl.tinker.identity.display_names import DisplayNames
-from skyrl.tinker.metrics.registry import ServerMetrics
+from skyrl.tinker.metrics import ServerMetrics
 from skyrl.tinker.processes.crash_record import CrashRecord
 from skyrl.tinker.processes.messages import FromEngine, ToEngine
 from skyrl.tinker.redaction import Redaction

@@ -4,7 +4,7 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
-from skyrl.tinker.metrics.request_metrics import RequestMetrics
+from skyrl.tinker.metrics import RequestMetrics
 from skyrl.tinker.requests.futures import OVERHEAD_BYTES, Futures
 from skyrl.tinker.results import Answer, Failure, Lost
 

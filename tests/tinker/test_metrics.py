@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from skyrl.tinker import metrics
 from skyrl.tinker.identity.display_names import DisplayNames
-from skyrl.tinker.metrics import tenants
-from skyrl.tinker.metrics.tenants import TenantLabels
+from skyrl.tinker.metrics import TenantLabels
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 
 Samples = dict[tuple[str, ...], float]
@@ -161,7 +161,7 @@ def test_an_operators_key_closes_metrics_of_a_server_without_keys(tmp_path):
 
 
 def test_tenants_beyond_so_many_share_a_label(monkeypatch):
-    monkeypatch.setattr(tenants, "MOST_TENANTS", 2)
+    monkeypatch.setattr(metrics, "MOST_TENANTS", 2)
     label = TenantLabels(DisplayNames({"a": "a", "b": "b", "c": "c"}))
     assert [label(tenant) for tenant in ("c", "a", "b", "c", "of before")] == ["c", "a", "other", "c", "other"]
 

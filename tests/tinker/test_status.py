@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl.tinker.http.operators import metrics, status
+from skyrl.tinker.http import operators
 from skyrl.tinker.identity.ids import tenant_of_key
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 from tests.waiting import BOUND_S
@@ -133,8 +133,7 @@ def test_a_model_that_is_parked_is_on_disk_and_one_that_is_unloaded_is_not_liste
 
 
 def test_it_is_answered_while_the_database_is_away(own_server, monkeypatch):
-    for module in (metrics, status):
-        monkeypatch.setattr(module, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(operators, "PATIENCE_S", 0.1)
     model = own_server.model()
     readers, go_on = own_server.app.state.server.service.database._readers, threading.Event()
     for _ in range(readers._max_workers):

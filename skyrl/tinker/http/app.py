@@ -7,10 +7,9 @@ from fastapi import FastAPI
 
 from skyrl.tinker.config import EngineConfig, is_loopback
 from skyrl.tinker.context import EngineFactory
-from skyrl.tinker.http import openapi
+from skyrl.tinker.http import openapi, operators, probes
 from skyrl.tinker.http.errors import BodyLimit, add_error_handlers, error_response
 from skyrl.tinker.http.middleware import LocalOnly, Measured
-from skyrl.tinker.http.operators import metrics, orders, probes, status, usage
 from skyrl.tinker.http.routes import (
     accounts,
     checkpoints,
@@ -75,8 +74,7 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
         app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)
     openapi.complete(app, PREFIX, routers)
     app.include_router(probes.router)
-    for module in (metrics, status, usage, orders):
-        app.include_router(module.router, responses=openapi.ERRORS)
+    app.include_router(operators.router, responses=openapi.ERRORS)
     add_error_handlers(app)
     limits = {
         f"{PREFIX}/{'asample' if operation.name == SAMPLE else operation.name}": operation.max_body_bytes

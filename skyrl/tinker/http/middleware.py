@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl.tinker.config import is_loopback
 from skyrl.tinker.http.errors import error_response
-from skyrl.tinker.http.operators.probes import LIVEZ, READYZ, unready
+from skyrl.tinker.http.probes import LIVEZ, READYZ, unready
 from skyrl.tinker.http.routes.dependencies import TENANT
 from skyrl.utils.log import REQUEST_ID
 

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from skyrl.tinker.identity.ids import Client, client_of, session_of
-from skyrl.tinker.metrics.request_metrics import RequestMetrics
+from skyrl.tinker.metrics import RequestMetrics
 from skyrl.tinker.results import Answer, Lost, Outcome
 from skyrl.tinker.traces import Timeline, Timelines
 

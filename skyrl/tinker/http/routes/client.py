@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from skyrl.algorithms.losses import CUSTOM
-from skyrl.tinker.http.operators.probes import engine_trouble
+from skyrl.tinker.http.probes import engine_trouble
 from skyrl.tinker.http.routes.dependencies import CallerDependency, ServiceDependency
 from skyrl.tinker.wire import schemas
 

@@ -1,20 +1,34 @@
-"""Pending requests, both training requests and samples, with the reason why each waits."""
+"""Status of a server for its operator, computed from existing state.
+
+It covers the whole server (`overview`), each pending request with the reason why it waits (`Requests`), and each model
+that accepts requests, whether or not the engine has it.
+
+Tenants appear by their display names, never by their keys. Texts and tokens do not appear.
+"""
 
 import heapq
 import math
+import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
 
+from sqlalchemy import ColumnElement, func, select
+from sqlmodel import Session, col
+
+from skyrl import __version__
 from skyrl.tinker.context import Service
+from skyrl.tinker.database.tables import ModelRow
 from skyrl.tinker.identity.ids import SAMPLE, folder_of_model, model_of_version
+from skyrl.tinker.requests.engine_models import State as ModelState
 from skyrl.tinker.requests.futures import PendingFuture
 from skyrl.tinker.requests.pending import PendingRequest
 from skyrl.tinker.requests.queue import RequestQueue
 from skyrl.tinker.requests.samples import WaitingSample
+from skyrl.utils.machine import available_memory, host_memory, resident_memory
 from skyrl.utils.slow_calls import SlowCall
 
 State = Literal["waiting", "running"]
@@ -203,3 +217,132 @@ class Requests:
 def _model_of(waiting: WaitingSample) -> str:
     version = waiting.sample.version
     return "" if version is None else model_of_version(version)
+
+
+TAKES_REQUESTS = ("creating", "live")
+PLACES: dict[ModelState | None, str] = {"here": "in the engine", None: "on disk"}
+COLUMNS = [
+    getattr(ModelRow, name)
+    for name in ("model_id", "tenant", "lora_config", "created_at", "last_request_at", "snapshot_bytes")
+]
+
+
+def newest_models(session: Session, limit: int, tenant: str | None) -> tuple[list[Any], int]:
+    """Return at most `limit` models, most recently used first, and the total number."""
+    wanted: list[ColumnElement[bool]] = [col(ModelRow.status).in_(TAKES_REQUESTS)]
+    if tenant is not None:
+        wanted.append(col(ModelRow.tenant) == tenant)
+    order = func.coalesce(col(ModelRow.last_request_at), col(ModelRow.created_at)).desc()
+    rows = session.execute(select(*COLUMNS).where(*wanted).order_by(order, col(ModelRow.model_id)).limit(limit))
+    total = session.execute(select(func.count()).select_from(ModelRow).where(*wanted)).scalar_one()
+    return list(rows), total
+
+
+def tenants_of(session: Session, model_ids: Collection[str]) -> dict[str, str]:
+    """Return the tenant of each model."""
+    model_id = col(ModelRow.model_id)
+    rows = session.execute(select(model_id, col(ModelRow.tenant)).where(model_id.in_(model_ids)))
+    return {row.model_id: row.tenant for row in rows}
+
+
+def described_models(
+    rows: Collection[Any], states: Mapping[str, ModelState], requests: Requests
+) -> list[dict[str, Any]]:
+    """Convert rows of `newest_models` to JSON. Ages are in seconds."""
+    loads, now = requests.by_model(), time.time()
+    return [
+        {
+            "model_id": row.model_id,
+            "tenant": (tenant := requests.shown(row.tenant)),
+            "rank": row.lora_config.get("rank"),
+            **state_of(row.model_id, states, loads.get((row.model_id, tenant), Load()), requests),
+            "age_s": round(now - row.created_at, 1),
+            "idle_s": round(now - (row.last_request_at or row.created_at), 1),
+            "snapshot_bytes": row.snapshot_bytes,
+        }
+        for row in rows
+    ]
+
+
+def state_of(model_id: str, states: Mapping[str, ModelState], load: Load, requests: Requests) -> dict[str, Any]:
+    """Return the state of a model, and its number of requests."""
+    state = states.get(model_id)
+    return {
+        "state": PLACES.get(state, state) if model_id else "in the engine",
+        "waiting": load.waiting,
+        "running": load.running,
+        "oldest_s": None if load.oldest_at == math.inf else round(requests.now - load.oldest_at, 3),
+        "waits_for": requests.waits_for(load.first) if load.first else None,
+    }
+
+
+MOST_MODELS = 200
+"""Maximum number of models in the overview: first those with requests, then others in the engine."""
+CACHE = ("cache_pages", "cache_pages_used")
+
+
+def overview(
+    service: Service, requests: Requests, states: Mapping[str, Any], owners: Mapping[str, str]
+) -> dict[str, Any]:
+    """Describe the server as JSON: counts since its API process started, ages in seconds. May be called in any thread.
+
+    Args:
+        service: The server's shared parts.
+        requests: Pending requests of the server.
+        states: States of models that are in the engine or on their way to or from it; see `EngineModels.states`.
+        owners: Tenants of models without requests.
+    """
+    loads = dict(requests.by_model())
+    busy = sorted(loads, key=lambda who: (who[0] != "", -_size(loads[who])))
+    known = {model_id for model_id, _ in loads}
+    others = [(model_id, requests.shown(owners.get(model_id, ""))) for model_id in states if model_id not in known]
+    listed = [*busy, *others][:MOST_MODELS]
+    oldest_at = min((load.oldest_at for load in loads.values()), default=None)
+    return {
+        "version": __version__,
+        "time": time.time(),
+        "uptime_s": round(time.time() - service.started_at, 1),
+        "engine": _engine(service),
+        "requests": {
+            "waiting": sum(load.waiting for load in loads.values()),
+            "running": sum(sum(load.running.values()) for load in loads.values()),
+            "oldest_s": None if oldest_at is None else round(requests.now - oldest_at, 3),
+            "ended": service.metrics.requests.ended_totals(),
+            "failed": service.metrics.requests.failed_total(),
+        },
+        "tenants": [{"tenant": name, **totals} for name, totals in service.metrics.requests.tenant_totals().items()],
+        "models": [
+            {"model_id": who[0], "tenant": who[1], **state_of(who[0], states, loads.get(who, Load()), requests)}
+            for who in listed
+        ],
+        "models_left_out": len(loads) + len(others) - len(listed),
+        "memory": _memory(service),
+        "slow_calls": [str(call) for call in service.slow_calls()],
+        "disk": {"stored": service.metrics.storage.stored, "free": service.metrics.storage.free},
+    }
+
+
+def _size(load: Load) -> int:
+    return load.waiting + sum(load.running.values())
+
+
+def _engine(service: Service) -> dict[str, Any]:
+    engine = service.engine
+    return {
+        "state": engine.state,
+        "progress": service.redact(engine.progress),
+        "pid": engine.pid,
+        "restarts": service.metrics.engine.restarts_total(),
+        "base_model": engine.info.base_model if engine.info else None,
+    }
+
+
+def _memory(service: Service) -> dict[str, Any]:
+    engine = service.engine
+    return {
+        "api": resident_memory(os.getpid()),
+        "engine": resident_memory(engine.pid) if engine.pid else None,
+        "machine": host_memory(),
+        "available": available_memory(),
+        **{name: engine.statistics[name] for name in CACHE if name in engine.statistics},
+    }
