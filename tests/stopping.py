@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-from skyrl.utils.process_tree import kill_descendants
+from skyrl.utils.processes import kill_descendants
 from tests.live import make_tiny_model
 from tests.waiting import BOUND_S, until
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from skyrl.utils.process_tree import kill_tree
+from skyrl.utils.processes import kill_tree
 from tests.backends.engines.small_runs import arguments
 from tests.live import make_tiny_model
 from tests.tinker.harness import BASE_MODEL

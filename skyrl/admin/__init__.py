@@ -2,7 +2,7 @@
 
 backup      copy the state of a running server
 doctor      find problems of an installation or a running server, with fixes
-status      show the activity of a running server, as text from `screen`
+status      show the activity of a running server, as text or JSON
 keys        list the keys of a key file
 usage       show the usage of all tenants of a running server
 lists       list and control the models and requests of a running server

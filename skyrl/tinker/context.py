@@ -14,9 +14,8 @@ from skyrl.tinker.checkpoints.disk_budget import Disk
 from skyrl.tinker.checkpoints.transfer.uploads import Uploads
 from skyrl.tinker.checkpoints.version_use import VersionUse
 from skyrl.tinker.config import EngineConfig
-from skyrl.tinker.database.answers import Answers
 from skyrl.tinker.database.database import Database
-from skyrl.tinker.database.fair_reads import Listings
+from skyrl.tinker.database.fair_reads import Answers, Listings
 from skyrl.tinker.database.queries.last_seen import Activity
 from skyrl.tinker.database.queries.lookup import Directory
 from skyrl.tinker.errors import EngineStarting

@@ -32,7 +32,7 @@ from skyrl.tinker.processes.launcher_link import BACKLOG, LauncherLink, fail
 from skyrl.tinker.server import TinkerServer
 from skyrl.utils.console import say
 from skyrl.utils.log import setup_logging
-from skyrl.utils.process_tree import kill_descendants
+from skyrl.utils.processes import kill_descendants
 from skyrl.utils.stop_signals import CLOSING_S
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from itertools import count
 from types import FrameType
 
-from skyrl.utils.process_tree import kill_descendants
+from skyrl.utils.processes import kill_descendants
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 STDERR = 2

@@ -19,8 +19,7 @@ import pytest
 
 from skyrl import cli
 from skyrl.admin import words
-from skyrl.admin.screen import Look, rates, screen
-from skyrl.admin.status import BACK, HOME, OTHER_SCREEN
+from skyrl.admin.status import BACK, HOME, OTHER_SCREEN, Look, rates, screen
 from skyrl.tinker.identity.ids import tenant_of_key
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 

@@ -13,7 +13,7 @@ from sqlmodel import Session, select
 
 from skyrl.errors import RequestError
 from skyrl.tinker.database.database import Database
-from skyrl.tinker.database.ledger import billing, charged_samples, sample_charges
+from skyrl.tinker.database.ledger import billing, sample_charges
 from skyrl.tinker.database.ledger.billing import Window
 from skyrl.tinker.database.ledger.charges import HOUR_S, Charge
 from skyrl.tinker.database.ledger.sample_charges import SampleCharges
@@ -165,18 +165,18 @@ def test_a_sample_whose_answer_was_handed_out_stays_charged(own_server, in_betwe
 
 
 def test_nobody_takes_back_what_another_key_was_charged(ledger):
-    charged_samples.add(ledger, {"sample-0": Charge("s", "", "key-a", "m", None, sampled_tokens=5)})
-    charged_samples.refund(ledger, "sample-0", Caller("key-b"))
+    sample_charges.charge_samples(ledger, {"sample-0": Charge("s", "", "key-a", "m", None, sampled_tokens=5)})
+    sample_charges.take_back(ledger, "sample-0", Caller("key-b"))
     assert ledger.exec(select(UsageRow.sampled_tokens)).one() == 5
-    charged_samples.refund(ledger, "sample-0", Caller("key-a"))
+    sample_charges.take_back(ledger, "sample-0", Caller("key-a"))
     assert ledger.exec(select(UsageRow.sampled_tokens)).one() == 0
 
 
 def test_what_samples_were_charged_is_forgotten_after_an_hour_or_two(ledger, monkeypatch):
     for hour, name in enumerate(["old", "recent", "now"]):
         monkeypatch.setattr(time, "time", lambda hour=hour: 1.8e9 + 3600 * hour)
-        charged_samples.add(ledger, {name: Charge("s", "", "t", "m", None, sampled_tokens=5)})
-    charged_samples.forget(ledger)
+        sample_charges.charge_samples(ledger, {name: Charge("s", "", "t", "m", None, sampled_tokens=5)})
+    sample_charges.settle_old(ledger)
     kept = ledger.exec(select(ChargedSampleRow.request_id).order_by(ChargedSampleRow.hour)).all()
     assert kept == ["recent", "now"]
 
@@ -184,9 +184,9 @@ def test_what_samples_were_charged_is_forgotten_after_an_hour_or_two(ledger, mon
 def test_a_sample_that_is_charged_again_in_a_later_hour_leaves_the_earlier_one(ledger, monkeypatch):
     charge = Charge("s", "", "t", "m", None, prefill_tokens=2, sampled_tokens=5, samples=3, sampling_s=0.5)
     monkeypatch.setattr(time, "time", lambda: 1.8e9)
-    charged_samples.add(ledger, {"sample-0": charge, "sample-1": charge})
+    sample_charges.charge_samples(ledger, {"sample-0": charge, "sample-1": charge})
     monkeypatch.setattr(time, "time", lambda: 1.8e9 + 3600)
-    charged_samples.add(ledger, {"sample-0": replace(charge, sampled_tokens=7, samples=4)})
+    sample_charges.charge_samples(ledger, {"sample-0": replace(charge, sampled_tokens=7, samples=4)})
     rows = ledger.exec(select(UsageRow).order_by(UsageRow.hour)).all()
     amounts = [(row.requests, row.prefill_tokens, row.sampled_tokens, row.samples, row.sampling_s) for row in rows]
     assert amounts == [(1, 2, 5, 3, 0.5), (1, 2, 7, 4, 0.5)]
@@ -195,7 +195,7 @@ def test_a_sample_that_is_charged_again_in_a_later_hour_leaves_the_earlier_one(l
 def test_storing_charges_of_samples_again_changes_nothing(ledger):
     charges = {f"sample-{n}": Charge("s", "", "t", "m", None, sampled_tokens=n) for n in range(1200)}
     for _ in range(2):  # the answer to the first may have been lost
-        charged_samples.add(ledger, charges)
+        sample_charges.charge_samples(ledger, charges)
     (row,) = ledger.exec(select(UsageRow)).all()
     assert (row.requests, row.sampled_tokens) == (1200, sum(range(1200)))
 

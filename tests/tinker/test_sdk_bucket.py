@@ -16,7 +16,7 @@ from safetensors.numpy import load
 from live import ADAM, new_trainer, sample, sequence, service, supervised
 from skyrl.tinker.local_server import LocalServer
 from skyrl.utils.files.object_store import ObjectStore
-from skyrl.utils.process_identity import ProcessIdentity
+from skyrl.utils.processes import ProcessIdentity
 from tests.buckets import contents
 from tests.tinker.test_postgres import cluster, url  # noqa: F401 (fixtures)
 from tests.waiting import until

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 CHILD = textwrap.dedent(
     """
     import os, signal, socket, sys
-    from skyrl.utils.parent_death import die_with_parent
+    from skyrl.utils.processes import die_with_parent
     link = socket.socket(fileno=int(sys.argv[1]))
     if "late" in sys.argv:
         link.recv(1)

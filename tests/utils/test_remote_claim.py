@@ -11,7 +11,7 @@ import pytest
 
 from skyrl.utils.files.object_store import ObjectStore
 from skyrl.utils.locks.remote_claim import LOCK, RemoteClaim
-from skyrl.utils.process_identity import boot_id
+from skyrl.utils.processes import boot_id
 from tests.buckets import Proxy
 
 LONG_S = 60.0

@@ -70,7 +70,7 @@ from skyrl.types import ErrorResponse, Result, SampleOutput, SaveOutput
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.locks.wait import engine_lock
 from skyrl.utils.log import setup_logging
-from skyrl.utils.parent_death import die_with_parent
+from skyrl.utils.processes import die_with_parent
 
 log = logging.getLogger("skyrl.tinker.engine")  # __name__ is __main__ in the engine process
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from skyrl.tinker.config import ENVIRONMENT_PREFIXES, SECRET, EngineConfig
 from skyrl.tinker.processes.channel import encode
 from skyrl.tinker.processes.messages import Start
-from skyrl.utils.process_tree import kill_tree
+from skyrl.utils.processes import kill_tree
 
 MALLOC = "glibc.malloc.hugetlb=1"
 """Setting of glibc that allocates large arrays on huge pages, if the system has them. In a training step, this reduces

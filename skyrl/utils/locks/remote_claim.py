@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from skyrl.errors import StorageError
 from skyrl.utils.files.object_store import ObjectStore, PreconditionFailed, Stored
-from skyrl.utils.process_identity import ProcessIdentity, boot_id
+from skyrl.utils.processes import ProcessIdentity, boot_id
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from skyrl.backends.engines.continuation import together
 from skyrl.backends.engines.launcher.vllm import RELOAD
 from skyrl.backends.engines.protocol import AdapterMissing, Draw, Drawn, EngineDown, EngineFailed, Refused
 from skyrl.types import SamplingOptions
-from skyrl.utils.parent_death import die_with_parent
+from skyrl.utils.processes import die_with_parent
 from tests.backends.engines.numpy_models import MarkerModel, NumpyQwen3
 from tests.backends.engines.pretend_engine import PretendEngine, Sizes, facts_of
 

@@ -26,7 +26,7 @@ from skyrl.backends.engines.launcher.options import LaunchOptions
 from skyrl.backends.engines.protocol import EngineDown, OwnAddress
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.errors import RequestError
-from skyrl.utils.process_identity import ProcessIdentity
+from skyrl.utils.processes import ProcessIdentity
 from tests.backends.engines.engine_server import ROOT
 from tests.backends.engines.marked import OPTIONS, admit, fleet_of, ticket, write_marker
 from tests.live import make_tiny_model

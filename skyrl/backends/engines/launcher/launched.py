@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from skyrl.utils.files.atomic_folders import replace_file
-from skyrl.utils.process_identity import ProcessIdentity
+from skyrl.utils.processes import ProcessIdentity
 
 
 def main(record: str, start: str, command: list[str]) -> None:

@@ -31,7 +31,7 @@ from skyrl.utils.backoff import pause_s
 from skyrl.utils.child_environment import without_secrets
 from skyrl.utils.files.atomic_folders import replace_file
 from skyrl.utils.private import private_folder
-from skyrl.utils.process_identity import ProcessIdentity, end_group
+from skyrl.utils.processes import ProcessIdentity, end_group
 
 log = logging.getLogger(__name__)
 

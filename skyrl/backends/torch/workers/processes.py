@@ -23,7 +23,7 @@ from skyrl.backends.torch.workers.worker import Command, WorkerOptions
 from skyrl.errors import BackendLost, RequestError
 from skyrl.utils.child_environment import without_secrets
 from skyrl.utils.locks.scratch import ScratchFolder
-from skyrl.utils.parent_death import die_with_parent
+from skyrl.utils.processes import die_with_parent
 
 STACKS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1)"
 """Code after which SIGUSR1 makes a process print the stacks of its threads."""

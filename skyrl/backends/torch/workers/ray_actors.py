@@ -23,7 +23,7 @@ from skyrl.backends.torch.workers.ray_cluster import CONNECTION, RayOptions, res
 from skyrl.backends.torch.workers.remote import RemoteWorker, RemoteWorkers
 from skyrl.backends.torch.workers.worker import Command, WorkerOptions
 from skyrl.errors import BackendLost, RequestError
-from skyrl.utils.parent_death import die_with_parent
+from skyrl.utils.processes import die_with_parent
 
 THREADS = "OMP_NUM_THREADS"
 ACTOR: dict[str, Any] = {"max_restarts": 0, "concurrency_groups": {"life": 1}}

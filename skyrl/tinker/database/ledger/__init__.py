@@ -1,8 +1,7 @@
 """The ledger: usage, and audit events of checkpoints.
 
 charges           usage of a request, added to the row of its session, run and hour when its answer is stored
-sample_charges    storage of the charges of samples, whose answers are not stored
-charged_samples   charge of each sample until its answer is handed out; refunded if the answer is lost
+sample_charges    charge of each sample, stored until its answer is handed out; refunded if the answer is lost
 audit             audit events, one row each
 billing           answers of the billing and audit routes
 tenant_usage      usage of all tenants, for operators

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.ledger.audit import note_checkpoint
-from skyrl.tinker.database.queries import checkpoint_rows, checkpoint_search, listings
+from skyrl.tinker.database.queries import checkpoint_rows, listings, search
 from skyrl.tinker.database.queries.checkpoint_rows import (
     DeletedCheckpoint,
     expiry,
@@ -57,7 +57,7 @@ async def search_checkpoints(
     request: Annotated[CheckpointSearchRequest, json_body(CheckpointSearchRequest)],
 ) -> Response:
     """Checkpoints that match, newest first."""
-    return await service.listings.answer(caller, partial(checkpoint_search.search, caller=caller, request=request))
+    return await service.listings.answer(caller, partial(search.search_checkpoints, caller=caller, request=request))
 
 
 @router.delete(CHECKPOINT, status_code=204, response_class=Response)

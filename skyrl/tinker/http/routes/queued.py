@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from skyrl.algorithms.checks.requests import MAX_NUM_SAMPLES
-from skyrl.tinker.database.answers import sent
+from skyrl.tinker.database.fair_reads import sent
 from skyrl.tinker.database.log.request_log import LargeResult
 from skyrl.tinker.http.errors import error_response
 from skyrl.tinker.http.routes.dependencies import (

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from skyrl.tinker.database.ledger import audit, charges
-from skyrl.tinker.database.queries import listings, session_search
+from skyrl.tinker.database.queries import listings, search
 from skyrl.tinker.database.tables import SessionRow
 from skyrl.tinker.http.routes.dependencies import (
     CallerDependency,
@@ -122,7 +122,7 @@ async def search_sessions(
     request: Annotated[search_schemas.SessionSearchRequest, json_body(search_schemas.SessionSearchRequest)],
 ) -> Response:
     """Sessions that match, newest first."""
-    return await service.listings.answer(caller, partial(session_search.search, caller=caller, request=request))
+    return await service.listings.answer(caller, partial(search.search_sessions, caller=caller, request=request))
 
 
 @router.get("/sessions/{session_id}", response_model=rest.GetSessionResponse)

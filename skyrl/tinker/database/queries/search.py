@@ -1,19 +1,25 @@
-"""Search for sessions. The cursor of a page names its last session rather than an offset, so new sessions do not shift
-the next page."""
+"""Search for checkpoints and sessions. The cursor of a page names its last row rather than an offset, so concurrent
+changes do not shift the next page.
+"""
 
 import time
 from collections.abc import Iterator
 from itertools import islice
+from uuid import UUID
 
 from sqlalchemy import func
 from sqlmodel import Session, col, select
 
+from skyrl.tinker.database.queries import listings
 from skyrl.tinker.database.queries.listings import unexpired
 from skyrl.tinker.database.tables import CheckpointRow, ModelRow, SessionRow
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.wire import management_schemas as rest
 from skyrl.tinker.wire.schemas import FinishReason
 from skyrl.tinker.wire.search_schemas import (
+    CheckpointSearchCursor,
+    CheckpointSearchRequest,
+    CheckpointSearchResponse,
     SearchCursor,
     SearchStatus,
     SessionSearchRequest,
@@ -30,9 +36,9 @@ ROUNDING_S = 1e-3
 """Upper bound, in seconds, of the rounding error of a time that a client sends back."""
 
 
-def search(session: Session, caller: Caller, request: SessionSearchRequest) -> SessionSearchResponse:
+def search_sessions(session: Session, caller: Caller, request: SessionSearchRequest) -> SessionSearchResponse:
     """Return a page of the caller's matching sessions. A job for `Database.read`."""
-    found = list(islice(_matching(session, caller, request), request.limit + 1))
+    found = list(islice(_matching_sessions(session, caller, request), request.limit + 1))
     page = found[: request.limit]
     sizes = _checkpoints(session, [row.session_id for row in page])
     cursor = None
@@ -43,7 +49,7 @@ def search(session: Session, caller: Caller, request: SessionSearchRequest) -> S
     )
 
 
-def _matching(session: Session, caller: Caller, request: SessionSearchRequest) -> Iterator[SessionRow]:
+def _matching_sessions(session: Session, caller: Caller, request: SessionSearchRequest) -> Iterator[SessionRow]:
     """Yield matching sessions, newest first."""
     if request.owner.owner_urns is not None and caller.urn not in request.owner.owner_urns:
         return
@@ -118,3 +124,53 @@ def _summary(row: SessionRow, caller: Caller, checkpoints: int, size_bytes: int)
         user_metadata=rest.texts(row.user_metadata),
         checkpoint_storage_bytes=size_bytes,
     )
+
+
+def search_checkpoints(session: Session, caller: Caller, request: CheckpointSearchRequest) -> CheckpointSearchResponse:
+    """Return a page of matching checkpoints. A job for `Database.read`."""
+    found = list(islice(_matching_checkpoints(session, caller, request), request.limit + 1))
+    page = found[: request.limit]
+    cursor = None
+    if len(found) > len(page):
+        cursor = CheckpointSearchCursor(
+            last_created_at=rest.moment(page[-1].created_at), last_checkpoint_uuid=_uuid(page[-1])
+        )
+    return CheckpointSearchResponse(checkpoints=[listings.checkpoint(row) for row in page], next_cursor=cursor)
+
+
+def _matching_checkpoints(
+    session: Session, caller: Caller, request: CheckpointSearchRequest
+) -> Iterator[CheckpointRow]:
+    """Yield matching checkpoints, newest first."""
+    owners = request.owner.owner_urns
+    if owners is not None and caller.urn not in owners:
+        return
+    visible = listings.readable(caller) if request.owner.type == "accessible" else listings.own_checkpoints(caller)
+    query = (
+        select(CheckpointRow, SessionRow.project_id)
+        .join(ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id), isouter=True)
+        .join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id), isouter=True)
+        .where(visible)
+        .order_by(*listings.newest_first())
+    )
+    if request.checkpoint_type is not None:
+        query = query.where(CheckpointRow.kind == rest.KINDS[request.checkpoint_type])
+    if request.base_models is not None:
+        query = query.where(col(CheckpointRow.base_model).in_(request.base_models))
+    cursor = request.cursor
+    if cursor is not None:
+        query = query.where(CheckpointRow.created_at <= cursor.last_created_at.timestamp() + ROUNDING_S)
+    behind = (cursor.last_created_at, cursor.last_checkpoint_uuid) if cursor is not None else None
+    for row, project_id in session.exec(query.execution_options(yield_per=200)):
+        if (
+            (behind is None or (rest.moment(row.created_at), _uuid(row)) < behind)
+            and (request.project_ids is None or (project_id or NO_PROJECT) in request.project_ids)
+            and request.user_metadata.items() <= (row.user_metadata or {}).items()
+        ):
+            yield row
+
+
+def _uuid(row: CheckpointRow) -> UUID:
+    """Return the row's number as a UUID. UUIDs sort like the numbers."""
+    assert row.id is not None, "it is stored"
+    return UUID(int=row.id)
