@@ -5,12 +5,11 @@ config                  addresses, sizes and time limits
 needs, requests         engine features that a request needs; calls to engines for a request, and its result
 sleeping, waiting       engines that share devices with the trainer; samples that no engine can draw
 router, fleet           decisions (pure state) on the engine for each sample and adapter; the thread that executes them
-delivery, continuation  resuming a sample on another engine after its engine is lost
+continuation            resuming a sample on another engine after its engine is lost
 adapter_folder          published versions as folders that engines read, each written once
-admission, probes       verification that an engine serves our base model and our adapters
+admission               verification that an engine serves our base model and our adapters
 reserved                engines whose base weights are replaced by versions of fully trained models
 sync_check              verification of each version on each engine before its first sample
-fixed_prompt            the prompt with which engines are compared with the backend
 sampler                 the `SamplerLoop` that combines all of this with the backend's own sampler
 launcher                engines that we start ourselves
 

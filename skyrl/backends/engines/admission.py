@@ -5,24 +5,28 @@ difference of log-probabilities exceeds the bound, the engine serves other weigh
 adapter for each group of modules. The adapter's weights are large enough to change the model's log-probabilities
 clearly. The check also runs with the base model while such adapters occupy all slots, because vLLM 0.32 on CPUs then
 applies the last slot's adapter to the base model. Finally, the check determines the engine's log-probability mode.
+
+Engines are compared on one fixed prompt (`FixedPrompt`), with random test adapters (`Probes`).
 """
 
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Awaitable, Callable
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.engines.adapter_folder import PREFIX, Exports
 from skyrl.backends.engines.config import EngineOptions
 from skyrl.backends.engines.continuation import rest
-from skyrl.backends.engines.fixed_prompt import FixedPrompt
-from skyrl.backends.engines.needs import BASE, BY_PLACE, PROCESSED, RAW, WHOLE, adapter_feature
-from skyrl.backends.engines.probes import Probes
+from skyrl.backends.engines.needs import BASE, BY_PLACE, GROUPS, PROCESSED, RAW, WHOLE, adapter_feature
 from skyrl.backends.engines.protocol import (
     Admitted,
+    Draw,
     Drawn,
     Engine,
     EngineDown,
@@ -32,7 +36,79 @@ from skyrl.backends.engines.protocol import (
     Refused,
 )
 from skyrl.backends.engines.reserved import ReservedEngine
-from skyrl.types import BackendInfo
+from skyrl.errors import RequestError
+from skyrl.types import BackendInfo, LoraConfig
+
+Version = TypeVar("Version")
+Score = Callable[[str | None, np.ndarray], Awaitable[np.ndarray]]
+"""Scoring function: float32 log-probabilities of all tokens after the first, under a version (None: base model)."""
+
+FARTHER = 5
+"""Minimum mean difference of log-probabilities between a probe and the base model, as a multiple of the bound. An
+engine that does not apply the probe is then detected."""
+FIRST_SCALE, LARGEST_SCALE = 0.05, 10.0
+"""First and largest standard deviation of a probe's weights. The deviation is doubled until the probe is far from the
+base model.
+"""
+TOKENS = 48
+"""Number of tokens on which the difference from the base model is measured."""
+
+
+class Probes(Generic[Version]):
+    """Test adapters of a backend, created on first use and kept.
+
+    Args:
+        make: Returns a deterministic random adapter with this configuration and standard deviation of weights.
+        exports: Writes the adapters.
+        versions: Pool that the adapters are published to.
+        score: Scoring function of the backend's own sampler.
+        info: Facts about the backend.
+        bound: Allowed mean difference, in nats, between log-probabilities of an engine and ours.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[LoraConfig, float], Version],
+        exports: Exports[Version],
+        versions: VersionPool[Version],
+        score: Score,
+        info: BackendInfo,
+        bound: float,
+    ):
+        self._make, self._exports, self._versions, self._score = make, exports, versions, score
+        self._info, self._bound = info, bound
+        self._made: asyncio.Task[dict[str, tuple[str, str]]] | None = None
+
+    async def __call__(self) -> dict[str, tuple[str, str]]:
+        """Return the probe of each group: (id of the version in memory, name of the adapter in the folder)."""
+        if self._made is None or (self._made.done() and self._made.exception() is not None):
+            self._made = asyncio.create_task(self._make_all())
+        return await asyncio.shield(self._made)
+
+    async def _make_all(self) -> dict[str, tuple[str, str]]:
+        made = {}
+        for group in GROUPS:
+            parts: dict[str, Any] = {f"train_{other}": other == group for other in GROUPS}
+            config = LoraConfig(rank=self._info.max_lora_rank, **parts)
+            try:
+                made[group] = await self._probe(f"probe of {group}", config)
+            except RequestError:  # the model has no such modules
+                continue
+        return made
+
+    async def _probe(self, name: str, config: LoraConfig) -> tuple[str, str]:
+        count = min(TOKENS, self._info.max_context_length - 1)
+        tokens = np.random.default_rng(1).integers(self._info.vocab_size, size=count).astype(np.int32)
+        scale = FIRST_SCALE
+        base = await self._score(None, tokens)
+        while True:
+            version = await asyncio.to_thread(self._make, config, scale)
+            self._versions.publish(name, version)
+            adapted = await self._score(name, tokens)
+            if np.abs(adapted - base).mean() > FARTHER * self._bound or scale >= LARGEST_SCALE:
+                return name, await asyncio.wrap_future(self._exports.pinned(version))
+            scale *= 2
+
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +116,45 @@ COPIES = 16
 """Minimum copies of an adapter that are loaded at the same time, to fill all adapter slots of an engine."""
 CERTAIN = 1e-5
 """Log-probabilities closer to 0 count as certain."""
+
+PROMPT, DRAWN = 16, 32
+"""Tokens of the prompt, and tokens generated after it."""
+
+
+class FixedPrompt:
+    """The fixed prompt and comparisons based on it.
+
+    Args:
+        info: Facts about the backend.
+        score: Scoring function of the backend's own sampler.
+    """
+
+    def __init__(self, info: BackendInfo, score: Score):
+        self._info, self._score = info, score
+        self._salts = count()
+        length = min(PROMPT, info.max_context_length // 2)
+        self._prompt = np.random.default_rng(0).integers(info.vocab_size, size=length).astype(np.int32)
+
+    def draw(self, adapter: str | None = None, top_k: int = 0) -> Draw:
+        """Request to an engine for a continuation of the fixed prompt."""
+        return Draw(
+            prompt=self._prompt,
+            adapter=adapter,
+            max_tokens=min(DRAWN, self._info.max_context_length - len(self._prompt) - 1),
+            seed=1,
+            temperature=1.0,
+            top_k=top_k,
+            salt=f"fixed prompt {next(self._salts)}",  # never matches cached prefixes
+        )
+
+    async def difference(self, drawn: Drawn, version: str | None) -> float:
+        """Mean absolute difference, in nats, between an engine's log-probabilities and ours under a version."""
+        return float(np.abs(drawn.logprobs - await self.scores(drawn, version)).mean())
+
+    async def scores(self, drawn: Drawn, version: str | None) -> np.ndarray:
+        """Log-probabilities that our own sampler computes for an engine's tokens, under a version."""
+        scores = await self._score(version, np.concatenate([self._prompt, drawn.tokens]))
+        return scores[len(self._prompt) - 1 :]
 
 
 class Admission:

@@ -5,13 +5,16 @@ tokens are the same too if engines derive each token's randomness from seed and 
 a new seed, because random numbers must not be used twice.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
 
-from skyrl.backends.engines.protocol import Draw, Drawn
+from skyrl.backends.engines.needs import BY_PLACE
+from skyrl.backends.engines.protocol import Admitted, Draw, Drawn, EngineDown
+from skyrl.backends.engines.router import Ticket
 from skyrl.types import Origin
 
 
@@ -77,3 +80,36 @@ def ended(draw: Draw, delivered: Drawn) -> Drawn:
 def _seed(seed: int, count: int) -> int:
     digest = blake2b(np.asarray([seed, count], np.uint64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
+
+
+def rest_of(ticket: Ticket, admitted: Admitted) -> Draw:
+    """Request to an engine for the rest of a sample."""
+    ticket.pieces.clear()
+    by_place = BY_PLACE in admitted.features
+    if ticket.delivered is None:
+        ticket.by_place = by_place
+        return ticket.draw
+    ticket.by_place = ticket.by_place and by_place
+    return rest(ticket.draw, ticket.delivered, ticket.by_place)
+
+
+def keep(ticket: Ticket, name: str, admitted: Admitted) -> None:
+    """Keep the tokens received for a sample that the engine will not complete."""
+    pieces, ticket.pieces = ticket.pieces, []
+    if not pieces or not can_go_on(ticket.draw):
+        return
+    sent = together(pieces)
+    with contextlib.suppress(EngineDown):  # tokens from other weights are dropped
+        check_stamp(sent, ticket, name, admitted)
+        ticket.delivered = together([ticket.delivered, sent] if ticket.delivered else [sent])
+
+
+def check_stamp(drawn: Drawn, ticket: Ticket, name: str, admitted: Admitted) -> None:
+    """Raise `EngineDown` if a sample was drawn from other weights than requested."""
+    asked = ticket.adapter, admitted.base
+    for origin in drawn.origins:
+        if (origin.version, origin.base) != asked:
+            raise EngineDown(
+                f"{name} has drawn a sample from adapter={origin.version} on base={origin.base}, not from "
+                f"adapter={asked[0]} on base={asked[1]}; it is not used until it is proved again"
+            )

@@ -16,8 +16,7 @@ from functools import partial
 import uvloop
 
 from skyrl.backends.engines.config import EngineOptions
-from skyrl.backends.engines.continuation import ended, is_whole, together
-from skyrl.backends.engines.delivery import check_stamp, keep, rest_of
+from skyrl.backends.engines.continuation import check_stamp, ended, is_whole, keep, rest_of, together
 from skyrl.backends.engines.protocol import (
     Admitted,
     Drawn,

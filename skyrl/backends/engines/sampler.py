@@ -24,16 +24,14 @@ from skyrl.backends.common.sampling.sampler import Sampler
 from skyrl.backends.common.sampling.sequences import Job
 from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.engines.adapter_folder import Exports
-from skyrl.backends.engines.admission import Admission
+from skyrl.backends.engines.admission import Admission, FixedPrompt, Probes
 from skyrl.backends.engines.config import EngineOptions
-from skyrl.backends.engines.fixed_prompt import FixedPrompt
 from skyrl.backends.engines.fleet import Fleet, Outcome
 from skyrl.backends.engines.http_engine import HttpEngine
 from skyrl.backends.engines.launcher.hangs import Replacing
 from skyrl.backends.engines.launcher.launcher import Launcher
 from skyrl.backends.engines.launcher.vllm import RELOAD
 from skyrl.backends.engines.needs import has_scores, needs_of, needs_of_adapter, way_out
-from skyrl.backends.engines.probes import Probes
 from skyrl.backends.engines.protocol import Admitted, Drawn, Engine, Mismatch, NoEngine
 from skyrl.backends.engines.requests import EngineRequest
 from skyrl.backends.engines.reserved import ReservedEngine

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 
 from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.engines.adapter_folder import Exports
+from skyrl.backends.engines.admission import FixedPrompt
 from skyrl.backends.engines.config import EngineOptions
-from skyrl.backends.engines.fixed_prompt import FixedPrompt
 from skyrl.backends.engines.protocol import Admitted, Engine, EngineDown, EngineFailed, Mismatch
 from skyrl.backends.engines.router import Ticket
 

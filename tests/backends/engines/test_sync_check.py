@@ -7,7 +7,7 @@ import pytest
 
 from skyrl.backends.common.sampling.sequences import Job
 from skyrl.backends.common.versions import Claim
-from skyrl.backends.engines.fixed_prompt import FixedPrompt
+from skyrl.backends.engines.admission import FixedPrompt
 from skyrl.backends.engines.protocol import Admitted
 from skyrl.backends.engines.requests import EngineRequest
 from skyrl.backends.engines.sync_check import SyncCheck
