@@ -200,7 +200,7 @@ def _with_keys(one: Started, stack: ExitStack) -> None:
 
 
 def _launched(one: Started, stack: ExitStack) -> None:
-    one.rl(f"trainer.fsdp2.engines={{launch: {{python: {_silent_engine(one)}}}}}", ADAPTER)
+    one.rl(f"trainer.torch.engines={{launch: {{python: {_silent_engine(one)}}}}}", ADAPTER)
 
 
 def _silent_engine(one: Started) -> Path:
@@ -240,7 +240,7 @@ def _server_loading(one: Started, stack: ExitStack) -> None:
 def _server_launched(one: Started, stack: ExitStack) -> None:
     engines = {"launch": {"python": str(_silent_engine(one))}, "folder": str(one.folder / "adapters")}
     config = {"max_lora_rank": 4, "max_context_length": 64, "engines": engines}
-    one.serve(backend="fsdp2", base_model=one.tiny, backend_config=json.dumps(config))
+    one.serve(backend="torch", base_model=one.tiny, backend_config=json.dumps(config))
 
 
 def _server_import(one: Started, stack: ExitStack) -> None:

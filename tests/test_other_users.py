@@ -188,7 +188,7 @@ def launch(place: Place) -> dict[str, Any]:
 def rl(place: Place) -> list[str]:
     engines = json.dumps(launch(place))
     given = [one for one in arguments(place.inputs, place.tiny) if "_path=" not in one or "model.path" in one]
-    given += [f"trainer.fsdp2.engines={engines}", "trainer.policy.model.lora.rank=4", "trainer.max_steps=2"]
+    given += [f"trainer.torch.engines={engines}", "trainer.policy.model.lora.rank=4", "trainer.max_steps=2"]
     return ["train", "rl", *given, "trainer.placement.colocate_all=false", "trainer.dump_data_batch=true"]
 
 
@@ -220,7 +220,7 @@ def with_workers(place: Place) -> list[str]:
         "engines": launch(place) | {"folder": str(place.home / "adapters")},
     }
     config |= {"workers": "processes", "num_workers": 2}
-    return ["--backend=fsdp2", f"--base-model={place.tiny}", f"--backend-config={json.dumps(config)}"]
+    return ["--backend=torch", f"--base-model={place.tiny}", f"--backend-config={json.dumps(config)}"]
 
 
 @pytest.mark.parametrize("options", [fake, pytest.param(with_workers, marks=pytest.mark.slow)])

@@ -98,7 +98,7 @@ DEFECTS = [
     Defect(
         "torch-merge",
         "a merged export of the torch backend omits the scaling",
-        "tests/train/test_export_command.py::test_a_merged_export_is_base_and_adapter_to_transformers[fsdp2]",
+        "tests/train/test_export_command.py::test_a_merged_export_is_base_and_adapter_to_transformers[torch]",
         "skyrl/backends/torch/models/checkpoints.py",
         "base() + np.float32(scaling) * (a @ b).T",
         "base() + (a @ b).T",
@@ -458,7 +458,7 @@ DEFECTS = [
         "tokens that a lost engine has delivered are sampled again",
         "tests/backends/engines/test_continuation.py::"
         "test_what_was_delivered_before_a_kill_is_kept_and_nothing_is_drawn_twice",
-        "skyrl/backends/engines/delivery.py",
+        "skyrl/backends/engines/continuation.py",
         "    if not pieces or not can_go_on(ticket.draw):\n",
         "    if True:\n",
     ),
@@ -545,7 +545,7 @@ DEFECTS = [
         "all samples of a tenant's flood go to the backend at once",
         "tests/tinker/test_scheduler.py::"
         "test_of_a_tenants_flood_no_more_goes_than_its_window_and_the_rest_as_that_ends",
-        "skyrl/tinker/engine/sample_window.py",
+        "skyrl/tinker/engine/scheduler.py",
         "not tenant.waiting or tenant.used >= self._tokens",
         "not tenant.waiting",
     ),

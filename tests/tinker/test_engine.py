@@ -122,7 +122,7 @@ def test_a_backend_can_be_named_by_module_and_attribute():
     [
         (
             {"backend": "nope"},
-            "backend=nope: no backend named 'nope'; known: fsdp, fsdp2, jax, skyrl_train, or module:attribute",
+            "backend=nope: no backend named 'nope'; known: fsdp, fsdp2, jax, skyrl_train, torch, or module:attribute",
         ),
         ({"backend": "tests.nowhere:X"}, "backend=tests.nowhere:X: cannot import it"),
         ({"backend": "tests.fakes:Nowhere"}, "backend=tests.fakes:Nowhere: cannot import it"),

@@ -15,10 +15,10 @@ from tests.backends.driver import training_state
 
 ON = {
     "jax": ["strategy=jax", "jax.deterministic=true", "jax.warm_up=false", "jax.compilation_cache=false"],
-    "fsdp2": ["strategy=fsdp2", "fsdp2.deterministic=true"],
-    "fsdp2 on two workers": [
-        "strategy=fsdp2",
-        "fsdp2={deterministic: true, num_workers: 2, workers: processes, fsdp_size: -1}",
+    "torch": ["strategy=torch", "torch.deterministic=true"],
+    "torch on two workers": [
+        "strategy=torch",
+        "torch={deterministic: true, num_workers: 2, workers: processes, fsdp_size: -1}",
     ],
 }
 """Overrides for training bit for bit. JAX's programs are not kept, as the suite has its own. torch compiles none, so
@@ -57,7 +57,7 @@ def on(strategy: str) -> list[str]:
     return [f"trainer.{override}" for override in (*ON[strategy], *apart)]
 
 
-def command(rows: Path, model: Path, folder: Path, *overrides: str, strategy: str = "fsdp2") -> list[str]:
+def command(rows: Path, model: Path, folder: Path, *overrides: str, strategy: str = "torch") -> list[str]:
     """Overrides of a run on the rows of a file that keeps its checkpoints in a folder."""
     return [
         *RL,

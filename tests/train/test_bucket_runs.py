@@ -20,7 +20,7 @@ def rows(tmp_path) -> Path:
 
 
 def sft(model: Path, rows: Path, where: str, steps: int = 2) -> None:
-    given = ["strategy=fsdp2", f"model.path={model}", f"train_datasets=[{rows}]", "model.lora.rank=4", "batch_size=1"]
+    given = ["strategy=torch", f"model.path={model}", f"train_datasets=[{rows}]", "model.lora.rank=4", "batch_size=1"]
     given += [f"num_steps={steps}", "ckpt_interval=1", "max_ckpts_to_keep=1", "resume_from=latest", "logger=[]"]
     folders = [f"ckpt_path={where}/run", f"export_path={where}/exports"]
     assert main(["train", "sft", *given, *folders]) == 0
@@ -59,7 +59,7 @@ def test_tx_trains_into_a_bucket(tiny_model, bucket, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
     given = ["train", "--model", str(tiny_model), "--dataset", str(tmp_path / "rows.jsonl"), "--loader", "text"]
     given += ["--output-dir", f"{bucket}/tx", "--max-steps", "1", "--batch-size", "1", "--lora-rank", "4"]
-    assert tx([*given, "strategy=fsdp2"]) == 0
+    assert tx([*given, "strategy=torch"]) == 0
     there = files_in(ObjectStore(f"{bucket}/tx"))
     assert "export/global_step_1/policy_adapter/adapter_model.safetensors" in there
     assert there["latest_ckpt_global_step.txt"] == b"1"

@@ -111,14 +111,14 @@ def test_keys_that_the_docs_name_exist():
     named = {
         (page, key)
         for page, key in keys_in_docs()
-        if not key.startswith(("trainer.jax.", "trainer.fsdp2.", "environment.skyrl_gym."))
+        if not key.startswith(("trainer.jax.", "trainer.torch.", "environment.skyrl_gym."))
         and not key.endswith((".md", ".py"))
     }
     assert len(named) > 30
     assert not {(page, key) for page, key in named if key not in known}
 
 
-@pytest.mark.parametrize(("strategy", "options"), [("jax", JaxBackendConfig), ("fsdp2", TorchBackendConfig)])
+@pytest.mark.parametrize(("strategy", "options"), [("jax", JaxBackendConfig), ("torch", TorchBackendConfig)])
 def test_options_of_a_backend_that_the_docs_name_exist(strategy, options):
     prefix = f"trainer.{strategy}."
     named = {key.removeprefix(prefix) for _, key in keys_in_docs() if key.startswith(prefix)}

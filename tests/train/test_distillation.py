@@ -43,7 +43,7 @@ def told(rows: Path, models: dict[str, Path], folder: Path, *overrides: str, str
     return command(rows, models["pupil"], folder, *DISTILL, teacher, *overrides, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", ["jax", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["jax", "torch"])
 def test_advantages_are_what_transformers_says_that_the_teacher_would_rather_have_said(
     rows, models, tmp_path, strategy
 ):
@@ -82,13 +82,13 @@ def test_a_pupil_becomes_its_teacher(rows, models, tmp_path):
         "trainer.policy.optimizer_config.lr=3e-3",
         "trainer.ckpt_interval=0",
     ]
-    arguments = told(rows, models, tmp_path, *options, strategy="fsdp2")
+    arguments = told(rows, models, tmp_path, *options, strategy="torch")
     train(arguments, lambda metrics, step: kl.append(metrics["loss/avg_kl"]))
     assert np.mean(kl[-3:]) < 0.6 * kl[0]
 
 
 def test_a_run_that_is_resumed_has_its_teacher_again_and_no_copy_of_it(rows, models, tmp_path):
-    whole, cut = (told(rows, models, tmp_path / name, strategy="fsdp2") for name in ("whole", "cut"))
+    whole, cut = (told(rows, models, tmp_path / name, strategy="torch") for name in ("whole", "cut"))
     train([*whole, "trainer.max_steps=2"])
     train([*cut, "trainer.max_steps=1"])
     train([*cut, "trainer.max_steps=2"])
@@ -128,7 +128,7 @@ def test_a_teacher_is_as_long_as_what_is_trained_on(rows, models, tmp_path):
 
 
 def test_a_teacher_on_ray_has_workers_there_too(rows, models, tmp_path):
-    arguments = told(rows, models, tmp_path, "trainer.fsdp2.workers=ray", strategy="fsdp2")
+    arguments = told(rows, models, tmp_path, "trainer.torch.workers=ray", strategy="torch")
     config = SkyRLTrainConfig.from_cli_overrides(arguments).resolve()
     assert Setup.of(config).load_reference is not None
     assert find_strategy(config).options_apart(config, "ref")["workers"] == "ray"

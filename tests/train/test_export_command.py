@@ -65,7 +65,7 @@ def logits(folder: Path, adapter: Path | None = None) -> np.ndarray:
         return oracle.logits(model, TOKENS).numpy()
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "jax"])
+@pytest.mark.parametrize("strategy", ["torch", "jax"])
 @pytest.mark.parametrize("rank", [4, 0])
 def test_the_newest_checkpoint_holds_what_the_run_left(run_of, strategy, rank, tmp_path, capfd):
     run = run_of(strategy, rank)
@@ -75,7 +75,7 @@ def test_the_newest_checkpoint_holds_what_the_run_left(run_of, strategy, rank, t
     assert capfd.readouterr().out.splitlines()[-1] == f"wrote {tmp_path}/model: model ({form}) of step 2"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "jax"])
+@pytest.mark.parametrize("strategy", ["torch", "jax"])
 def test_a_merged_export_is_base_and_adapter_to_transformers(run_of, strategy, tmp_path, tiny_model):
     run = run_of(strategy, 4)
     assert main(["export", str(run), "--merged", "--output", str(tmp_path / "merged")]) == 0
@@ -85,7 +85,7 @@ def test_a_merged_export_is_base_and_adapter_to_transformers(run_of, strategy, t
 
 
 def test_a_checkpoint_that_is_named_is_exported_beside_it(run_of):
-    run = run_of("fsdp2", 4)
+    run = run_of("torch", 4)
     assert main(["export", f"{run}/global_step_1"]) == 0
     assert not equal(run / "model_step_1", run / "model")
     shutil.rmtree(run / "model_step_1")
@@ -108,18 +108,18 @@ def test_a_merged_export_has_the_type_of_the_base_model(run_of, tiny_model, tmp_
     oracle.load(tiny_model).to(torch.bfloat16).save_pretrained(base)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_model / name, base)
-    run = run_of("fsdp2", 4)
+    run = run_of("torch", 4)
     assert main(["export", str(run), "--merged", "--base", str(base), "--output", str(tmp_path / "merged")]) == 0
     assert {str(tensor.dtype) for tensor in tensors(tmp_path / "merged").values()} == {"bfloat16"}
 
 
 def test_a_base_model_that_has_moved_is_asked_for_and_given(run_of, tiny_model, tmp_path, capfd):
     run = tmp_path / "run"
-    shutil.copytree(run_of("fsdp2", 4), run)
+    shutil.copytree(run_of("torch", 4), run)
     old, moved = tmp_path / "old", tmp_path / "moved"
     shutil.copytree(tiny_model, old)
     checkpoint = run / "global_step_2"
-    given = [f"model.path={old}", f"train_datasets=[{run.parent}/rows.jsonl]", "strategy=fsdp2", "model.lora.rank=4"]
+    given = [f"model.path={old}", f"train_datasets=[{run.parent}/rows.jsonl]", "strategy=torch", "model.lora.rank=4"]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1]}))
     shutil.rmtree(run)
     assert train_command(["sft", *given, "num_steps=2", f"ckpt_path={run}", "ckpt_interval=2", "logger=[]"]) == 0
@@ -132,7 +132,7 @@ def test_a_base_model_that_has_moved_is_asked_for_and_given(run_of, tiny_model, 
 
 
 def test_what_is_no_checkpoint_is_refused_with_what_to_name(run_of, tmp_path, capfd):
-    run = run_of("fsdp2", 4)
+    run = run_of("torch", 4)
     (tmp_path / "done" / "model").mkdir(parents=True)
     (tmp_path / "damaged").mkdir()
     shutil.copytree(run / "global_step_2", tmp_path / "damaged" / "global_step_2")

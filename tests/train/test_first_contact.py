@@ -60,7 +60,7 @@ RUN = [
     "trainer.ckpt_path=run/checkpoints",
     "trainer.export_path=run",
 ]
-TORCH = "trainer.strategy=fsdp2"
+TORCH = "trainer.strategy=torch"
 """It has nothing to compile."""
 
 
@@ -303,7 +303,7 @@ def test_the_example_of_a_refusal_runs(folder, tiny_model, kind):
     assert refused.returncode == 1
     (folder / "Qwen").mkdir()
     shutil.copytree(tiny_model, folder / "Qwen" / "Qwen3-0.6B")
-    strategy = TORCH if kind == "rl" else "strategy=fsdp2"
+    strategy = TORCH if kind == "rl" else "strategy=torch"
     more = ["trainer.ckpt_path=ckpts"] if kind == "rl" else ["batch_size=1"]
     ran = skyrl(folder, *example_of(refused.stderr), *more, strategy, torch=True)
     assert ran.returncode == 0, ran.stderr

@@ -18,7 +18,7 @@ from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 TOKENS = [5, 6, 7, 8, 9, 10]
 HASHED = "environment.env_class=rewarding:Hashed"
 SHORT = ["num_steps=2", "batch_size=2", "optimizer_config.lr=1e-2"]
-STRATEGIES = ["fsdp2", "jax"]
+STRATEGIES = ["torch", "jax"]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def sft(model: Path, *overrides: str, strategy: str = "fsdp2") -> int:
+def sft(model: Path, *overrides: str, strategy: str = "torch") -> int:
     """The exit status of a run of two steps."""
     given = [f"strategy={strategy}", f"model.path={model}", "train_datasets=[chat.jsonl]", *SHORT, *overrides]
     return main(["train", "sft", *given])

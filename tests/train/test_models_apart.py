@@ -33,7 +33,7 @@ def no_cluster(monkeypatch):
 def resolved(*given: str) -> SkyRLTrainConfig:
     engines = "generator.inference_engine.num_engines=2"
     gpus = f"{PLACES}policy_num_gpus_per_node=2"
-    return SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=fsdp2", *PPO, gpus, engines, *given]).resolve()
+    return SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=torch", *PPO, gpus, engines, *given]).resolve()
 
 
 def problems(*given: str) -> list[str]:

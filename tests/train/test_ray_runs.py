@@ -33,7 +33,7 @@ def run(address, tiny_model, tmp_path) -> list[str]:
     """`skyrl` with these arguments trains by GRPO, with a worker on each node, and keeps checkpoints."""
     write_rows(tmp_path / "rows.jsonl", ({"prompt": row["prompt"]} for row in arithmetic_rows(16, seed=0, largest=9)))
     trainer = {
-        "strategy": "fsdp2",
+        "strategy": "torch",
         "policy.model.path": tiny_model,
         "policy.model.lora.rank": 4,
         "placement.policy_num_nodes": 2,
@@ -106,7 +106,7 @@ PPO = [
     "trainer.algorithm.use_kl_in_reward=true",
     "trainer.critic.model.lora.rank=4",
     "trainer.critic_mini_batch_size=4",
-    "trainer.fsdp2.deterministic=true",
+    "trainer.torch.deterministic=true",
 ]
 APART = [
     "trainer.placement.colocate_all=false",

@@ -19,7 +19,7 @@ from skyrl.train.restarts import train_with_restarts
 
 STEPS, EPISODES = 3, 12
 """Steps of a run, and episodes of a step."""
-WORKERS = "fsdp2 on two workers"
+WORKERS = "torch on two workers"
 
 
 def kill_a_worker() -> None:

@@ -93,13 +93,13 @@ def command(kind: str, strategy: str, data: Path, model: Path, folder: Path) -> 
 @pytest.mark.parametrize(
     ("kind", "kills", "strategy"),
     [
-        pytest.param("grpo", TWICE, "fsdp2", id="grpo, twice"),
-        pytest.param("grpo beside", WHILE_WRITING, "fsdp2", id="grpo, while checkpoints are written"),
-        pytest.param("ppo", TWICE, "fsdp2", id="ppo on torch, twice"),
+        pytest.param("grpo", TWICE, "torch", id="grpo, twice"),
+        pytest.param("grpo beside", WHILE_WRITING, "torch", id="grpo, while checkpoints are written"),
+        pytest.param("ppo", TWICE, "torch", id="ppo on torch, twice"),
         pytest.param("sft", TWICE, "jax", id="sft, twice"),
         pytest.param("grpo", [TAKEN], "jax", id="grpo on JAX, once", marks=pytest.mark.slow),
         pytest.param(
-            "sft", TWICE, "fsdp2 on two workers", id="sft on two torch workers, twice", marks=pytest.mark.slow
+            "sft", TWICE, "torch on two workers", id="sft on two torch workers, twice", marks=pytest.mark.slow
         ),
         pytest.param("ppo", AT_EVERY_STEP, "jax", id="ppo, at every step", marks=pytest.mark.slow),
         pytest.param("sft", AT_EVERY_STEP, "jax", id="sft, at every step", marks=pytest.mark.slow),

@@ -84,7 +84,7 @@ def test_the_zero_variance_filter_leaves_prompts_whose_samples_are_alike_out_of_
     assert trained == [0, 0] if filtered else min(trained) > 0
 
 
-@pytest.mark.parametrize("strategy", ["jax", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_reference_that_follows_the_policy_is_resumed_and_leaves_exports_alone(rows, tiny_model, tmp_path, strategy):
     options = ["environment.env_class=rewarding:Hashed", "trainer.algorithm.use_kl_loss=true", "trainer.epochs=2"]
     options += ["trainer.update_ref_every_epoch=true", "trainer.hf_save_interval=2"]

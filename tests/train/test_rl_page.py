@@ -43,7 +43,7 @@ def run(folder):
     def run(steps: int) -> None:
         given = [word.replace("max_steps=20", f"max_steps={steps}") for word in train]
         shown = [word if word != "20" else str(steps) for word in rollouts]
-        assert main(made) == 0 and main(check) == 0 and main([*given, "trainer.strategy=fsdp2"]) == 0
+        assert main(made) == 0 and main(check) == 0 and main([*given, "trainer.strategy=torch"]) == 0
         assert main(shown) == 0
 
     return run

@@ -36,7 +36,7 @@ def prompts(count: int, seed: int) -> list[dict]:
     return [{"prompt": row["prompt"]} for row in arithmetic_rows(count, seed=seed, largest=9)]
 
 
-def configured(data: Path, tiny_model: Path, *overrides: str, strategy: str = "fsdp2") -> SkyRLTrainConfig:
+def configured(data: Path, tiny_model: Path, *overrides: str, strategy: str = "torch") -> SkyRLTrainConfig:
     return SkyRLTrainConfig.from_cli_overrides(
         [
             f"data.train_data=[{data}/train.jsonl]",
@@ -108,11 +108,11 @@ IN_SLOW_SUITE = ("grpo", "clip_cov, whole", "one step off")
     ("algorithm", "strategy"),
     [
         *(pytest.param(name, "jax", marks=pytest.mark.slow if name in IN_SLOW_SUITE else ()) for name in ALGORITHMS),
-        ("ppo", "fsdp2"),
-        ("one step off", "fsdp2"),
-        pytest.param("clip_cov, whole", "fsdp2", marks=pytest.mark.slow),
+        ("ppo", "torch"),
+        ("one step off", "torch"),
+        pytest.param("clip_cov, whole", "torch", marks=pytest.mark.slow),
         *(
-            pytest.param(name, "fsdp2 on two workers", marks=pytest.mark.slow)
+            pytest.param(name, "torch on two workers", marks=pytest.mark.slow)
             for name in ("grpo", "ppo", "one step off")
         ),
     ],
@@ -150,9 +150,9 @@ def test_one_step_off_rollouts_are_one_step_old(data, tiny_model):
 @pytest.mark.parametrize(
     ("policy", "strategy"),
     [
-        ("block", "fsdp2"),
-        *(pytest.param(name, "fsdp2", marks=pytest.mark.slow) for name in ("drop", "mask")),
-        pytest.param("block", "fsdp2 on two workers", marks=pytest.mark.slow),
+        ("block", "torch"),
+        *(pytest.param(name, "torch", marks=pytest.mark.slow) for name in ("drop", "mask")),
+        pytest.param("block", "torch on two workers", marks=pytest.mark.slow),
     ],
 )
 def test_rollouts_beside_training_are_as_old_as_they_may_be(data, tiny_model, policy, strategy):

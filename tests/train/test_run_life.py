@@ -467,7 +467,7 @@ def test_a_warm_start_has_the_weights_of_a_checkpoint_of_other_data_and_nothing_
 ):
     sft = SFTConfig.from_cli_overrides(
         [
-            *ON["fsdp2"],
+            *ON["torch"],
             f"train_datasets=[{answered}]",
             f"model.path={tiny_model}",
             "model.lora.rank=4",
@@ -529,7 +529,7 @@ def test_evaluation_alone_wants_data_to_evaluate_on():
 
 def test_losses_of_a_checkpoint_are_measured_alone_as_in_its_run(answered, tiny_model, tmp_path, capsys):
     overrides = [
-        *ON["fsdp2"],
+        *ON["torch"],
         f"train_datasets=[{answered}]",
         f"eval_datasets=[{answered}]",
         f"model.path={tiny_model}",
@@ -550,7 +550,7 @@ def test_fine_tuning_keeps_the_checkpoint_of_the_best_evaluation_beside_the_newe
     said = {"role": "assistant", "content": "zzz qqq xxx"}
     write_rows(other, ({"messages": [*row["prompt"], said]} for row in arithmetic_rows(4, seed=1, largest=9)))
     overrides = [
-        *ON["fsdp2"],
+        *ON["torch"],
         f"train_datasets=[{answered}]",
         f"eval_datasets=[{other}]",
         f"model.path={tiny_model}",

@@ -22,9 +22,9 @@ TRAINED = [[number % 2 or place > 1 for place in range(len(row))] for number, ro
 
 
 class Bigram(Strategy):
-    """Models of `tests.remote`, in the place of those that fsdp2 will have."""
+    """Models of `tests.remote`, in the place of those that torch has."""
 
-    name, backend = "fsdp2", "tests.remote:RemoteBackend"
+    name, backend = "torch", "tests.remote:RemoteBackend"
     kind = "bigram"
 
     def refusal(self, config: SkyRLTrainConfig | SFTConfig, path: str) -> str | None:
@@ -45,12 +45,12 @@ class Bigram(Strategy):
 
 @pytest.fixture
 def config(tiny_model, tmp_path, monkeypatch) -> SFTConfig:
-    monkeypatch.setitem(SERVED, "fsdp2", Bigram())
+    monkeypatch.setitem(SERVED, "torch", Bigram())
     rows = [{"input_ids": row, "loss_mask": list(map(int, mask))} for row, mask in zip(ROWS, TRAINED, strict=True)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return SFTConfig.from_cli_overrides(
         [
-            "strategy=fsdp2",
+            "strategy=torch",
             f"model.path={tiny_model}",
             f"model.lora.rank={RANK}",
             f"train_datasets=[{tmp_path / 'rows.jsonl'}]",
@@ -102,10 +102,10 @@ def test_a_strategy_that_is_registered_trains_through_the_same_code(config):
 
 def test_fields_that_it_cannot_honour_are_refused_by_itself(config):
     tried = SFTConfig.from_cli_overrides(
-        ["strategy=fsdp2", "model.path=x", "train_datasets=[a]", "model.lora.lora_sync_path=there"]
+        ["strategy=torch", "model.path=x", "train_datasets=[a]", "model.lora.lora_sync_path=there"]
     ).resolve()
     with pytest.raises(
-        ConfigError, match=r"model\.lora\.lora_sync_path=there .* strategy=fsdp2: a bigram model has no such"
+        ConfigError, match=r"model\.lora\.lora_sync_path=there .* strategy=torch: a bigram model has no such"
     ):
         asyncio.run(train_sft(tried))
 

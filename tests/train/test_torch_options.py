@@ -39,7 +39,7 @@ def no_cluster(monkeypatch):
 
 def resolved(*given: str, gpus: int = 4) -> SkyRLTrainConfig:
     engines = f"generator.inference_engine.num_engines={gpus or 1}"
-    return SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=fsdp2", f"{GPUS}={gpus}", *given, engines]).resolve()
+    return SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=torch", f"{GPUS}={gpus}", *given, engines]).resolve()
 
 
 def options(*given: str, gpus: int = 4) -> TorchBackendConfig:
@@ -63,7 +63,7 @@ NODES = "trainer.placement.policy_num_nodes"
 
 def test_several_nodes_are_those_of_ray_with_as_many_workers_each_as_gpus():
     engines = "generator.inference_engine.num_engines=8"
-    config = SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=fsdp2", f"{NODES}=2", f"{GPUS}=4", engines])
+    config = SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=torch", f"{NODES}=2", f"{GPUS}=4", engines])
     on_ray = TorchBackendConfig(**TorchStrategy().rl_options(config.resolve()))
     assert (on_ray.workers, on_ray.num_workers, on_ray.ray_workers_per_node) == ("ray", 8, 4)
 
@@ -73,7 +73,7 @@ def test_a_cluster_that_the_environment_names_is_used_for_gpus_and_not_for_the_c
     assert (options(gpus=1).workers, options(gpus=1).num_workers) == ("ray", 1)
     assert (options(gpus=2).workers, options(gpus=2).num_workers) == ("ray", 2)
     assert options(gpus=2).ray_workers_per_node == 2
-    assert options("trainer.fsdp2={ray_strategy: SPREAD}", gpus=2).ray_workers_per_node == 0
+    assert options("trainer.torch={ray_strategy: SPREAD}", gpus=2).ray_workers_per_node == 0
     assert options(gpus=0).workers == "in_process"
 
 
@@ -126,7 +126,7 @@ def test_ranks_that_share_sequences_are_the_policys():
 
 def beside_the_policy(*given: str) -> list[str]:
     """Return the settings that a configuration, as it is given, asks for in vain."""
-    config = SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=fsdp2", f"{GPUS}=4", *given])
+    config = SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=torch", f"{GPUS}=4", *given])
     return list(TorchStrategy().problems(config))
 
 
@@ -219,7 +219,7 @@ def test_a_server_takes_from_a_field_what_follows_from_it_and_nothing_else(path)
 
 
 def test_fields_together_ask_a_server_for_what_they_ask_a_trainer_for():
-    given = {f"{ENGINE}max_num_seqs": 7, f"{LORA}lora_sync_path": "/adapters", "trainer.fsdp2.kv_cache_gib": 1}
+    given = {f"{ENGINE}max_num_seqs": 7, f"{LORA}lora_sync_path": "/adapters", "trainer.torch.kv_cache_gib": 1}
     given |= {f"{ENGINE}external_proxy_url": "http://a:1"}
     config = SkyRLTrainBackendOverrides.model_validate({**given, "engines": {"max_loras": 3}, "max_lora_rank": 8})
     assert (config.sample_max_num_sequences, config.kv_cache_gib, config.max_lora_rank) == (7, 1, 8)
@@ -397,22 +397,22 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(given, why):
 
 
 def test_supervised_training_offloads_unless_it_is_told_not_to():
-    given = ["strategy=fsdp2", "train_datasets=[a]"]
+    given = ["strategy=torch", "train_datasets=[a]"]
     assert "offload_after_step" not in TorchStrategy().sft_options(SFTConfig.from_cli_overrides(given).resolve())
     stays = SFTConfig.from_cli_overrides([*given, "optimizer_config.offload_after_step=false"]).resolve()
     assert TorchStrategy().sft_options(stays)["offload_after_step"] is False
 
 
 def test_a_mean_of_gradients_is_refused_because_trainers_weight_their_losses():
-    with pytest.raises(ConfigError, match=r"^trainer.fsdp2.gradient_reduction=mean: trainers weight .* leave it out"):
-        TorchStrategy().rl_backend_config(resolved("trainer.fsdp2.gradient_reduction=mean"))
-    options = SFTConfig.from_cli_overrides(["strategy=fsdp2", "fsdp2.gradient_reduction=mean"])
-    with pytest.raises(ConfigError, match=r"^fsdp2.gradient_reduction=mean"):
+    with pytest.raises(ConfigError, match=r"^trainer.torch.gradient_reduction=mean: trainers weight .* leave it out"):
+        TorchStrategy().rl_backend_config(resolved("trainer.torch.gradient_reduction=mean"))
+    options = SFTConfig.from_cli_overrides(["strategy=torch", "torch.gradient_reduction=mean"])
+    with pytest.raises(ConfigError, match=r"^torch.gradient_reduction=mean"):
         TorchStrategy().sft_backend_config(options)
 
 
 def test_the_documented_default_runs_on_one_worker_with_all_weights_shared_by_it_alone():
-    config = SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=fsdp2"]).resolve()
+    config = SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=torch"]).resolve()
     assert config.trainer.placement.colocate_all
     assert [*TorchStrategy().unsupported(config), *TorchStrategy().problems(config)] == []
     given = TorchBackendConfig(**TorchStrategy().rl_options(config))

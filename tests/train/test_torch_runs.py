@@ -36,7 +36,7 @@ def rows(tmp_path) -> Path:
 
 def rl(rows: Path, model: Path, *given: str) -> SkyRLTrainConfig:
     folder = rows.parent
-    trainer = ["strategy=fsdp2", f"policy.model.path={model}", *SMALL, *given]
+    trainer = ["strategy=torch", f"policy.model.path={model}", *SMALL, *given]
     trainer += [f"ckpt_path={folder}/checkpoints", f"export_path={folder}/exports"]
     data = [f"data.train_data=[{rows}]", f"data.val_data=[{rows}]", "environment.env_class=rewarding:Hashed"]
     length = "generator.sampling_params.max_generate_length=4"
@@ -50,14 +50,14 @@ def test_the_documented_defaults_train_all_weights_without_a_gpu(rows, tiny_mode
     assert run.global_step == run.total_steps == 2
     assert all(row["policy/grad_norm"] > 0 for row in read_metrics(str(tmp_path / "checkpoints")) if row["step"])
     said = "\n".join(caplog.messages)
-    assert "trainer.strategy=fsdp2: trainer.flash_attn: attention is the backend's own" in said
+    assert "trainer.strategy=torch: trainer.flash_attn: attention is the backend's own" in said
     assert "trainer.placement, num_engines: the same workers train and sample, and hold every model" in said
     assert "device cpu, base weights in float32" in said
 
 
 def test_a_model_without_room_is_refused_with_the_section_of_the_option(rows, tiny_model):
-    with pytest.raises(RequestError, match=r"larger adapter_memory_gib \(options of .* as trainer\.fsdp2\.<option>\)"):
-        asyncio.run(train_rl(rl(rows, tiny_model, "fsdp2.adapter_memory_gib=0.0001")))
+    with pytest.raises(RequestError, match=r"larger adapter_memory_gib \(options of .* as trainer\.torch\.<option>\)"):
+        asyncio.run(train_rl(rl(rows, tiny_model, "torch.adapter_memory_gib=0.0001")))
 
 
 @pytest.mark.parametrize(("kind", "name"), [("gpt_neox", "GPTNeoXForCausalLM"), ("mamba", "MambaForCausalLM")])
@@ -66,12 +66,12 @@ def test_a_model_that_jax_does_not_have_is_fine_tuned_and_its_export_is_one_of_t
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1]}))
     given = [f"model.path={model}", f"train_datasets=[{tmp_path}/rows.jsonl]", f"export_path={tmp_path}/exports"]
     given += ["num_steps=2", "batch_size=1", "hf_save_interval=2", "model.lora.rank=4", "optimizer_config.lr=1e-2"]
-    asyncio.run(train_sft(SFTConfig.from_cli_overrides(["strategy=fsdp2", *given]).resolve()))
+    asyncio.run(train_sft(SFTConfig.from_cli_overrides(["strategy=torch", *given]).resolve()))
     folder = tmp_path / "exports" / "global_step_2" / "policy"
     with torch.no_grad():
         trained, base = (oracle.logprobs(oracle.load(path), [5, 6, 7, 8]).mean() for path in (folder, model))
     assert trained > base
-    with pytest.raises(ConfigError, match=rf"{name}, which is not implemented .* or strategy=fsdp2"):
+    with pytest.raises(ConfigError, match=rf"{name}, which is not implemented .* or strategy=torch"):
         asyncio.run(train_sft(SFTConfig.from_cli_overrides(["strategy=jax", *given]).resolve()))
 
 
@@ -87,7 +87,7 @@ def test_a_model_without_linear_maps_is_refused_before_its_weights_are_read(tmp_
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1]}))
     given = [f"model.path={model}", f"train_datasets=[{tmp_path}/rows.jsonl]", "batch_size=1"]
     with pytest.raises(ConfigError, match=r"decoder blocks of GPT2LMHeadModel have no nn\.Linear"):
-        asyncio.run(train_sft(SFTConfig.from_cli_overrides(["strategy=fsdp2", *given]).resolve()))
+        asyncio.run(train_sft(SFTConfig.from_cli_overrides(["strategy=torch", *given]).resolve()))
 
 
 def test_fields_of_adapters_and_of_the_models_configuration_reach_the_workers(rows, tiny_model, tmp_path):

@@ -29,8 +29,8 @@ def test_a_server_takes_sections_that_are_mappings():
 def test_a_number_of_shards_that_does_not_divide_the_workers_is_named_as_it_was_given():
     (problem,) = problems(f"{FSDP}fsdp_size=3")
     assert problem.startswith(f"{FSDP}fsdp_size=3 does not divide the 4 worker(s) (trainer.placement.policy_num_nodes")
-    (problem,) = problems("trainer.fsdp2={fsdp_size: 3, num_workers: 2}")
-    assert problem.startswith("trainer.fsdp2.fsdp_size=3 does not divide the 2 worker(s) (trainer.fsdp2.num_workers)")
+    (problem,) = problems("trainer.torch={fsdp_size: 3, num_workers: 2}")
+    assert problem.startswith("trainer.torch.fsdp_size=3 does not divide the 2 worker(s) (trainer.torch.num_workers)")
     with pytest.raises(ConfigError, match=rf"{FSDP}fsdp_size=3 does not divide the 2 worker"):
         server_options({GPUS: 2, f"{FSDP}fsdp_size": 3})
     own = {"workers": "processes", "num_workers": 3, f"{FSDP}fsdp_size": 3}
@@ -91,23 +91,23 @@ IN_FLOAT32, BY_MEMORY = (-1, True), (0, False)
     [
         ([], IN_FLOAT32),
         (["model.lora.rank=8"], BY_MEMORY),
-        (["fsdp2.fsdp_size=1"], (1, False)),
-        (["fsdp2.fsdp_size=0"], (0, True)),
-        (["fsdp2.float32_parts=false"], (-1, False)),
+        (["torch.fsdp_size=1"], (1, False)),
+        (["torch.fsdp_size=0"], (0, True)),
+        (["torch.float32_parts=false"], (-1, False)),
     ],
 )
 def test_supervised_training_of_all_weights_shares_them_in_float32_unless_it_is_told_otherwise(method, given, wanted):
-    workers = "fsdp2={workers: processes, num_workers: 2}"
-    config = method.from_cli_overrides(["strategy=fsdp2", "train_datasets=[a]", workers, *given]).resolve()
+    workers = "torch={workers: processes, num_workers: 2}"
+    config = method.from_cli_overrides(["strategy=torch", "train_datasets=[a]", workers, *given]).resolve()
     assert sharded(TorchBackendConfig(**TorchStrategy().sft_options(config))) == wanted
 
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        (["fsdp2.fsdp_size=1"], (1, False)),
-        (["fsdp2.fsdp_size=0"], (0, True)),
-        (["fsdp2.float32_parts=false"], (-1, False)),
+        (["torch.fsdp_size=1"], (1, False)),
+        (["torch.fsdp_size=0"], (0, True)),
+        (["torch.float32_parts=false"], (-1, False)),
     ],
 )
 def test_a_run_keeps_options_about_shards_that_are_given_in_the_section_of_the_backend(given, wanted):

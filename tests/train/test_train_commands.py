@@ -143,12 +143,12 @@ def listed(capfd, *arguments: str) -> dict[str, str]:
 def test_fields_have_the_values_that_a_run_uses(capfd, overrides, rate):
     fields = listed(capfd, "sft", *overrides)
     assert fields["optimizer_config.lr"] == f"{rate} (default: 1e-06)"
-    assert fields["strategy"].startswith(("jax (default: fsdp2)", "fsdp2"))
+    assert fields["strategy"].startswith(("jax (default: fsdp2)", "torch (default: fsdp2)"))
     assert fields["model.lora.lora_sync_path"].endswith(" [refused]")
     assert not fields["model.lora.rank"].endswith(" [refused]")
 
 
-@pytest.mark.parametrize("strategy", ["jax", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["jax", "torch"])
 def test_fields_are_marked_that_the_strategy_refuses(capfd, strategy):
     fields = listed(capfd, "rl", f"trainer.strategy={strategy}")
     marked = {path for path, value in fields.items() if value.endswith(" [refused]")}

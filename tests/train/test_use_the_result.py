@@ -104,7 +104,7 @@ def tuned(tmp_path, monkeypatch, capfd) -> str:
     Path("capitals.jsonl").write_text(blocks(FIRST, "json")[0])
     (made,), (check,), (train,) = (commands(FIRST, name) for name in ("make-model", "data", "train"))
     (export,) = commands(RESULT, "export")
-    assert main(made) == 0 and main(check) == 0 and main([*train, "strategy=fsdp2"]) == 0 and main(export) == 0
+    assert main(made) == 0 and main(check) == 0 and main([*train, "strategy=torch"]) == 0 and main(export) == 0
     return capfd.readouterr().out
 
 

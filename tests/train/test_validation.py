@@ -87,7 +87,7 @@ def test_a_strategy_that_is_not_served_is_refused_with_those_that_are():
     message = refusal("trainer.strategy=megatron")
     assert message.startswith("trainer.strategy=megatron is not served yet: it would need megatron-core, ")
     assert "CUDA" in message
-    assert "trainer.strategy=jax" in message and "trainer.strategy=fsdp2" in message
+    assert "trainer.strategy=jax" in message and "trainer.strategy=torch" in message
 
 
 def test_a_strategy_that_is_left_out_is_the_one_that_is_served():

@@ -70,7 +70,7 @@ def test_the_torch_backend_is_recommended_where_transformers_makes_that_model(mo
         made = None
     with pytest.raises(ValueError) as refusal:
         check_known({"architectures": [architecture], "model_type": model_type}, "base_model=x")
-    assert ("--backend skyrl_train" in str(refusal.value)) == (type(made).__name__ == architecture)
+    assert ("--backend torch" in str(refusal.value)) == (type(made).__name__ == architecture)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_moe", "llava", "t5gemma"])
@@ -85,7 +85,7 @@ def test_the_torch_backend_is_recommended_for_multimodal_models_whose_text_part_
     written = config.to_dict() | {"architectures": ["SomeForConditionalGeneration"]}
     with pytest.raises(ValueError) as refusal:
         check_known(written, "base_model=x")
-    assert ("--backend skyrl_train" in str(refusal.value)) == loads
+    assert ("--backend torch" in str(refusal.value)) == loads
 
 
 @pytest.mark.parametrize("changes", [{"scoring_func": "softmax"}, {"topk_method": "greedy"}, {"moe_layer_freq": 2}])

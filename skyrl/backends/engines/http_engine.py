@@ -350,19 +350,13 @@ async def _chunks(answer: httpx.Response) -> AsyncIterator[Any]:
 
 
 def _body(draw: Draw) -> dict[str, Any]:
-    options = draw.options
-    return {
+    return vars(draw.options) | {  # options have vLLM's names
         "prompt": draw.prompt.tolist(),
         "max_tokens": draw.max_tokens,
         "seed": draw.seed,
         "temperature": draw.temperature,
         "top_k": draw.top_k,
         "top_p": draw.top_p,
-        "min_p": options.min_p,
-        "min_tokens": options.min_tokens,
-        "repetition_penalty": options.repetition_penalty,
-        "presence_penalty": options.presence_penalty,
-        "frequency_penalty": options.frequency_penalty,
         "stop": list(draw.stop_strings),
         "stop_token_ids": list(draw.stop_ids),
         "ignore_eos": True,

@@ -63,7 +63,7 @@ def needs_of(request: Sample, max_logprobs: int) -> frozenset[str] | str:
 def _filters(request: Sample) -> bool:
     """Return True if an option other than the temperature changes the distribution."""
     params, options = request.params, request.options
-    return bool(params.top_k > 0 or params.top_p < 1 or options.min_p or options.min_tokens or options.penalises)
+    return params.top_k > 0 or params.top_p < 1 or options.changes_distribution
 
 
 def has_scores(request: Sample) -> bool:

@@ -8,7 +8,7 @@ from skyrl.train.tracking.tracker import read_metrics
 
 ENGINES = "generator.inference_engine."
 LORA = "trainer.policy.model.lora."
-HERE = ["trainer.strategy=fsdp2", "trainer.placement.policy_num_gpus_per_node=0"]
+HERE = ["trainer.strategy=torch", "trainer.placement.policy_num_gpus_per_node=0"]
 APART = "trainer.placement.colocate_all=false"
 
 

@@ -39,7 +39,7 @@ def test_fields_of_engines_elsewhere_are_their_addresses(given, urls):
 
 
 def test_options_of_the_backend_are_laid_over_those_of_the_fields():
-    engines = options(f"{ENGINES}external_server_urls=[http://a]", "trainer.fsdp2.engines={max_loras: 4}").engines
+    engines = options(f"{ENGINES}external_server_urls=[http://a]", "trainer.torch.engines={max_loras: 4}").engines
     assert (engines.urls, engines.max_loras) == (("http://a",), 4)
 
 
@@ -61,7 +61,7 @@ def test_flags_of_the_server_are_options_of_engines(monkeypatch):
 
 def test_a_backend_without_engines_says_so(tmp_path):
     argv = ["--external-inference-url", "http://a", "--external-inference-lora-base", str(tmp_path), "--backend", "jax"]
-    with pytest.raises(RequestError, match=r"the jax backend samples by itself; .* --backend skyrl_train"):
+    with pytest.raises(RequestError, match=r"the jax backend samples by itself; .* --backend torch"):
         open_backend(parse_config(argv, environ={}), print)
 
 

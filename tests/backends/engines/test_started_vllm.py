@@ -21,7 +21,7 @@ from tests.live import make_tiny_model
 from tests.waiting import until
 
 REF = "trainer.placement.ref_num_"
-LAUNCH = "trainer.fsdp2.engines={launch: {python: /opt/vllm/bin/python}}"
+LAUNCH = "trainer.torch.engines={launch: {python: /opt/vllm/bin/python}}"
 
 
 def served(tmp_path, **changes) -> Served:
@@ -186,7 +186,7 @@ def test_engines_of_two_runs_have_nothing_to_do_with_each_other():
     [
         ([f"{ENGINES}tensor_parallel_size=2"], "tensor_parallel_size=2 without vLLM servers that are started here"),
         (
-            [f"{ENGINES}enforce_eager=false", "trainer.fsdp2.engines={launch: {command: ['x{port}']}}"],
+            [f"{ENGINES}enforce_eager=false", "trainer.torch.engines={launch: {command: ['x{port}']}}"],
             "how such an engine computes is said where it is started",
         ),
         ([LAUNCH, f"{ENGINES}external_server_urls=[http://a]"], "leave one of them out"),
@@ -199,14 +199,14 @@ def test_fields_without_effect_are_refused(given, message):
 
 
 GPUS = "trainer.placement.policy_num_gpus_per_node"
-REFUSED_ON_RAY = r"^trainer\.fsdp2\.engines\.launch and workers on Ray \({}\): .*external_server_urls.*{}"
-CLUSTER = REFUSED_ON_RAY.format("RAY_ADDRESS=head:6379", r"unset RAY_ADDRESS.*trainer\.fsdp2\.workers=processes")
+REFUSED_ON_RAY = r"^trainer\.torch\.engines\.launch and workers on Ray \({}\): .*external_server_urls.*{}"
+CLUSTER = REFUSED_ON_RAY.format("RAY_ADDRESS=head:6379", r"unset RAY_ADDRESS.*trainer\.torch\.workers=processes")
 
 
 @pytest.mark.parametrize(
     ("given", "cause"),
     [
-        (["trainer.fsdp2.workers=ray"], r"trainer\.fsdp2\.workers=ray"),
+        (["trainer.torch.workers=ray"], r"trainer\.torch\.workers=ray"),
         (["trainer.placement.policy_num_nodes=2", f"{REF}nodes=2"], r"trainer\.placement\.policy_num_nodes=2"),
         (
             ["trainer.placement.colocate_policy_ref=false", f"{REF}nodes=2", "trainer.algorithm.use_kl_loss=true"],
@@ -228,7 +228,7 @@ def test_engines_are_not_started_beside_workers_on_a_cluster_that_the_environmen
 
 def test_workers_are_processes_beside_a_cluster_if_that_is_given(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    found = options(f"{GPUS}=2", f"{REF}gpus_per_node=2", "trainer.fsdp2.workers=processes")
+    found = options(f"{GPUS}=2", f"{REF}gpus_per_node=2", "trainer.torch.workers=processes")
     assert (found.workers, found.num_workers) == ("processes", 2)
 
 
@@ -277,7 +277,7 @@ def test_grpo_starts_its_engines_and_they_end_with_it(tmp_path, caplog, rank, co
     place = f"trainer.placement.colocate_all={str(colocated).lower()}"
     given = arguments(tmp_path, model, place, f"{LORA}rank={rank}", f"{LORA}lora_sync_path={tmp_path}/shared")
     given += [f"{ENGINES}num_engines=2", f"{ENGINES}max_num_seqs=16"]
-    given += [f"trainer.fsdp2.engines={{max_loras: 2, launch: {{python: {python}}}}}"]
+    given += [f"trainer.torch.engines={{max_loras: 2, launch: {{python: {python}}}}}"]
     given += [f"generator.sampling_params.temperature={temperature}"]
     with caplog.at_level(logging.WARNING):
         run = asyncio.run(train_rl(SkyRLTrainConfig.from_cli_overrides(given).resolve()))

@@ -149,7 +149,10 @@ def test_a_configuration_shares_nothing_with_the_mapping_it_came_from():
         ("trainer.policy.optimizer_config.lr=fast", "optimizer_config.lr=fast: give a number, such as 0.1"),
         ("trainer.policy.optimizer_config.lr=.nan", "optimizer_config.lr=.nan: give a finite number"),
         ("trainer.max_ckpts_to_keep=0", "trainer.max_ckpts_to_keep=0: give a number from 1, or -1 to keep all"),
-        ("trainer.strategy=fdsp2", "trainer.strategy=fdsp2: known: fsdp2, fsdp, megatron, jax; did you mean fsdp2?"),
+        (
+            "trainer.strategy=fdsp2",
+            "trainer.strategy=fdsp2: known: torch, fsdp2, fsdp, megatron, jax; did you mean fsdp2?",
+        ),
         ("trainer.logger=[console, wandbb]", "did you mean wandb?"),
         ("data.train_data=[a, 3]", "data.train_data=[a, 3]: [1] give text"),
         (

@@ -192,7 +192,7 @@ REFUSED = [
         "resume_path=/c/global_step_12 is not read with resume_mode=latest",
         ["trainer.resume_mode=from_path"],
     ),
-    (["trainer.jax.max_lora_rank=8"], "is not read with strategy=fsdp2", ["trainer.strategy=jax"]),
+    (["trainer.jax.max_lora_rank=8"], "is not read with strategy=torch", ["trainer.strategy=jax"]),
     (
         ["trainer.flash_attn=false"],
         "use_sample_packing=True and flash_attn=False",
@@ -201,7 +201,7 @@ REFUSED = [
     (
         [MEGATRON, CRITIC],
         "strategy=megatron and critic.model.path=m: Megatron trains no critic",
-        ["trainer.strategy=fsdp2"],
+        ["trainer.strategy=torch"],
     ),
     (
         [MEGATRON, "trainer.ref.sequence_parallel_size=2"],
@@ -363,7 +363,7 @@ NAMES = [" ".join(re.sub(r"(trainer|generator)\.", "", override) for override in
 
 def sharded(given: list[str]) -> SkyRLTrainConfig:
     """With the documented strategy, unless another one is given."""
-    return SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=fsdp2", *given])
+    return SkyRLTrainConfig.from_cli_overrides(["trainer.strategy=torch", *given])
 
 
 @pytest.mark.parametrize(("given", "message", "_way_out"), REFUSED, ids=NAMES)

@@ -23,7 +23,7 @@ WIDENED = {
 """Fields that take what the table says and more."""
 ADDED = {
     "TrainerConfig": {
-        *("jax", "fsdp2", "one_step_off", "max_steps", "eval_only", "init_from", "callbacks"),
+        *("jax", "torch", "one_step_off", "max_steps", "eval_only", "init_from", "callbacks"),
         *("best_metric", "best_mode", "async_checkpoints", "max_dumps_to_keep", "save_model", "save_merged"),
         *("max_restarts", "log_interval"),
     },

@@ -24,7 +24,7 @@ ALGORITHM = "trainer.algorithm."
 
 BACKENDS = {
     "jax": "{warm_up: false, train_tile_tokens: 256, sample_max_num_sequences: 128}",
-    "fsdp2": "{train_tile_tokens: 1024, sample_max_num_sequences: 128}",
+    "torch": "{train_tile_tokens: 1024, sample_max_num_sequences: 128}",
 }
 
 
@@ -85,7 +85,7 @@ def test_grpo_learns(tmp_path, seed):
 
 
 def test_grpo_learns_with_torch(tmp_path):
-    assert_learned(run(configured(tmp_path, 0, steps=40, strategy="fsdp2")), least=0.75)
+    assert_learned(run(configured(tmp_path, 0, steps=40, strategy="torch")), least=0.75)
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_grpo_learns_on_two_workers_of_a_ray_cluster_that_the_environment_names(
     whole = "trainer.policy.fsdp_config.fsdp_size=1"
     with ray_cluster({}) as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
-        config = configured(tmp_path, 0, *gpus, *shares, whole, steps=40, strategy="fsdp2")
+        config = configured(tmp_path, 0, *gpus, *shares, whole, steps=40, strategy="torch")
         assert_learned(run(config), least=0.75)
     assert actors() == []
 
@@ -105,10 +105,10 @@ def test_ppo_learns_with_a_critic_on_two_torch_workers(tmp_path):
     """Each has half of the micro-batches."""
     given = (f"{ALGORITHM}advantage_estimator=gae", f"trainer.critic.model.path={make_pupil(tmp_path / 'model', 0)}")
     workers = (
-        "trainer.fsdp2={train_tile_tokens: 256, sample_max_num_sequences: 128, num_workers: 2, workers: processes}"
+        "trainer.torch={train_tile_tokens: 256, sample_max_num_sequences: 128, num_workers: 2, workers: processes}"
     )
     critic = "trainer.critic.optimizer_config.lr=1e-2"
-    assert_learned(run(configured(tmp_path, 0, *given, critic, workers, steps=40, strategy="fsdp2")), least=0.6)
+    assert_learned(run(configured(tmp_path, 0, *given, critic, workers, steps=40, strategy="torch")), least=0.6)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

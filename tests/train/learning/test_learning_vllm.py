@@ -23,8 +23,8 @@ ASYNC = [
     "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
 ]
 RANKS = [
-    "trainer.fsdp2.workers=processes",
-    "trainer.fsdp2.num_workers=2",
+    "trainer.torch.workers=processes",
+    "trainer.torch.num_workers=2",
     "generator.inference_engine.num_engines=1",
 ]
 
@@ -35,7 +35,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
     return [
         f"trainer.policy.model.path={make_pupil(folder / 'pupil', 0, head_dim=32)}",
         "trainer.placement.policy_num_gpus_per_node=0",
-        f"trainer.fsdp2={{train_tile_tokens: 1024, kv_cache_gib: 0.5, engines: {engines}}}",
+        f"trainer.torch={{train_tile_tokens: 1024, kv_cache_gib: 0.5, engines: {engines}}}",
         f"trainer.policy.model.lora.lora_sync_path={folder}/shared",
         "trainer.max_prompt_length=16",
         "generator.inference_engine.num_engines=2",
@@ -46,7 +46,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("more", [[], ASYNC, RANKS], ids=["by turns", "fully asynchronous", "two workers"])
 def test_grpo_learns_with_engines_of_its_own(tmp_path, more):
-    reports = run(configured(tmp_path, 0, *arguments(tmp_path, *more), steps=40, strategy="fsdp2"))
+    reports = run(configured(tmp_path, 0, *arguments(tmp_path, *more), steps=40, strategy="torch"))
     assert_learned(reports, least=0.75)
     if more != ASYNC:  # else samples are of the version before, whose log-probabilities are others
         assert max(report[CLOSE] for report in reports if CLOSE in report) < 1e-3
