@@ -8,7 +8,7 @@ from skyrl.train.strategy.strategy import Strategy
 from skyrl.train.strategy.torch_backend import TorchStrategy
 
 _TORCH = TorchStrategy()
-SERVED: dict[str, Strategy] = {"jax": JaxStrategy(), "torch": _TORCH} | dict.fromkeys(ALIASES, _TORCH)
+SERVED: dict[str, Strategy] = {"jax": JaxStrategy(), "torch": _TORCH, **dict.fromkeys(ALIASES, _TORCH)}
 
 
 def find_strategy(config: SkyRLTrainConfig | SFTConfig) -> Strategy:
