@@ -239,6 +239,27 @@ def test_a_command_without_a_port_is_refused():
         LaunchOptions(command=("vllm", "serve"))
 
 
+def test_a_backend_samples_with_engines_that_it_has_started(tmp_path):
+    model = make_tiny_model(tmp_path / "tiny")
+    served = {"model": str(model), "base": str(model), "sizes": {"longest": 64}}
+    launch = {"command": [*SERVER[:4], json.dumps(served)], "env": ALONE}
+    engines = {"launch": launch, "folder": str(tmp_path / "adapters"), "max_loras": 2, "connect_timeout_s": 60}
+    sizes = {"max_lora_rank": 4, "max_context_length": 64, "engines": engines}
+    backend = TorchBackend(str(model), TorchBackendConfig.model_validate(sizes))
+    try:
+        train(backend, "one", 0)
+        done(backend, Publish(request_id="p", model_id="one", version="one", path=None))
+        (result,) = done(backend, sample("one"))
+        check(backend, "one", result)
+        ((origin,),) = {sequence.origins for sequence in result.sequences}
+        assert origin.engine == "launched-0"
+        (process,) = processes(tmp_path / "adapters.engines").values()
+        assert process.runs
+    finally:
+        backend.close()
+    assert not process.runs
+
+
 def opened(folder: Path, program: str) -> None:
     """Open a backend that launches an engine by a shell script, which notes each start in a file."""
     model = make_tiny_model(folder / "tiny")
