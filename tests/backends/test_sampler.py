@@ -58,7 +58,7 @@ def test_greedy_equals_generate_up_to_the_first_near_tie(rig, reference, length)
     np.testing.assert_array_equal(tokens[:count], expected[:count])
 
 
-@pytest.mark.parametrize(("version", "settings"), zip([None, "v0", "v1", "v1"], SETTINGS, strict=True))
+@pytest.mark.parametrize(("version", "settings"), [*zip([None, "v0", "v1", "v1"], SETTINGS, strict=True)])
 def test_logprobs_equal_those_of_the_trainers_forward_pass(rig, version, settings):
     prompt = prompt_of(40)
     sampled = sequence(rig.sampler, prompt, version, max_tokens=30, seed=3, **settings)
