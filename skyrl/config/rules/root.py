@@ -5,18 +5,11 @@ from dataclasses import fields, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from skyrl.types import SamplingOptions
-
 if TYPE_CHECKING:
     from skyrl.config.root import SkyRLTrainConfig
 
 GROUP_ESTIMATORS = ("grpo", "rloo", "maxrl")
 """Advantage estimators that compare the samples of a prompt."""
-
-FILTERS = {"top_p": 1.0, "top_k": -1} | {
-    option.name: option.default for option in fields(SamplingOptions) if option.name != "stop_token_ids"
-}
-"""Sampling parameters that change the distribution. Each value is the one that has no effect."""
 
 
 def root_problems(config: "SkyRLTrainConfig") -> Iterator[str]:
@@ -51,18 +44,27 @@ def root_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
             "trainer.algorithm.kl_estimator_type=k1 with use_kl_loss=True: its gradient is 0 on average, so that there "
             "is no KL term; use k2 or k3 (k1 is for use_kl_in_reward)"
         )
-    params = config.generator.sampling_params
-    given = vars(params) | {
-        f"additional_kwargs.{name}": value for name, value in (params.additional_kwargs or {}).items()
-    }
-    changed = {name: value for name, value in given.items() if value != FILTERS.get(name.rpartition(".")[2], value)}
-    filters = [f"{name}={value}" for name, value in changed.items()]
-    if filters:
+    if filters := _filters(config):
         yield (
             f"generator.sampling_params.{' and '.join(filters)}: the policy that samples is not the one that is "
             "trained, whose probabilities are of all tokens; no correction mends that; leave it out in training"
         )
     yield from turn_cautions(config)
+
+
+def _filters(config: "SkyRLTrainConfig") -> list[str]:
+    """Return the sampling parameters of training that change the distribution, each with its value."""
+    from skyrl.types import SamplingOptions  # it imports NumPy
+
+    off = {"top_p": 1.0, "top_k": -1} | {option.name: option.default for option in fields(SamplingOptions)}
+    params = config.generator.sampling_params
+    more = {f"additional_kwargs.{name}": value for name, value in (params.additional_kwargs or {}).items()}
+    changed = {name: value for name, value in (vars(params) | more).items() if name.rpartition(".")[2] in off}
+    return [
+        f"{name}={value}"
+        for name, value in changed.items()
+        if value != off[name.rpartition(".")[2]] and not name.endswith("stop_token_ids")
+    ]
 
 
 def turn_cautions(config: "SkyRLTrainConfig") -> Iterator[str]:
