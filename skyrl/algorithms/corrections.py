@@ -13,7 +13,7 @@ from jaxtyping import Bool
 
 from skyrl.algorithms.arrays import Mask, Tokens, count, is_set, select
 from skyrl.algorithms.losses import MAX_LOG_RATIO
-from skyrl.config.corrections import OffPolicyCorrectionConfig
+from skyrl.config.algorithm import OffPolicyCorrectionConfig
 
 
 class Correction(NamedTuple):

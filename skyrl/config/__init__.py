@@ -9,8 +9,16 @@ from it, all in one place (`machinery.uses`). `machinery.base` describes how to 
 system may import it.
 """
 
-from skyrl.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, KLCtrlConfig
-from skyrl.config.corrections import OffPolicyCorrectionConfig
+from skyrl.config.algorithm import (
+    AlgorithmConfig,
+    CISPOConfig,
+    ClipCovConfig,
+    DynamicSamplingConfig,
+    KLCovConfig,
+    KLCtrlConfig,
+    OffPolicyCorrectionConfig,
+    SAPOConfig,
+)
 from skyrl.config.environment import (
     EnvironmentConfig,
     GSM8kLLMJudgeEnvConfig,
@@ -40,7 +48,6 @@ from skyrl.config.models import (
     RefConfig,
     SkyRLLoraConfig,
 )
-from skyrl.config.policy_losses import CISPOConfig, ClipCovConfig, KLCovConfig, SAPOConfig
 from skyrl.config.root import DataConfig, SkyRLTrainConfig, make_config
 from skyrl.config.rules.geometry import BatchGeometry
 from skyrl.config.sft import DPOConfig, SFTConfig

@@ -2,16 +2,134 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from skyrl.config.corrections import OffPolicyCorrectionConfig
 from skyrl.config.machinery.base import BaseConfig
 from skyrl.config.machinery.fields import Fraction, one_of
 from skyrl.config.machinery.uses import sets
-from skyrl.config.policy_losses import CISPOConfig, ClipCovConfig, KLCovConfig, SAPOConfig
-from skyrl.config.rules.unread import unread
+
+
+@dataclass
+class SAPOConfig(BaseConfig):
+    """Soft gates of policy_loss_type=sapo."""
+
+    tau_pos: PositiveFloat = 1.0
+    """Sharpness of the gate for positive advantages (called temperature in the paper)."""
+
+    tau_neg: PositiveFloat = 1.05
+    """Sharpness of the gate for other advantages (called temperature in the paper)."""
+
+
+@dataclass
+class ClipCovConfig(BaseConfig):
+    """Options of policy_loss_type=clip_cov."""
+
+    clip_ratio: Fraction = 0.0002
+    """Number of clipped tokens as a fraction of all tokens. They are drawn from those that may be clipped."""
+
+    clip_cov_lb: float = 1.0
+    """A token may be clipped only if its covariance is above this value."""
+
+    clip_cov_ub: float = 5.0
+    """A token may be clipped only if its covariance is below this value."""
+
+    def problems(self) -> Iterator[str]:
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            yield f"clip_cov_lb={self.clip_cov_lb} must be less than clip_cov_ub={self.clip_cov_ub}; lower it"
+
+
+@dataclass
+class KLCovConfig(BaseConfig):
+    """Options of policy_loss_type=kl_cov."""
+
+    kl_cov_frac: Fraction = 0.2
+    """Fraction of tokens that get a KL penalty. The tokens with the highest covariance are selected."""
+
+    ppo_kl_coef: NonNegativeFloat = 1.0
+    """Coefficient of the KL penalty."""
+
+
+@dataclass
+class CISPOConfig(BaseConfig):
+    """Options of policy_loss_type=cispo. The ratio is clipped to [1 - low, 1 + high]."""
+
+    cispo_eps_clip_low: NonNegativeFloat = 0.0
+    """1 minus the lower bound on the ratio. 0: ratios below 1 are clipped to 1. 1 or more: no lower bound."""
+
+    cispo_eps_clip_high: NonNegativeFloat = 5.0
+    """Upper bound on the ratio, minus 1."""
+
+
+@dataclass
+class OffPolicyCorrectionConfig(BaseConfig):
+    """Truncated importance sampling and masks. A ratio is the trained policy's probability divided by the sampler's."""
+
+    tis_ratio_type: Annotated[str | None, one_of(None, "token", "sequence")] = None
+    """Weight that multiplies a token's loss. token: the token's own ratio. sequence: the product of the ratios in its
+    sequence. Both are truncated. None: no weights."""
+
+    token_tis_ratio_clip_high: PositiveFloat = 2.0
+    """Upper bound on the weight with tis_ratio_type=token."""
+
+    sequence_tis_ratio_clip_high: PositiveFloat = 5.0
+    """Upper bound on the weight with tis_ratio_type=sequence."""
+
+    sequence_mask_metric: Annotated[str | None, one_of(None, "product", "geometric")] = None
+    """Mask sequences whose metric is out of bounds. The metric is the product or the geometric mean of the ratios of
+    the sequence's tokens. None: mask no sequences."""
+
+    geo_mask_high: PositiveFloat = 1.01
+    """With sequence_mask_metric=geometric, mask sequences whose geometric mean is higher."""
+
+    geo_mask_low: PositiveFloat = 0.99
+    """With sequence_mask_metric=geometric, mask sequences whose geometric mean is lower."""
+
+    product_mask_high: PositiveFloat = 2.0
+    """With sequence_mask_metric=product, mask sequences whose product is higher."""
+
+    product_mask_low: PositiveFloat = 0.5
+    """With sequence_mask_metric=product, mask sequences whose product is lower."""
+
+    outlier_token_is_threshold_low: PositiveFloat | None = None
+    """Mask sequences that contain a token with a lower ratio. None: no lower bound."""
+
+    outlier_token_is_threshold_high: PositiveFloat | None = None
+    """Mask sequences that contain a token with a higher ratio. None: no upper bound."""
+
+    token_mask_is_threshold_low: PositiveFloat | None = None
+    """Mask tokens with a lower ratio. None: no lower bound."""
+
+    token_mask_is_threshold_high: PositiveFloat | None = None
+    """Mask tokens with a higher ratio. None: no upper bound."""
+
+    @property
+    def corrects(self) -> bool:
+        """True if any correction is configured. Corrections need the sampler's log-probabilities."""
+        return any(
+            setting is not None
+            for setting in (
+                self.tis_ratio_type,
+                self.sequence_mask_metric,
+                self.outlier_token_is_threshold_low,
+                self.outlier_token_is_threshold_high,
+                self.token_mask_is_threshold_low,
+                self.token_mask_is_threshold_high,
+            )
+        )
+
+    def problems(self) -> Iterator[str]:
+        for low_name, high_name in (
+            ("geo_mask_low", "geo_mask_high"),
+            ("product_mask_low", "product_mask_high"),
+            ("outlier_token_is_threshold_low", "outlier_token_is_threshold_high"),
+            ("token_mask_is_threshold_low", "token_mask_is_threshold_high"),
+        ):
+            low, high = getattr(self, low_name), getattr(self, high_name)
+            if low is not None and high is not None and low > high:
+                yield f"{low_name}={low} is above {high_name}={high}, so that nothing is kept; lower it"
 
 
 @dataclass
@@ -220,3 +338,50 @@ class AlgorithmConfig(BaseConfig):
             )
         if self.policy_loss_type == "gspo" and self.loss_reduction != "sequence_mean":
             yield (f"policy_loss_type=gspo is defined with loss_reduction=sequence_mean, not {self.loss_reduction}")
+
+
+DOCUMENTED = {
+    "policy_loss_type": ("regular", "dual_clip", "gspo", "sapo", "cispo", "clip_cov", "kl_cov"),
+    "advantage_estimator": ("grpo", "rloo", "reinforce++", "token_rewards", "gae", "maxrl"),
+}
+"""Losses and estimators whose options are known. Other registered or imported functions may read any option."""
+
+READ_WITH: list[tuple[str, str, tuple[object, ...]]] = [
+    ("sapo.tau_pos", "policy_loss_type", ("sapo",)),
+    ("sapo.tau_neg", "policy_loss_type", ("sapo",)),
+    ("clip_cov.clip_ratio", "policy_loss_type", ("clip_cov",)),
+    ("clip_cov.clip_cov_lb", "policy_loss_type", ("clip_cov",)),
+    ("clip_cov.clip_cov_ub", "policy_loss_type", ("clip_cov",)),
+    ("kl_cov.kl_cov_frac", "policy_loss_type", ("kl_cov",)),
+    ("kl_cov.ppo_kl_coef", "policy_loss_type", ("kl_cov",)),
+    ("cispo.cispo_eps_clip_low", "policy_loss_type", ("cispo",)),
+    ("cispo.cispo_eps_clip_high", "policy_loss_type", ("cispo",)),
+    ("clip_ratio_c", "policy_loss_type", ("dual_clip",)),
+    ("lambd", "advantage_estimator", ("gae",)),
+    ("gamma", "advantage_estimator", ("gae", "reinforce++")),
+    ("grpo_norm_by_std", "advantage_estimator", ("grpo",)),
+    ("entropy_loss_coef", "use_entropy_loss", (True,)),
+    ("tis_imp_ratio_cap", "use_tis", (True,)),
+    ("kl_ctrl.kl_target", "kl_ctrl.type", ("adaptive",)),
+    ("kl_ctrl.horizon", "kl_ctrl.type", ("adaptive",)),
+    ("dynamic_sampling.max_sample_batches", "dynamic_sampling.type", ("filter", "replace")),
+    ("dynamic_sampling.min_replace_ratio", "dynamic_sampling.type", ("replace",)),
+    ("off_policy_correction.token_tis_ratio_clip_high", "off_policy_correction.tis_ratio_type", ("token",)),
+    ("off_policy_correction.sequence_tis_ratio_clip_high", "off_policy_correction.tis_ratio_type", ("sequence",)),
+    ("off_policy_correction.geo_mask_low", "off_policy_correction.sequence_mask_metric", ("geometric",)),
+    ("off_policy_correction.geo_mask_high", "off_policy_correction.sequence_mask_metric", ("geometric",)),
+    ("off_policy_correction.product_mask_low", "off_policy_correction.sequence_mask_metric", ("product",)),
+    ("off_policy_correction.product_mask_high", "off_policy_correction.sequence_mask_metric", ("product",)),
+]
+"""(field, second field, values of the second field). The field is read only if the second field has such a value."""
+
+
+def unread(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Yield a message for each field that differs from its default but is not read."""
+    defaults = type(algorithm)()
+    for path, switch, values in READ_WITH:
+        value, position = attrgetter(path)(algorithm), attrgetter(switch)(algorithm)
+        known = position in DOCUMENTED.get(switch, (position,))
+        if known and position not in values and value != attrgetter(path)(defaults):
+            wanted = " or ".join(map(str, values))
+            yield f"{path}={value} is read with {switch}={wanted} only, not with {switch}={position}; leave it out"

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from skyrl.config.rules.unread import READ_WITH
+from skyrl.config.algorithm import READ_WITH
 from skyrl.train.config import AlgorithmConfig
 
 OTHER = {
