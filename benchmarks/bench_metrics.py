@@ -12,7 +12,7 @@ import numpy as np
 
 from common import emit
 from skyrl.backends.statistics import STATISTICS
-from skyrl.tinker.identity.display_names import DisplayNames
+from skyrl.tinker.identity.callers import DisplayNames
 from skyrl.tinker.metrics import MOST_TENANTS, ServerMetrics
 from skyrl.tinker.results import Answer
 

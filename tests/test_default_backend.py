@@ -11,7 +11,7 @@ from skyrl.backends.registry import default_backend
 from skyrl.tinker.config import parse_config
 from skyrl.tinker.engine import loop
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
-from skyrl.utils.accelerators import torch_sees_gpu
+from skyrl.utils.machine import torch_sees_gpu
 
 NAMES = {True: ("torch", "torch"), False: ("jax", "jax")}
 
@@ -40,7 +40,7 @@ def test_without_torch_there_is_none(devices, monkeypatch):
 
 def test_a_machine_without_gpu_files_does_not_load_torch(tmp_path):
     program = (
-        "import sys, pathlib; from skyrl.utils.accelerators import torch_sees_gpu; "
+        "import sys, pathlib; from skyrl.utils.machine import torch_sees_gpu; "
         f"assert not torch_sees_gpu(pathlib.Path({str(tmp_path)!r})); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

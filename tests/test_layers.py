@@ -107,7 +107,7 @@ def test_only_the_registry_of_strategies_names_what_serves_one():
 def test_only_the_torch_backend_and_the_search_for_gpus_import_torch():
     outside = [path for path in ROOT.rglob("*.py") if "skyrl/backends/torch/" not in path.as_posix()]
     importing = [path for path in outside if any(name.split(".")[0] == "torch" for name in imported_modules(path))]
-    assert importing == [ROOT / "utils" / "accelerators.py"]
+    assert importing == [ROOT / "utils" / "machine.py"]
 
 
 def test_nothing_of_the_torch_backend_decides_admission_pages_or_stops():

@@ -29,7 +29,7 @@ EXTRAS = {
     "buckets": ["utils/files/object_store.py"],
     "demo": ["demos/two_adapters.py", "tinker/local_server.py"],
     "search": ["envs/services/retrieval.py"],
-    "torch": ["backends/torch/", "backends/common/models/checkpoint_folder.py", "utils/accelerators.py"],
+    "torch": ["backends/torch/", "backends/common/models/checkpoint_folder.py", "utils/machine.py"],
     "train": ["backends/torch/workers/ray_", "train/data/files.py", "train/tracking/plots.py"],
 }
 """Extras, and the files below skyrl/ that may import what they install. All other files have the base install."""

@@ -18,7 +18,7 @@ def environment(process: dict[str, Any], *, tiny: bool) -> dict[str, object]:
     """Devices, memory in GiB, versions, and measured rates. Raises RuntimeError if there is no accelerator."""
     import jax
 
-    from skyrl.backends.jax.loading import claim_device_memory
+    from skyrl.backends.jax.backend import claim_device_memory
 
     claim_device_memory()
     devices = jax.devices()

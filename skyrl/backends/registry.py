@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from skyrl.backends.backend import AbstractBackend
 from skyrl.errors import RequestError
-from skyrl.utils.accelerators import torch_sees_gpu
+from skyrl.utils.machine import torch_sees_gpu
 from skyrl.utils.registry import Registry
 
 BACKENDS: Registry[str] = Registry("backend")

@@ -1,7 +1,7 @@
 """The documented names of the torch backend (`--backend skyrl_train`, `fsdp2` or `fsdp`)."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,8 +16,8 @@ from skyrl.backends.operations import ForwardBackward, Publish
 from skyrl.backends.prepared import checkpoint_id_of, version_of
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.models.state import TorchState
-from skyrl.backends.torch.overrides import native
 from skyrl.backends.torch.training.passes import ENTROPY_LOSS, PG_LOSS
+from skyrl.config.torch_options import server_options
 from skyrl.errors import RequestError
 
 __all__ = ["SkyRLTrainBackend", "SkyRLTrainBackendOverrides"]
@@ -109,3 +109,22 @@ class SkyRLTrainBackend(TorchBackend):
     def drop_version(self, version: str) -> None:
         self._in_memory.pop(version, None)
         super().drop_version(version)
+
+
+SECTIONS = ("data.", "environment.", "generator.", "trainer.")
+
+
+def native(given: Any) -> Any:
+    """Return options of `TorchBackendConfig`, with dotted overrides translated.
+
+    Options given by their own names take precedence. Raises the `ConfigError`s of `server_options`.
+    """
+    if not isinstance(given, Mapping):
+        return given
+    dotted = {name: value for name, value in given.items() if name.startswith(SECTIONS)}
+    own = {name: value for name, value in given.items() if name not in dotted}
+    if dotted and "engines" in own:  # fields of engines can be dotted overrides too
+        dotted["trainer.torch.engines"] = own.pop("engines")
+    options = server_options(dotted, own) if dotted else {}
+    both = {name for name in own.keys() & options.keys() if isinstance(own[name], Mapping)}
+    return options | own | {name: {**options[name], **own[name]} for name in both}

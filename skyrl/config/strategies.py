@@ -3,7 +3,7 @@
 import os
 from typing import Any, NamedTuple
 
-from skyrl.utils.accelerators import torch_sees_gpu
+from skyrl.utils.machine import torch_sees_gpu
 
 
 class StrategyTraits(NamedTuple):

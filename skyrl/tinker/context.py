@@ -19,8 +19,7 @@ from skyrl.tinker.database.fair_reads import Answers, Listings
 from skyrl.tinker.database.queries.last_seen import Activity
 from skyrl.tinker.database.queries.lookup import Directory
 from skyrl.tinker.errors import EngineStarting
-from skyrl.tinker.identity.callers import Keys, WrongKeys
-from skyrl.tinker.identity.display_names import DisplayNames
+from skyrl.tinker.identity.callers import DisplayNames, Keys, WrongKeys
 from skyrl.tinker.metrics import ServerMetrics
 from skyrl.tinker.processes.crash_record import CrashRecord
 from skyrl.tinker.processes.messages import FromEngine, ToEngine

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 
 from skyrl.backends.statistics import STATISTICS, StatisticInfo, Statistics
-from skyrl.tinker.identity.display_names import LOCAL, DisplayNames
+from skyrl.tinker.identity.callers import LOCAL, DisplayNames
 from skyrl.tinker.identity.ids import kind_of
 from skyrl.tinker.results import Failure, Lost, Outcome
 from skyrl.utils.slow_calls import SERVICES, SlowCall

@@ -17,8 +17,8 @@ from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.fence import Superseded
 from skyrl.tinker.database.log.request_log import try_lost_models_again
 from skyrl.tinker.database.queries import last_seen
+from skyrl.tinker.database.queries.lookup import server_secret
 from skyrl.tinker.database.queries.sample_counts import first_cursor
-from skyrl.tinker.database.queries.settings import server_secret
 from skyrl.tinker.database.retrying_writer import FIRST_PAUSE_S, LONGEST_PAUSE_S, PASSING, RetryingWriter
 from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.identity.callers import Keys

@@ -1,9 +1,11 @@
 """`skyrl train rl`, `sft`, `dpo` and `check-generator`. They parse a configuration file and overrides, then run."""
 
 import asyncio
+import gc
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,9 +18,8 @@ from skyrl.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.config.machinery.base import field_paths
 from skyrl.config.machinery.help import render_values
 from skyrl.config.machinery.other_names import field_meant
-from skyrl.errors import BackendLost, ConfigError, RequestError, StorageError
+from skyrl.errors import BackendLost, BackendStopped, ConfigError, RequestError, StorageError
 from skyrl.train.interruption import Interrupted
-from skyrl.train.restarts import train_with_restarts
 from skyrl.train.rollouts.attempts import RolloutError
 from skyrl.train.strategy.registry import check_strategy, find_strategy
 from skyrl.utils.arguments import ArgumentParser
@@ -199,3 +200,35 @@ def _train_sft(config: SFTConfig) -> None:
     from skyrl.train.sft.run import evaluate_sft, train_sft
 
     asyncio.run(evaluate_sft(config) if config.eval_only else train_sft(config))
+
+
+PAUSES_S = (0.0, 10.0, 60.0)
+"""Seconds before the first restart and before later ones. The last value applies to all that follow."""
+
+
+def train_with_restarts(train: Callable[[], None], limit: int) -> None:
+    """Call `train`, and again after each loss of the backend, up to `limit` more times.
+
+    If the backend does not start at first, there is no restart, because the configuration may be the cause. Later, a
+    failed start counts as a loss.
+
+    Raises `BackendLost` if the backend is lost and there is no further restart. Also raises the errors of `train`.
+    """
+    for number in range(limit + 1):
+        try:
+            return train()
+        except BackendStopped as stopped:
+            if not isinstance(stopped.__cause__, BackendLost):
+                raise
+            lost = BackendLost(str(stopped.__cause__))  # without the traceback, which refers to the old backend
+        except (BackendLost, ConfigError) as error:
+            if number == 0 or (isinstance(error, ConfigError) and not isinstance(error.__cause__, RequestError)):
+                raise
+            lost = type(error)(str(error))
+        if number == limit:
+            raise lost
+        pause = PAUSES_S[min(number, len(PAUSES_S) - 1)]
+        log.error("the backend is lost: %s", lost)
+        log.warning("restart %d of %d in %g s, from the newest checkpoint", number + 1, limit, pause)
+        gc.collect()  # frees the memory of the old backend
+        time.sleep(pause)

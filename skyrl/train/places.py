@@ -22,7 +22,7 @@ from skyrl.utils.files.remote_folders import (
     remove_remote,
     send_folder,
 )
-from skyrl.utils.locks.claim import claim_folder
+from skyrl.utils.locks.file_lock import claim_folder
 from skyrl.utils.locks.remote_claim import claim_remote
 from skyrl.utils.locks.scratch import ScratchFolder
 

@@ -1,5 +1,6 @@
 """Memory of this machine, or of the control group of this process."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -59,3 +60,24 @@ def _number(file: str) -> int | None:
     path = Path(file)
     text = path.read_text().strip() if path.exists() else ""
     return int(text) if text.isdigit() else None
+
+
+DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
+"""Device files of NVIDIA's and AMD's drivers, and of either driver under WSL."""
+
+
+def gpu_files(devices: Path = Path("/dev")) -> bool:
+    """Return True if a GPU's device file exists."""
+    return any(any(devices.glob(name)) for name in DEVICES)
+
+
+def torch_sees_gpu(devices: Path = Path("/dev")) -> bool:
+    """Return True if torch is installed and has a CUDA or ROCm device.
+
+    Loads torch only if `devices` has a GPU's file.
+    """
+    if importlib.util.find_spec("torch") is None or not gpu_files(devices):
+        return False
+    import torch
+
+    return torch.cuda.device_count() > 0

@@ -3,10 +3,12 @@
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,3 +122,14 @@ def die_with_parent(link: socket.socket | None = None) -> None:
     poll.register(link, 0)  # POLLHUP is always reported
     if poll.poll(0):
         os._exit(1)
+
+
+NEEDED = ("HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""Names that look like secrets and stay: a child may load a model from the hub, or join the cluster of its parent."""
+
+SECRET = re.compile(r"(?:^|_)(?:KEY|KEY_ID|TOKEN|SECRET|CREDENTIALS)$|PASSWORD|PASSWD|DATABASE_URL$", re.IGNORECASE)
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those whose names are usual for secrets, such as WANDB_API_KEY and PGPASSWORD."""
+    return {name: value for name, value in environment.items() if name in NEEDED or not SECRET.search(name)}

@@ -300,7 +300,7 @@ def set_the_clock_back(site: Site) -> None:
 def have_a_gpu_that_jax_does_not_find(site: Site) -> None:
     site.skipped = ()
     site.monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    site.monkeypatch.setattr("skyrl.utils.accelerators.DEVICES", ("null",))
+    site.monkeypatch.setattr("skyrl.utils.machine.DEVICES", ("null",))
 
 
 @pytest.mark.parametrize(

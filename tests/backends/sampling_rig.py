@@ -12,7 +12,7 @@ from flax import nnx
 
 from skyrl.backends.common.sampling.sampler import Sampler
 from skyrl.backends.common.versions import VersionPool
-from skyrl.backends.jax.loading import keep_compiled_programs
+from skyrl.backends.jax.backend import keep_compiled_programs
 from skyrl.backends.jax.models.padding import fitted
 from skyrl.backends.jax.models.state import bytes_of
 from skyrl.backends.jax.sampling.runner import JaxRunner

@@ -116,7 +116,7 @@ def test_xla_flags_have_the_last_word_on_options_that_they_name(monkeypatch):
 
 COMPILES = """
 import jax
-from skyrl.backends.jax import loading
+from skyrl.backends.jax import backend
 loading.CACHE_BYTES = 2**20
 loading.keep_compiled_programs()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

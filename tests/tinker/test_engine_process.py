@@ -11,7 +11,7 @@ import pytest
 from skyrl.errors import StorageError
 from skyrl.tinker.processes.messages import Running, Snapshotted
 from skyrl.utils.failpoints import CRASH_POINTS
-from skyrl.utils.locks.wait import engine_lock
+from skyrl.utils.locks.lease import engine_lock
 from tests.tinker.engine_bench import Bench, a_pass, a_step, a_version, create, engine_process, of, revival, tell
 
 # -- one engine at a time ----------------------------------------------------------------------------------------------
@@ -19,7 +19,7 @@ from tests.tinker.engine_bench import Bench, a_pass, a_step, a_version, create, 
 HOLDER = """
 import sys
 from pathlib import Path
-from skyrl.utils.locks.wait import engine_lock
+from skyrl.utils.locks.lease import engine_lock
 with engine_lock(Path(sys.argv[1]), print):
     print("held", flush=True)
     sys.stdin.read()

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from skyrl.tinker import metrics
-from skyrl.tinker.identity.display_names import DisplayNames
+from skyrl.tinker.identity.callers import DisplayNames
 from skyrl.tinker.metrics import TenantLabels
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 

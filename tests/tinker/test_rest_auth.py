@@ -123,7 +123,7 @@ def test_keys_are_not_deleted_by_clients(locked):
 def test_secret_is_the_same_for_racing_starts(tmp_path):
     """Two jobs in one transaction see one secret."""
     from skyrl.tinker.database.database import Database
-    from skyrl.tinker.database.queries.settings import server_secret
+    from skyrl.tinker.database.queries.lookup import server_secret
 
     async def both() -> list[str]:
         database = Database(f"sqlite:///{tmp_path / 'x.db'}")

@@ -17,7 +17,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.database.ledger import tenant_usage
 from skyrl.tinker.database.ledger.tenant_usage import Period, usage_of_all
 from skyrl.tinker.database.tables import AuditRow, CheckpointRow, UsageRow
-from skyrl.tinker.identity.display_names import DisplayNames
+from skyrl.tinker.identity.callers import DisplayNames
 from skyrl.tinker.identity.ids import tenant_of_key
 from tests.tinker.harness import BASE_MODEL, LiveServer, wait_until_ready
 from tests.tinker.test_api_checkpoints import save

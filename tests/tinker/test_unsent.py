@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl.tinker.requests.unsent import UnsentSamples
+from skyrl.tinker.requests.samples import UnsentSamples
 
 
 @pytest.mark.parametrize("waiting", [1, 10_000])

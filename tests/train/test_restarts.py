@@ -11,11 +11,11 @@ import pytest
 from short_runs import check_equal, command, metrics, train
 
 from skyrl.envs.env import Env, NoSettings, StepResult
-from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
 from skyrl.errors import BackendLost, BackendStopped, ConfigError, RequestError
-from skyrl.train import commands, restarts
+from skyrl.train import commands
+from skyrl.train.commands import train_with_restarts
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
-from skyrl.train.restarts import train_with_restarts
 
 STEPS, EPISODES = 3, 12
 """Steps of a run, and episodes of a step."""
@@ -43,7 +43,7 @@ class Killing(Env[NoSettings]):
 
 @pytest.fixture
 def rows(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(restarts, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(commands, "PAUSES_S", (0.0,))
     monkeypatch.setattr(Killing, "seen", 0)
     path = tmp_path / "rows.jsonl"
     write_rows(path, ({"prompt": row["prompt"]} for row in arithmetic_rows(4 * STEPS, seed=0, largest=9)))
@@ -159,7 +159,7 @@ def test_a_start_that_finds_no_room_is_not(monkeypatch):
 
 
 def test_the_lost_backend_is_freed_before_the_next_one_is_loaded(monkeypatch):
-    monkeypatch.setattr(restarts, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(commands, "PAUSES_S", (0.0,))
     backends = []
 
     def once() -> None:

@@ -27,7 +27,7 @@ from skyrl.train.ranking import BestEvaluation, Ranking
 from skyrl.train.run_identity import identity_of
 from skyrl.utils.failpoints import CRASH_POINTS
 from skyrl.utils.files.atomic_folders import read_folder, write_folder
-from skyrl.utils.locks.claim import LOCK
+from skyrl.utils.locks.file_lock import LOCK
 
 IDENTITY = {"trainer.policy.model.path": "tiny", "trainer.algorithm.advantage_estimator": "grpo"}
 POINTS = sorted(

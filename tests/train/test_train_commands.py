@@ -14,7 +14,6 @@ from skyrl.cli import main
 from skyrl.config.machinery.help import describe_fields
 from skyrl.config.machinery.uses import Status, use_of
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
-from skyrl.train.sft import data_order
 from skyrl.train.strategy.registry import SERVED
 
 SFT = ["optimizer_config.lr=1e-2", "model.lora.rank=4", "num_epochs=2", "batch_size=2", "ckpt_interval=1"]

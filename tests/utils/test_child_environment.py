@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl.utils.child_environment import without_secrets
+from skyrl.utils.processes import without_secrets
 
 SECRET = ["WANDB_API_KEY", "OPENAI_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"]
 SECRET += ["MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "PGPASSWORD", "SKYRL_DATABASE_URL", "CLIENT_SECRET"]

@@ -11,7 +11,7 @@ from skyrl.utils.locks.file_lock import FileLock
 KILLED_WITH_A_CHILD = """
 import os, signal, sys
 from pathlib import Path
-from skyrl.utils.locks.claim import claim_folder
+from skyrl.utils.locks.file_lock import claim_folder
 assert claim_folder(Path(sys.argv[1]))
 if os.fork():
     os.kill(os.getpid(), signal.SIGKILL)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from skyrl.errors import StorageError
-from skyrl.utils.locks.claim import claim_folder
+from skyrl.utils.locks.file_lock import claim_folder
 
 OTHER = """
 import sys
 from pathlib import Path
-from skyrl.utils.locks.claim import claim_folder
+from skyrl.utils.locks.file_lock import claim_folder
 print(claim_folder(Path(sys.argv[1])), flush=True)
 sys.stdin.read()
 """

@@ -1,6 +1,6 @@
 import socket
 
-from skyrl.utils.listeners import belongs_to_this_user
+from skyrl.backends.engines.http_engine import belongs_to_this_user
 from tests.users import listener_of_another_user, needs_root, own_listener
 
 

@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from skyrl.admin.doctor.finding import Finding, ok, problem, warning
 from skyrl.backends.registry import TORCH_NAMES, default_backend
 from skyrl.tinker.config import EngineConfig
-from skyrl.utils.accelerators import gpu_files
+from skyrl.utils.machine import gpu_files
 
 DEVICES_S = 120.0
 """Timeout of the detection of devices, in seconds."""

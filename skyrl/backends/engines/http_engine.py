@@ -9,6 +9,7 @@ disk at each step, and keeps prefix cache entries of its old weights.
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -32,7 +33,6 @@ from skyrl.backends.engines.protocol import (
     Refused,
 )
 from skyrl.types import Origin, TokenTable
-from skyrl.utils.listeners import belongs_to_this_user
 
 TOKEN = "token_id:"
 """Prefix of token ids used as keys."""
@@ -380,3 +380,25 @@ def _message(answer: httpx.Response) -> str:
         return answer.text[:LONGEST_MESSAGE]
     inner = error.get("error", error) if isinstance(error, dict) else error
     return str(inner.get("message", inner) if isinstance(inner, dict) else inner)[:LONGEST_MESSAGE]
+
+
+TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+LISTENS = "0A"
+"""State of a listening socket in these tables."""
+
+
+def belongs_to_this_user(port: int) -> bool:
+    """Return True if a program of this user, or of root, listens on a port, and no socket there is of anybody else.
+
+    Call it after connecting, so that it is about the program that has accepted, or will accept, the connection.
+    """
+    owners: set[int] = set()
+    listening = False
+    for table in TABLES:
+        path = Path(table)
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            _, local, _, state, _, _, _, user, *_ = line.split()
+            if int(local.rpartition(":")[2], 16) == port:
+                owners.add(int(user))
+                listening = listening or state == LISTENS
+    return listening and owners <= {os.geteuid(), 0}

@@ -68,7 +68,7 @@ from skyrl.tinker.processes.messages import (
 )
 from skyrl.types import ErrorResponse, Result, SampleOutput, SaveOutput
 from skyrl.utils.failpoints import crash_point
-from skyrl.utils.locks.wait import engine_lock
+from skyrl.utils.locks.lease import engine_lock
 from skyrl.utils.log import setup_logging
 from skyrl.utils.processes import die_with_parent
 

@@ -13,7 +13,6 @@ from skyrl.tinker.http.middleware import LocalOnly, Measured
 from skyrl.tinker.http.routes import (
     accounts,
     checkpoints,
-    client,
     downloads,
     held_checkpoints,
     losses,
@@ -22,7 +21,6 @@ from skyrl.tinker.http.routes import (
     samplers,
     sessions,
     traces,
-    training_runs,
 )
 from skyrl.tinker.identity.ids import SAMPLE
 from skyrl.tinker.operations.operation import SMALL_BODY
@@ -57,18 +55,16 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
     modules = (
         queued,
         sessions,
-        client,
         accounts,
         models,
         losses,
         samplers,
-        training_runs,
         checkpoints,
         downloads,
         held_checkpoints,
         traces,
     )
-    public = (client.public, downloads.public, held_checkpoints.public, traces.public)
+    public = (accounts.public, downloads.public, held_checkpoints.public, traces.public)
     routers = [*(module.router for module in modules), *public]
     for router in routers:
         app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from sqlmodel import Session
 
-from skyrl.algorithms.checks.provenance import NEEDING, only_sampled
+from skyrl.algorithms.checks.objectives import NEEDING, only_sampled
 from skyrl.algorithms.checks.requests import check_pass
 from skyrl.algorithms.checks.traced import check_traced_data
 from skyrl.algorithms.losses import CUSTOM, LOSSES

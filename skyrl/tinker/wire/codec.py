@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic import ValidationError
 
-from skyrl.algorithms.checks.provenance import NEEDING
+from skyrl.algorithms.checks.objectives import NEEDING
 from skyrl.errors import RequestError
 from skyrl.tinker.errors import BodyTooLarge, MalformedBody
 from skyrl.tinker.wire import json_numbers

@@ -12,7 +12,7 @@ from skyrl.train.rollouts.rollouts import Rollouts
 from skyrl.train.strategy.strategy import create_policy
 from skyrl.train.tracking.dumps import dump_eval_results
 from skyrl.train.tracking.metrics import Metrics
-from skyrl.train.tracking.summary import closing_summary
+from skyrl.train.tracking.reporting import closing_summary
 from skyrl.utils.console import say
 
 log = logging.getLogger(__name__)

@@ -41,8 +41,7 @@ from skyrl.train.strategy.strategy import create_critic, create_policy
 from skyrl.train.tracking.clients import RunInfo
 from skyrl.train.tracking.dumps import dump_data_batch, dump_eval_results, dump_rollouts, remove_old_dumps
 from skyrl.train.tracking.metrics import Metrics, Report
-from skyrl.train.tracking.reporting import reporting
-from skyrl.train.tracking.summary import closing_summary
+from skyrl.train.tracking.reporting import closing_summary, reporting
 from skyrl.train.tracking.tracker import METRICS_FILE
 from skyrl.types import LoraConfig
 from skyrl.utils.gc_tuning import collecting_seldom

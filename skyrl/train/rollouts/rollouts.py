@@ -33,11 +33,49 @@ from skyrl.train.rollouts.chat import Chat, ChatTokenizer
 from skyrl.train.rollouts.episode import Episode, Prompt
 from skyrl.train.rollouts.generators.generator import Generator, load_generator
 from skyrl.train.rollouts.history import TokenHistory, history_class
-from skyrl.train.rollouts.limits import RateLimiter
 from skyrl.train.rollouts.sampler import Sampler
 from skyrl.train.rollouts.templates import load_template
 from skyrl.train.rollouts.trajectory import Trajectory, TrajectoryId
 from skyrl.utils.tokenizer import named_ends
+
+
+class RateLimiter:
+    """`async with limiter:` waits until another trajectory may start. Trajectories start in order of arrival.
+
+    The rate limit is a token bucket with `per_second` tokens per second and the same capacity, initially full. The
+    concurrency limit is a semaphore with `max_concurrent` places. The end of the `async with` block releases the place.
+    """
+
+    def __init__(self, per_second: float | None = None, max_concurrent: int | None = None):
+        """Create the limits. None: no such limit."""
+        self._per_second = per_second
+        self._tokens = per_second or 0.0
+        self._filled_at: float | None = None
+        self._places = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+
+    async def __aenter__(self) -> None:
+        if self._per_second is not None:
+            await self._take_token(self._per_second)
+        if self._places is not None:
+            await self._places.acquire()
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._places is not None:
+            self._places.release()
+
+    async def _take_token(self, per_second: float) -> None:
+        """Take a token at once. If there is none, borrow it, and wait until it would have been available."""
+        now = asyncio.get_running_loop().time()
+        passed = 0.0 if self._filled_at is None else now - self._filled_at
+        self._tokens = min(per_second, self._tokens + passed * per_second) - 1
+        self._filled_at = now
+        if self._tokens < 0:
+            try:
+                await asyncio.sleep(-self._tokens / per_second)
+            except asyncio.CancelledError:
+                self._tokens += 1
+                raise
+
 
 Phase = Literal["train", "eval"]
 Group = list[Trajectory]

@@ -22,8 +22,7 @@ from skyrl.train.strategy.strategy import create_sft
 from skyrl.train.strategy.validate import validate_sft
 from skyrl.train.tracking.clients import RunInfo
 from skyrl.train.tracking.metrics import Metrics
-from skyrl.train.tracking.reporting import reporting
-from skyrl.train.tracking.summary import closing_summary
+from skyrl.train.tracking.reporting import closing_summary, reporting
 from skyrl.train.tracking.tracker import METRICS_FILE
 from skyrl.utils.console import say
 

@@ -5,16 +5,20 @@ the learning rate.
 """
 
 import asyncio
+import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from skyrl.config.machinery.base import get_config_as_dict
 from skyrl.config.sft import SFTConfig
 from skyrl.train.callbacks import Callback, load_callbacks
 from skyrl.train.checkpoints import CheckpointStore, begin_writing
+from skyrl.train.data.epoch_order import SHUFFLE, EpochOrder, check_same_order
 from skyrl.train.exports import Export
 from skyrl.train.lr_schedules import adam_params, learning_rate_factor
 from skyrl.train.places import Where
@@ -23,11 +27,51 @@ from skyrl.train.ranking import Ranking
 from skyrl.train.results import Result, result_in
 from skyrl.train.run_identity import Fields, adapter_settings
 from skyrl.train.run_loop import WAY_ON, Cadence, run_steps
-from skyrl.train.sft.data_order import DataOrder
 from skyrl.train.sft.datasets import Dataset
 from skyrl.train.sft.limits import check_lengths, check_token_ids
 from skyrl.train.sft.methods import MODEL, Likelihood, Method
 from skyrl.train.tracking.metrics import Metrics, Report
+
+ANEW = "train anew with resume_from=none and a ckpt_path of its own"
+
+
+class DataOrder:
+    """Order of a run's rows. Its `state`, saved in checkpoints, identifies the order and the data.
+
+    Computing the state hashes all tokens of the data, so create only one `DataOrder` per run.
+
+    Args:
+        config: Resolved configuration.
+        train: Data sets to train on.
+
+    Raises ConfigError if a data set would have no rows in an epoch because of its weight.
+    """
+
+    def __init__(self, config: SFTConfig, train: Sequence[Dataset[Any]]):
+        sizes = [len(dataset.examples) for dataset in train]
+        self.epochs = EpochOrder(sizes, config.batch_size, config.seed, config.train_dataset_weights)
+        self.state: dict[str, Any] = {
+            "batch_size": config.batch_size,
+            "seed": config.seed,
+            "shuffle of train_datasets": SHUFFLE,
+            "rows of train_datasets": self.epochs.sizes,
+            "rows of train_datasets in an epoch": self.epochs.counts,
+            "contents of train_datasets": _fingerprint(train),
+        }
+
+    def check_same(self, state: Mapping[str, Any]) -> None:
+        """Raise ConfigError if `state`, from a checkpoint, belongs to another order or to other data."""
+        check_same_order(state, self.state, ANEW)
+
+
+def _fingerprint(datasets: Sequence[Dataset[Any]]) -> str:
+    digest = hashlib.sha256()
+    for dataset in datasets:
+        for one in (one for example in dataset.examples for one in example.sequences):
+            digest.update(np.int64(len(one.token_ids)).tobytes())
+            digest.update(one.token_ids.tobytes() + one.mask.tobytes())
+    return digest.hexdigest()
+
 
 logger = logging.getLogger(__name__)
 

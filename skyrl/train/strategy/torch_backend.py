@@ -4,12 +4,17 @@ Options under `trainer.torch` override options derived from other fields. Import
 jax; the backend is imported on demand.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from skyrl.backends.engines.needs import PROCESSED, PROCESSED_MODE, needs_of
+from skyrl.backends.operations import Sample
 from skyrl.backends.registry import find_backend
 from skyrl.config import FSDPConfig, SFTConfig, SkyRLTrainConfig, TrainerConfig
+from skyrl.config import SamplingParams as SamplingConfig
 from skyrl.config.machinery.uses import TORCH
 from skyrl.config.torch_options import (
     MICRO_TRAIN,
@@ -28,8 +33,9 @@ from skyrl.config.torch_options import (
     trains_all_weights,
     urls_of,
 )
-from skyrl.train.strategy.logprobs_mode import with_logprobs_mode
+from skyrl.train.policies.sampling_options import options_of
 from skyrl.train.strategy.strategy import Strategy, shared_problems
+from skyrl.types import SamplingParams
 
 COLOCATED = (
     "set it to the policy's, leave it out, or give the model workers of its own (trainer.placement.colocate_all=false; "
@@ -196,3 +202,33 @@ def _other_models(config: SkyRLTrainConfig) -> Iterator[str]:
                     f"{path}.fsdp_config.{field}={asked}: all models share the policy's base weights; set it for "
                     f"trainer.policy, or {COLOCATED}"
                 )
+
+
+def with_logprobs_mode(engines: Mapping[str, Any], params: SamplingConfig) -> dict[str, Any]:
+    """Return the engine options. If vLLM's default `logprobs_mode` does not suit the samples, it is set in them.
+
+    Args:
+        engines: Options of a run's engines.
+        params: Sampling parameters of the run's training samples.
+    """
+    launch = engines.get("launch") or {}
+    if not launch.get("python") or not _only_processed(params):
+        return dict(engines)
+    return {**engines, "launch": {**launch, "arguments": {"logprobs_mode": PROCESSED_MODE} | launch["arguments"]}}
+
+
+def _only_processed(params: SamplingConfig) -> bool:
+    """Return True if the samples need engines whose log-probabilities are computed after applying the temperature."""
+    sampling = SamplingParams(
+        max_tokens=1, seed=0, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
+    )
+    request = Sample(
+        request_id="",
+        version=None,
+        prompt=np.zeros(1, np.int32),
+        params=sampling,
+        options=options_of(params),
+        tempered_logprobs=True,
+    )
+    needs = needs_of(request, 0)
+    return not isinstance(needs, str) and PROCESSED in needs

@@ -52,3 +52,17 @@ def reporting(
             place.keep(METRICS_FILE)
         except StorageError as error:
             log.warning("the newest metrics are in %s alone: %s", place.folder, error)
+
+
+def closing_summary(title: str, places: Mapping[str, Path | str], values: Mapping[str, float] | None = None) -> str:
+    """Return the title, followed by a table of metrics and places.
+
+    Args:
+        title: Description of the completed work.
+        places: Path or URL of each output, by description. Paths that do not exist are left out.
+        values: Metrics to show. None: no metrics.
+    """
+    rows = {name: f"{value:.4g}" for name, value in (values or {}).items()}
+    rows |= {name: str(path) for name, path in places.items() if isinstance(path, str) or path.exists()}
+    width = max(map(len, rows), default=0)
+    return "\n".join([title, *(f"  {name:{width}}  {value}" for name, value in rows.items())])

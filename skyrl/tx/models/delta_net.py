@@ -12,10 +12,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from skyrl.tx.design.design import DeltaNet
-from skyrl.tx.layers.activations import ACTIVATIONS
 from skyrl.tx.layers.linear import Linear
 from skyrl.tx.layers.lora import Lora
 from skyrl.tx.layers.norm import RMSNorm
+from skyrl.tx.models.gated import ACTIVATIONS
 from skyrl.tx.models.recurrence import States, convolution, delta_rule
 
 if TYPE_CHECKING:  # a layer has one of these

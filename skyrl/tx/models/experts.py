@@ -13,10 +13,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from skyrl.tx.design.design import Experts, Gated
-from skyrl.tx.layers.activations import ACTIVATIONS
 from skyrl.tx.layers.grouped import Grouping, grouped, grouped_product
 from skyrl.tx.layers.lora import Lora
-from skyrl.tx.models.gated import GatedLayer
+from skyrl.tx.models.gated import ACTIVATIONS, GatedLayer
 
 Rows = Float[Array, "tokens hidden"]
 

@@ -1,15 +1,19 @@
 """The feed-forward block of a dense layer."""
 
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from skyrl.tx.design.design import Gated
-from skyrl.tx.layers.activations import ACTIVATIONS
 from skyrl.tx.layers.linear import Linear
 from skyrl.tx.layers.lora import Lora
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
+
 
 Hidden = Float[Array, "batch tokens hidden"]
 

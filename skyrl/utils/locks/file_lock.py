@@ -4,6 +4,7 @@ The other locks in this package use it, and add information about holders and wa
 a forked child shares it, but a child that executes another program does not.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -11,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from skyrl.errors import StorageError
 
 LOOK_S = 0.05
 """Seconds between two attempts to take the lock."""
@@ -84,3 +87,33 @@ class FileLock:
     def release(self) -> None:
         """Release the lock."""
         os.close(self._handle)
+
+
+LOCK = ".lock"
+
+_held: dict[Path, FileLock] = {}
+"""Locks of the folders that this process has claimed. They are held until the process ends."""
+
+
+def claim_folder(folder: Path) -> bool:
+    """Claim a folder for this process until it ends. Creates the folder if necessary.
+
+    Returns False if another process has claimed it. On a disk without file locks, every claim succeeds.
+
+    Raises:
+        StorageError: The folder is not writable.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder.resolve() / LOCK
+        if path in _held:
+            return True
+        lock = FileLock(path, mode=0o644, of_process=True)
+    except OSError as error:
+        raise StorageError(f"cannot write {folder}: {error.strerror or error}; check its permissions") from error
+    with contextlib.suppress(OSError):
+        if not lock.take():
+            lock.release()
+            return False
+    _held[path] = lock
+    return True

@@ -4,12 +4,14 @@ The file names the process that holds the lock, and tells if that process is abo
 predecessor ends, because an init system may restart the server as soon as its first process has exited.
 """
 
+import contextlib
 import logging
 import os
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from skyrl.errors import RequestError
+from skyrl.errors import RequestError, StorageError
 from skyrl.utils.locks.file_lock import FileLock
 
 log = logging.getLogger(__name__)
@@ -98,3 +100,33 @@ class Lease:
 
     def _write(self, state: str) -> None:
         self._lock.write(f"{state}process {os.getpid()}".ljust(RECORD_BYTES).encode())
+
+
+NAME = ".engine.lock"
+PATIENCE_S = 20.0
+
+
+@contextlib.contextmanager
+def engine_lock(folder: Path, progress: Callable[[str], None], patience_s: float = PATIENCE_S) -> Iterator[None]:
+    """Context that holds the folder's lock. Waits for an engine that is about to end.
+
+    Raises:
+        StorageError: Another engine keeps using the folder, or the folder is not writable.
+    """
+    path = folder / NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path, mode=0o644)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}; check its permissions") from error
+    try:
+        if not lock.take():
+            progress("waiting for the engine before this one to end")
+            if not lock.wait(lambda: patience_s):
+                raise StorageError(
+                    f"{path} is held by another engine: checkpoints_base={path.parent} is in use by another server; "
+                    "stop that one, or name another folder"
+                )
+        yield
+    finally:
+        lock.release()

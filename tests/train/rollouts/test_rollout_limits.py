@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from scripted import Answer, Reply, ScriptedSampler, prompt, rollouts, run
 
-from skyrl.train.rollouts.limits import RateLimiter
+from skyrl.train.rollouts.rollouts import RateLimiter
 
 DONE = [Reply(done=True)]
 

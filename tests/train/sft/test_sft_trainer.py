@@ -256,7 +256,7 @@ def test_a_checkpoint_of_another_order_or_model_is_refused(client, tiny_model, t
 CLAIM = """
 import sys
 from pathlib import Path
-from skyrl.utils.locks.claim import claim_folder
+from skyrl.utils.locks.file_lock import claim_folder
 print(claim_folder(Path(sys.argv[1])), flush=True)
 sys.stdin.read()
 """

@@ -28,10 +28,9 @@ from skyrl.backends.engines.launcher.options import API_KEY_VARIABLE, LaunchOpti
 from skyrl.backends.engines.launcher.vllm import devices_of
 from skyrl.backends.engines.protocol import OwnAddress
 from skyrl.utils.backoff import pause_s
-from skyrl.utils.child_environment import without_secrets
 from skyrl.utils.files.atomic_folders import replace_file
 from skyrl.utils.private import private_folder
-from skyrl.utils.processes import ProcessIdentity, end_group
+from skyrl.utils.processes import ProcessIdentity, end_group, without_secrets
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,8 @@ import torch
 from skyrl.backends.torch.workers.remote import RemoteWorker, RemoteWorkers
 from skyrl.backends.torch.workers.worker import Command, WorkerOptions
 from skyrl.errors import BackendLost, RequestError
-from skyrl.utils.child_environment import without_secrets
 from skyrl.utils.locks.scratch import ScratchFolder
-from skyrl.utils.processes import die_with_parent
+from skyrl.utils.processes import die_with_parent, without_secrets
 
 STACKS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1)"
 """Code after which SIGUSR1 makes a process print the stacks of its threads."""

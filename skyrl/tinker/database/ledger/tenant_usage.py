@@ -12,7 +12,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.database.ledger.billing import gigabyte_hours
 from skyrl.tinker.database.ledger.charges import HOUR_S
 from skyrl.tinker.database.tables import AuditRow, CheckpointRow, UsageRow
-from skyrl.tinker.identity.display_names import LOCAL, DisplayNames
+from skyrl.tinker.identity.callers import LOCAL, DisplayNames
 from skyrl.tinker.identity.ids import is_key_name
 from skyrl.tinker.wire import management_schemas as rest
 

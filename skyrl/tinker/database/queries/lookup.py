@@ -4,13 +4,16 @@ Recently used rows are cached in memory, read-only. Code that changes a row in t
 commit. Ids of other tenants count as unknown, except for public checkpoints.
 """
 
+import secrets
 from collections import OrderedDict
 from typing import Any, TypeVar
+
+from sqlmodel import Session
 
 from skyrl.errors import UnknownName
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.queries.checkpoint_rows import find_checkpoint, unknown_checkpoint
-from skyrl.tinker.database.tables import CheckpointRow, CustomLossRow, ModelRow, SamplerRow, SessionRow
+from skyrl.tinker.database.tables import CheckpointRow, CustomLossRow, ModelRow, SamplerRow, SessionRow, SettingRow
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import TinkerPath
 
@@ -77,3 +80,15 @@ class Directory:
 
 def _unknown(field: str, row_id: str, hint: str) -> UnknownName:
     return UnknownName(f"{field}={row_id[:300]!r} is not known; {hint}")
+
+
+SECRET = "signing_secret"
+
+
+def server_secret(session: Session) -> str:
+    """Return the secret of the server that owns this database. Creates it if missing. A job for the writer."""
+    row = session.get(SettingRow, SECRET)
+    if row is None:
+        row = SettingRow(name=SECRET, value=secrets.token_hex(32))
+        session.add(row)
+    return row.value

@@ -6,16 +6,20 @@ from functools import partial
 from typing import NoReturn
 
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from skyrl.algorithms.losses import CUSTOM
 from skyrl.tinker.database.ledger import billing
 from skyrl.tinker.database.ledger.billing import AuditType, Window
 from skyrl.tinker.errors import BadKey
+from skyrl.tinker.http.probes import engine_trouble
 from skyrl.tinker.http.routes.dependencies import CallerDependency, ServiceDependency
 from skyrl.tinker.identity.callers import ORGANIZATION
 from skyrl.tinker.wire import management_schemas as rest
+from skyrl.tinker.wire import schemas
 
 router = APIRouter()
 
@@ -68,3 +72,47 @@ async def get_audit_log(
 ) -> Response:
     """Return the audit log of the caller's checkpoints and sessions for a day in UTC (default: today)."""
     return await service.listings.answer(caller, partial(billing.audit_log, caller=caller, kind=event_type, day=day))
+
+
+public = APIRouter()
+"""Routes that need no key."""
+
+
+@public.get("/healthz", response_model=None)
+async def healthz(service: ServiceDependency) -> schemas.HealthResponse | JSONResponse:
+    """Health of the server: status 200 if it processes requests, 503 with the reason otherwise."""
+    if (reason := engine_trouble(service.engine)) is None:
+        return schemas.HealthResponse(engine=service.engine.metrics)
+    return JSONResponse({"status": "starting", "detail": reason}, 503)
+
+
+@router.post("/client/config")
+async def client_config(service: ServiceDependency, _: CallerDependency) -> schemas.ClientConfigResponse:
+    """Client settings for this server. They do not depend on the request (the client's version)."""
+    return schemas.ClientConfigResponse(custom_loss_server_side=CUSTOM not in service.config.refused_losses)
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(_: CallerDependency) -> schemas.DynamicConfigResponse:
+    """Settings that a client reads again while it runs. They never change here."""
+    return schemas.DynamicConfigResponse()
+
+
+@public.post("/telemetry")
+async def telemetry() -> schemas.TelemetryResponse:
+    """Accept and discard events of a client. A client waits for this response when it exits."""
+    return schemas.TelemetryResponse()
+
+
+@router.get("/get_server_capabilities")
+async def get_server_capabilities(
+    service: ServiceDependency, _: CallerDependency
+) -> schemas.ServerCapabilitiesResponse:
+    """All names of the base model: its own name first, then the aliases."""
+    info = await service.wait_until_ready()
+    length = info.max_context_length
+    return schemas.ServerCapabilitiesResponse(
+        supported_models=[
+            schemas.SupportedModel(model_name=name, max_context_length=length) for name in service.served_names()
+        ]
+    )
