@@ -79,5 +79,5 @@ def test_an_engine_loads_the_default_and_says_why(names, monkeypatch):
     monkeypatch.setattr(loop, "find_backend", found)
     with pytest.raises(KeyError, match=names[0]):
         loop.open_backend(parse_config([], environ={}), said.append)
-    sees = "a GPU" if names[0] == "skyrl_train" else "no GPU"
+    sees = "a GPU" if names[0] == "torch" else "no GPU"
     assert said == [f"importing the {names[0]} backend, as none is named and torch sees {sees}"]

@@ -153,13 +153,13 @@ def test_save_on_a_full_disk_fails_by_name_and_training_goes_on(tmp_path, make_d
     with LiveServer(tmp_path, checkpoints_base=disk.folder / "checkpoints", min_free_disk_mib=0) as server:
         wait_until_ready(server)
         model = server.model()
-        kept = server.result(save(server, model, 1, "kept"))["path"]
+        kept = server.result(save(server, server.model(), 1, "kept"))["path"]
         disk.fill()
-        failure = server.failure(server.ok(path, {"model_id": model, "seq_id": 2, "path": "a"})["request_id"])
+        failure = server.failure(server.ok(path, {"model_id": model, "seq_id": 1, "path": "a"})["request_id"])
         assert failure["category"] == "server" and "No space left on device" in failure["error"]
         body = {"session_id": server.session(), "model_seq_id": 0, "path": kept}
         assert server.run("/load_weights", body)["model_id"]
-        after = server.train(model, 3)
+        after = server.train(model, 2)
         disk.free()
         assert server.run(path, {"model_id": model, "seq_id": after, "path": "a"})["path"].endswith("/a")
 

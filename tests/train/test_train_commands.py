@@ -56,7 +56,7 @@ def test_the_data_of_a_run_that_is_resumed_are_hashed_once(examples, monkeypatch
         made.append(digest := hashlib.sha256())
         return digest
 
-    monkeypatch.setattr(data_order, "hashlib", SimpleNamespace(sha256=sha256))
+    monkeypatch.setattr("skyrl.train.sft.trainer.hashlib", SimpleNamespace(sha256=sha256))
     assert main([*examples, "num_epochs=3"]) == 0
     assert len(made) == 1
 

@@ -24,11 +24,13 @@ from skyrl.backends.engines.launcher.hangs import Replacing
 from skyrl.backends.engines.launcher.launcher import Launcher
 from skyrl.backends.engines.launcher.options import LaunchOptions
 from skyrl.backends.engines.protocol import EngineDown, OwnAddress
+from skyrl.backends.operations import Publish
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.errors import RequestError
 from skyrl.utils.processes import ProcessIdentity
 from tests.backends.engines.engine_server import ROOT
 from tests.backends.engines.marked import OPTIONS, admit, fleet_of, ticket, write_marker
+from tests.backends.engines.test_backend_with_engines import check, done, sample, train
 from tests.live import make_tiny_model
 from tests.users import listener_of_another_user, needs_root
 from tests.waiting import BOUND_S

@@ -162,7 +162,7 @@ def test_a_configuration_shares_nothing_with_the_mapping_it_came_from():
         ("trainer.policy=null", "trainer.policy=null: holds fields of PolicyConfig"),
         ("generator.sampling_params.logprobs=2", "logprobs=2: give 1 or less"),
         ("generator.sampling_params.top_k=0", "top_k=0: give a number of tokens from 1, or -1 for all"),
-        ("trainer.policy.fsdp_config.fsdp_size=-2", "fsdp_size=-2: give a number of GPUs from 1, -1 for all"),
+        ("trainer.policy.fsdp_config.fsdp_size=-2", "fsdp_size=-2: give a number of ranks from 1, -1 for all of them"),
         ("+trainer.extra=1", "subclass its config class"),
         ("++trainer.epochs=1", "write trainer.epochs=value for a field that exists"),
         ("~trainer.epochs", "fields are not added or removed with + or ~"),
