@@ -25,7 +25,7 @@ from skyrl.tinker.database.tables import ModelRow
 from skyrl.tinker.identity.ids import SAMPLE, folder_of_model, model_of_version
 from skyrl.tinker.requests.engine_models import State as ModelState
 from skyrl.tinker.requests.futures import PendingFuture
-from skyrl.tinker.requests.pending import PendingRequest
+from skyrl.tinker.requests.pending_training import PendingRequest
 from skyrl.tinker.requests.queue import RequestQueue
 from skyrl.tinker.requests.samples import WaitingSample
 from skyrl.utils.machine import available_memory, host_memory, resident_memory

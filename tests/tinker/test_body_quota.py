@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from starlette.exceptions import HTTPException
 
-from skyrl.tinker.http import errors
-from skyrl.tinker.http.errors import BodyLimit
+from skyrl.tinker.http import body_limit
+from skyrl.tinker.http.body_limit import BodyLimit
 from skyrl.tinker.wire import sharing
 from tests.tinker.harness import LiveServer
 from tests.tinker.in_process import InProcessServer
@@ -104,7 +104,7 @@ def test_room_comes_back_when_the_sender_leaves(small_room):
 
 
 def test_a_body_that_trickles_is_given_up(monkeypatch):
-    monkeypatch.setattr(errors, "MIN_BYTES_PER_S", 1000)
+    monkeypatch.setattr(body_limit, "MIN_BYTES_PER_S", 1000)
 
     async def application(scope, receive, send) -> None:
         while (await receive()).get("more_body"):

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
 
-from skyrl.tinker.http.errors import BodyLimit
+from skyrl.tinker.http.body_limit import BodyLimit
 from tests.tinker.harness import LiveServer
 from tests.tinker.test_openapi_fuzz import ENTRIES
 

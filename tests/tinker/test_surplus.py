@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tinker
 
-from skyrl.tinker.checkpoints import surplus
+from skyrl.tinker.checkpoints import surplus_versions
 from skyrl.tinker.checkpoints.offline import collect
 from skyrl.tinker.checkpoints.retention import Rules
 from skyrl.tinker.local_server import close_client
@@ -182,7 +182,7 @@ def test_files_of_a_version_that_a_sample_is_about_to_read_are_left_for_it(run):
 
 
 def test_samplers_without_weights_are_forgotten_but_for_the_newest(run, monkeypatch):
-    monkeypatch.setattr(surplus, "KNOWN_SAMPLERS", 2)
+    monkeypatch.setattr(surplus_versions, "KNOWN_SAMPLERS", 2)
     samplers = run.steps(8)
     run.let_pass(1000)
     run.collect()

@@ -13,7 +13,7 @@ from skyrl.tinker.checkpoints import retention, trash
 from skyrl.tinker.checkpoints.disk_budget import GIB, MIB, remove_empty_folders
 from skyrl.tinker.checkpoints.guard import RemovalPlan, at_stake, nameless_folders
 from skyrl.tinker.checkpoints.retention import SELDOM, Removal, Rules, TableSweep
-from skyrl.tinker.checkpoints.surplus import surplus_versions
+from skyrl.tinker.checkpoints.surplus_versions import surplus_versions
 from skyrl.tinker.checkpoints.transfer.uploads import Stored, stored_uploads
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.database import Database

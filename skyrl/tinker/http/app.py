@@ -8,7 +8,8 @@ from fastapi import FastAPI
 from skyrl.tinker.config import EngineConfig, is_loopback
 from skyrl.tinker.context import EngineFactory
 from skyrl.tinker.http import openapi, operators, probes
-from skyrl.tinker.http.errors import BodyLimit, add_error_handlers, error_response
+from skyrl.tinker.http.body_limit import BodyLimit
+from skyrl.tinker.http.errors import add_error_handlers, error_response
 from skyrl.tinker.http.middleware import LocalOnly, Measured
 from skyrl.tinker.http.routes import (
     accounts,

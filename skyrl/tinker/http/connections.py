@@ -14,7 +14,7 @@ import resource
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from skyrl.tinker.http.errors import MIN_BYTES_PER_S, PATIENCE_S
+from skyrl.tinker.http.body_limit import MIN_BYTES_PER_S, PATIENCE_S
 from skyrl.utils.quota import Quota
 
 HEAD_S = 20.0

@@ -10,7 +10,7 @@ from skyrl.algorithms.checks.requests import check_sample
 from skyrl.algorithms.checks.scores import check_scores
 from skyrl.backends.operations import Sample
 from skyrl.errors import RequestError
-from skyrl.tinker.checkpoints.surplus import limit_that_removed
+from skyrl.tinker.checkpoints.surplus_versions import limit_that_removed
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.tables import SamplerRow
 from skyrl.tinker.identity import ids

@@ -19,10 +19,10 @@ from skyrl.tinker.errors import BodyTooLarge
 from skyrl.tinker.operations.admission import Accepted, Admission
 from skyrl.tinker.operations.operation import operation
 from skyrl.tinker.wire import codec, schemas
+from skyrl.tinker.wire.oversized_pass import failed_pass
 from skyrl.tinker.wire.parsing import Body, Limits, ModelAddress, Parsed, json_parser
 from skyrl.tinker.wire.protobuf import MAX_PARTS
 from skyrl.tinker.wire.sharing import LARGE_BYTES
-from skyrl.tinker.wire.too_large import failed_pass
 from skyrl.types import Datum, ForwardBackwardOutput, LoraConfig, OptimStepOutput
 
 ARRAY_BYTES = 400

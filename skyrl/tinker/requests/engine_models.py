@@ -34,7 +34,7 @@ from skyrl.tinker.identity.ids import session_of_model
 from skyrl.tinker.processes.messages import Enqueue, Park, Refuse, RetryLater, Revive
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.outcomes import Outcomes
-from skyrl.tinker.requests.pending import Pending, PendingRequest
+from skyrl.tinker.requests.pending_training import Pending, PendingRequest
 from skyrl.tinker.requests.replay import Revival, Unreachable, Unrevivable, prepare
 from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.types import ErrorResponse, ModelOutput, Result

@@ -32,7 +32,7 @@ from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.identity.ids import model_of_version
 from skyrl.tinker.processes.messages import DropVersion, Snapshotted
 from skyrl.tinker.requests.futures import Futures
-from skyrl.tinker.requests.pending import Pending, PendingRequest
+from skyrl.tinker.requests.pending_training import Pending, PendingRequest
 from skyrl.tinker.results import PROTOBUF, Answer, Failure, Lost, Outcome
 from skyrl.tinker.wire import strict_json
 from skyrl.tinker.wire.sharing import encoded

@@ -27,7 +27,7 @@ from skyrl.tinker.operations.table import OPERATIONS
 from skyrl.tinker.requests.engine_models import EngineModels, is_pass
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.outcomes import CANCELLED, Outcomes
-from skyrl.tinker.requests.pending import Pending, PendingRequest
+from skyrl.tinker.requests.pending_training import Pending, PendingRequest
 from skyrl.tinker.requests.unwritten_versions import UnwrittenVersions
 from skyrl.tinker.results import JSON, Failure
 from skyrl.tinker.wire import strict_json

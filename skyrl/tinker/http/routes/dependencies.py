@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from skyrl.tinker.context import Service
 from skyrl.tinker.errors import BadKey, BodyTooLarge, MalformedBody
-from skyrl.tinker.http.errors import UNTIL_ANSWERED
+from skyrl.tinker.http.body_limit import UNTIL_ANSWERED
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.requests.queue import RequestQueue
