@@ -12,7 +12,7 @@ import pytest
 from examples.dapo.main import soft_overlong_penalty
 from examples.recipes.run import HERE, RECIPES
 from examples.recipes.run import main as run_recipe
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 
 ROOT = Path(__file__).parents[1]
 

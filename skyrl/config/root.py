@@ -82,7 +82,7 @@ class SkyRLTrainConfig(BaseConfig):
 
     @property
     def example(self) -> str:
-        """Example of a command line. It trains on a file that `python -m skyrl.envs.tasks.arithmetic` writes."""
+        """Example of a command line. It trains on a file that `python -m skyrl.envs.tasks.arithmetic_data` writes."""
         return (
             "skyrl train rl trainer.policy.model.path=Qwen/Qwen3-0.6B trainer.policy.model.lora.rank=32 "
             "data.train_data=train.jsonl environment.env_class=arithmetic trainer.train_batch_size=8 "

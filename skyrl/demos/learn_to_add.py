@@ -83,7 +83,7 @@ def prepare(settings: Settings, files: Files) -> int:
     """Write problems, template and the model with random weights. Returns the number of parameters."""
     from safetensors import safe_open
 
-    from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+    from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
     from skyrl.tx.synthetic.make_model import make_model
 
     count = settings.training_problems + settings.heldout_problems

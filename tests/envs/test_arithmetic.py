@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl.envs import make_env
-from skyrl.envs.tasks.arithmetic import arithmetic_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows
 
 
 def reward(row: dict, action: str) -> float:
@@ -52,7 +52,7 @@ def test_the_answer_alone_is_rewarded(action, expected):
 
 
 def test_the_command_writes_two_files_without_a_common_problem(tmp_path):
-    command = [sys.executable, "-m", "skyrl.envs.tasks.arithmetic", "--train=30", "--validation=10", "--largest=5"]
+    command = [sys.executable, "-m", "skyrl.envs.tasks.arithmetic_data", "--train=30", "--validation=10", "--largest=5"]
     subprocess.run([*command, f"--output={tmp_path / 'new'}"], check=True)
     train, validation = (
         [json.loads(line) for line in (tmp_path / "new" / name).read_text().splitlines()]

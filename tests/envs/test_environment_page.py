@@ -69,7 +69,7 @@ def test_the_page_has_every_environment():
 
 
 def test_the_pages_command_writes_rows(tmp_path):
-    (command,) = re.findall(r"^python (-m skyrl.envs.tasks.arithmetic .*)$", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^python (-m skyrl.envs.tasks.arithmetic_data .*)$", PAGE, re.MULTILINE)
     subprocess.run([sys.executable, *command.split()], cwd=tmp_path, check=True)
     lines = (tmp_path / "data/arithmetic/validation.jsonl").read_text().splitlines()
     assert len(lines) == 256 and set(json.loads(lines[0])) == {"prompt", "env_class", "reward_spec", "extra_info"}

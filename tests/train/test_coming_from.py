@@ -14,7 +14,7 @@ from short_runs import command, metrics
 
 from skyrl import cli
 from skyrl.config.machinery.help import describe_fields
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.entrypoints import main_base, main_generate
 from tests.stopping import old_name, waiting

@@ -14,7 +14,7 @@ from short_runs import command, train
 
 import oracle
 from skyrl.cli import main
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.train.commands import main as train_command
 
 TOKENS = [5, 6, 7, 8, 9, 10]

@@ -14,7 +14,7 @@ import pytest
 from forked_runs import Forks, forks
 
 from skyrl.cli import main
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.strategy.validate import validate, validate_sft
 

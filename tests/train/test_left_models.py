@@ -13,7 +13,7 @@ from short_runs import command
 
 import oracle
 from skyrl.cli import main
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 
 TOKENS = [5, 6, 7, 8, 9, 10]
 HASHED = "environment.env_class=rewarding:Hashed"

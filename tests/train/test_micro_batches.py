@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from short_runs import command
 
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.rl.run import train_rl
 

@@ -7,7 +7,7 @@ import pytest
 
 from skyrl.backends.torch import TorchBackendConfig
 from skyrl.backends.torch.base_model.memory import device_of
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.errors import RequestError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.strategy.torch_backend import TorchStrategy

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.train.tracking.tracker import read_metrics
 from skyrl.tx.synthetic.make_model import make_model
 from tests.rays import actors, ray_cluster

@@ -11,7 +11,7 @@ import pytest
 from short_runs import check_equal, command, metrics, train
 
 from skyrl.envs.env import Env, NoSettings, StepResult
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.errors import BackendLost, BackendStopped, ConfigError, RequestError
 from skyrl.train import commands
 from skyrl.train.commands import train_with_restarts

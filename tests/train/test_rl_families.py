@@ -6,7 +6,7 @@ from pathlib import Path
 
 import transformers
 
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.tx.synthetic.make_model import make_model
 from tests.train.short_runs import command, metrics

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from short_runs import check_equal, command, metrics, newest, train
 
 from skyrl.envs.services import http
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.train.rollouts.attempts import RolloutError
 
 STEPS, PROMPTS, SAMPLES = 2, 4, 3

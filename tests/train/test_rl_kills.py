@@ -8,7 +8,7 @@ import pytest
 from forked_runs import TORCH, Forks, forks
 from short_runs import ON, RL, check_equal, metrics, on
 
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.utils.failpoints import CRASH_POINTS
 
 STEPS = 4

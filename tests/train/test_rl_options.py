@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 from short_runs import check_equal, command, metrics, train
 
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.errors import ConfigError
 
 CORRECTED = "trainer.algorithm.off_policy_correction.tis_ratio_type=token"

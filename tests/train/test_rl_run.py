@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 from short_runs import on
 
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.errors import ConfigError
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.rl.run import Run, open_run, train_rl

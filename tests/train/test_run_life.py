@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from short_runs import ON, check_equal, command, metrics, newest, train
 
 from skyrl.envs.env import StepResult
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.errors import ConfigError
 from skyrl.train.callbacks import Callback
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig

@@ -12,7 +12,7 @@ from matplotlib import image
 from short_runs import command, train
 
 from skyrl.cli import main
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 
 STEPS = 3
 

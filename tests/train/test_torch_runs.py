@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import oracle
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.errors import ConfigError, RequestError
 from skyrl.train.config import SFTConfig, SkyRLTrainConfig
 from skyrl.train.rl.run import train_rl

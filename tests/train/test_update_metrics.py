@@ -13,7 +13,7 @@ from short_runs import command, metrics, train
 import oracle
 from skyrl.algorithms.losses import LossInputs
 from skyrl.algorithms.objective import policy_objective
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.train.config import SkyRLTrainConfig, get_config_as_dict
 from skyrl.train.rl.update_metrics import explained_variance, policy_metrics, value_clip_fraction
 

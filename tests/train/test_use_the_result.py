@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 import oracle
 from live import make_tiny_model
 from skyrl.cli import main
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.tinker.local_server import LocalServer, close_client
 from tests.backends.engines.vllm_server import ENVIRONMENT, wait_for_vllm
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from skyrl.envs.tasks.arithmetic import arithmetic_rows, write_rows
+from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.train.tracking.tracker import read_metrics
 
 ENGINES = "generator.inference_engine."

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kinds import make_pupil, task_rows
 
-from skyrl.envs.tasks.arithmetic import write_rows
+from skyrl.envs.tasks.arithmetic_data import write_rows
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.rl.batch import Batch
 from skyrl.train.rl.run import open_run, train_rl

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from kinds import ENTROPY, lesson_rows, make_pupil
 
-from skyrl.envs.tasks.arithmetic import write_rows
+from skyrl.envs.tasks.arithmetic_data import write_rows
 from skyrl.train.config import SFTConfig
 from skyrl.train.sft.run import train_sft
 from skyrl.train.tracking.tracker import read_metrics
