@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-rl test test-all seconds test-slow test-vllm test-next matrix cookbook mutations accelerator check bench proto clean
+.PHONY: help setup demo demo-rl test test-all test-slow test-vllm test-next matrix cookbook mutations accelerator check bench proto clean
 
 help:
 	@echo "setup      install into $(VENV)"
@@ -23,7 +23,6 @@ help:
 	@echo "test       the tests that show each fact once, in three processes (JOBS=0: in one); about 10 minutes on two cores"
 	@echo "test-all   all tests that are not marked slow, with random inputs; about 40 minutes"
 	@echo "test-slow  the tests marked slow: kills of a server, long random histories, each way of training; an hour and more"
-	@echo "seconds    the test suite, and how long each file took, to tests/seconds.txt"
 	@echo "test-vllm  the cases of sampling engines against vLLM on the CPU, in build/vllm (3.5 GB, once), or in VLLM_PYTHON"
 	@echo "test-next  contract, parity and SDK tests on Python 3.12 with the newest packages, in .sdk; status 77: it cannot here"
 	@echo "matrix     every SDK from 0.7.0 to 0.38.0, or those of SDK=\"0.7.0 0.38.0\", against one server, in .sdk"
@@ -50,18 +49,14 @@ demo-rl: $(STAMP)
 	rm -rf build/demo-rl
 	$(BIN)/skyrl demo-rl --output build/demo-rl
 
-# Files, and backends of the kit, in the order of tests/conftest.py, the longest first. By default those of few tests come last.
 # A process that crashes ends the run: xdist may wait forever for the one that takes its place.
-SUITE := $(BIN)/python -m tests.run -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=20
+SUITE := $(BIN)/python -m tests.run -n $(JOBS) --dist loadfile --max-worker-restart=0 --durations=20
 
 test: $(STAMP)
 	$(SUITE) -m "not slow and not full"
 
 test-all: $(STAMP)
 	$(SUITE) -m "not slow" --hypothesis-profile=random
-
-seconds: $(STAMP)
-	$(SUITE) -m "not slow" --write-seconds
 
 test-next: $(STAMP)
 	$(BIN)/python -m tests.compat.newest

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Generator, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -19,12 +18,11 @@ from hypothesis import HealthCheck, settings
 
 from tests.programs import SharedPrograms
 from tests.scheduling import pytest_xdist_make_scheduler, unit  # noqa: F401 (a hook of xdist)
-from tests.selection import SECONDS, Selection, seconds
+from tests.selection import unmark
 
 CACHE = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(__file__).parent.parent / ".pytest_cache" / "xla"))
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 PROGRAMS = SharedPrograms(CACHE, CACHE / WORKER) if WORKER else None
-SELECTION = Selection.read()
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / (WORKER or ""))
 os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"  # else what a program is found by contains its folder
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
@@ -60,43 +58,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--write-seconds` measures anew what `tests/seconds.txt` says."""
-    parser.addoption("--write-seconds", action="store_true", help=f"write how long each test takes to {SECONDS.name}")
-
-
 COLLECTED = pytest.StashKey[frozenset[str]]()
 """Node ids of all tests that were found, also of those that are not run."""
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
-    """Mark tests by size; of those that are left, bring the longest units to the front, where processes share them."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note all tests, and mark those of `make test-all` only."""
     config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
-    SELECTION.mark(items)
-    result = yield
-    if WORKER:
-        units: Counter[str] = Counter()
-        for item in items:
-            units[unit(item.nodeid)] += seconds().get(item.nodeid, 0)
-        items.sort(key=lambda item: (-units[unit(item.nodeid)], unit(item.nodeid)))
-    return result
+    unmark(items)
 
 
-_seconds: Counter[str] = Counter()
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Count how long each test takes."""
-    _seconds[report.nodeid] += report.duration
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write how long each test took, if that was asked for, the longest first; and close clients of the SDK."""
+def pytest_sessionfinish() -> None:
+    """Close clients of the SDK."""
     _close_clients()
-    if session.config.option.write_seconds and not WORKER:
-        lines = [f"{took:.1f} {test}\n" for test, took in _seconds.most_common() if took >= 0.5]
-        SECONDS.write_text("".join(lines))
 
 
 def _close_clients() -> None:

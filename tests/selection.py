@@ -1,57 +1,29 @@
-"""Sizes of the test suite, as `tests/selection.toml` decides them.
+"""What `make test` leaves to `make test-all`: tests marked `full`, but for cases marked `gate`.
 
-`make test` leaves tests marked `full` to `make test-all`. The mark is not in the tests themselves.
+@pytest.mark.full                           all cases
+@pytest.mark.full("jax", "tied-bfloat16")   cases with this id, this beginning or this part between hyphens
+@pytest.mark.gate("torch-tied")             such cases stay in `make test`
 """
-
-import re
-import tomllib
-from functools import cache
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-FILE = Path(__file__).parent / "selection.toml"
-SECONDS = Path(__file__).parent / "seconds.txt"
+
+def in_gate(item: pytest.Item) -> bool:
+    """Return True if `make test` runs a test, unless it is marked `slow`."""
+    case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+    return _covers(item, "gate", case) or not _covers(item, "full", case)
 
 
-class Selection(NamedTuple):
-    """Patterns of node ids below `tests/`: a folder, a file, a test or a case, in which `*` stands for any text."""
-
-    limit_s: float
-    keep: list[str]
-    full: list[str]
-
-    @classmethod
-    def read(cls) -> "Selection":
-        """Read `tests/selection.toml`."""
-        return cls(**tomllib.loads(FILE.read_text()))
-
-    def is_full(self, nodeid: str) -> bool:
-        """Return True for tests of `make test-all` only."""
-        is_slow = seconds().get(nodeid, 0) > self.limit_s
-        return (is_slow or _any(self.full, nodeid)) and not _any(self.keep, nodeid)
-
-    def mark(self, items: list[pytest.Item]) -> None:
-        """Add the mark `full`."""
-        for item in items:
-            if self.is_full(item.nodeid):
-                item.add_marker("full")
+def unmark(items: list[pytest.Item]) -> None:
+    """Take the mark `full` from cases that it does not cover, or that stay in `make test`."""
+    for item in items:
+        if in_gate(item):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "full"]
 
 
-@cache
-def seconds() -> dict[str, float]:
-    """Seconds of the tests that take over half a second, by node id, as `make seconds` measured them."""
-    lines = (line.split(" ", 1) for line in SECONDS.read_text().splitlines())
-    return {nodeid: float(took) for took, nodeid in lines}
+def _covers(item: pytest.Item, name: str, case: str) -> bool:
+    return any(not mark.args or any(_names(part, case) for part in mark.args) for mark in item.iter_markers(name))
 
 
-@cache
-def pattern_of(line: str) -> re.Pattern[str]:
-    """Pattern of a line. A folder stands for its files, a file for its tests, a test for its cases."""
-    text = ".*".join(re.escape(part) for part in line.split("*"))
-    return re.compile(rf"tests/{text}(/.*|::.*|\[.*)?", re.DOTALL)
-
-
-def _any(lines: list[str], nodeid: str) -> bool:
-    return any(pattern_of(line).fullmatch(nodeid) for line in lines)
+def _names(part: str, case: str) -> bool:
+    return case == part or case.startswith(f"{part}-") or part in case.split("-")

@@ -11,6 +11,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 STEP = re.compile(r"^  (\w+) +step +(\d+) +loss (\S+) nats/token$", re.M)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["skyrl_train"])
 def test_the_demo_learns_and_answers_as_readme_shows_it(backend, capsys):
     assert main(["--backend", backend]) == 0

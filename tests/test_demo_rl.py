@@ -16,6 +16,8 @@ from skyrl.demos.learn_to_add import Settings, as_example, main, summarize
 from skyrl.demos.rl_report import Files
 from skyrl.train.tracking.tracker import read_metrics
 
+pytestmark = pytest.mark.full
+
 SMALL = Settings(
     training_problems=16,
     heldout_problems=8,

@@ -22,6 +22,7 @@ def test_the_overlong_penalty_of_dapo_is_that_of_the_paper(length, penalty):
     assert soft_overlong_penalty(np.array([length]), longest=20, buffer=8, factor=1.0).tolist() == [penalty]
 
 
+@pytest.mark.full
 def test_dapo_trains_with_the_penalty_and_filters_without_it(tmp_path, tiny_model):
     write_rows(tmp_path / "train.jsonl", [{"prompt": row["prompt"]} for row in arithmetic_rows(16, seed=0, largest=9)])
     overrides = [
@@ -69,6 +70,8 @@ def test_every_configuration_of_a_recipe_is_run_by_one():
     )
 
 
+@pytest.mark.full
+@pytest.mark.gate("gsm8k-grpo")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_tiny_recipe_takes_two_steps(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

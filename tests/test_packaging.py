@@ -113,6 +113,7 @@ def test_metadata_names_linux_and_every_extra(wheel):
     assert 'skyrl[torch]; extra == "train"' in fields.get_all("Requires-Dist", [])
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_demo_runs_from_the_wheel(wheel, tmp_path):
     venv.create(tmp_path / "venv", symlinks=True)

@@ -74,6 +74,7 @@ def test_a_wrong_value_is_final(tmp_path, wrong):
     assert done.returncode == 1 and "rerun" not in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_processes_that_tests_leave_are_killed(tmp_path):
     body = (
         "def test_it():\n    path = pathlib.Path('pid')\n    path.write_text(str(subprocess.Popen(['sleep', '3600'], "
@@ -83,6 +84,7 @@ def test_processes_that_tests_leave_are_killed(tmp_path):
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
 
 
+@pytest.mark.full
 def test_a_run_that_is_interrupted_names_what_failed_and_leaves_nothing(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     planted = "import time\ndef test_a():\n    assert 0\ndef test_b():\n    print('begun')\n    time.sleep(3600)\n"

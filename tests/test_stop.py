@@ -10,6 +10,8 @@ from tests.waiting import until
 NUMBERS = [pytest.param(signal.SIGTERM, id="SIGTERM"), pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.slow)]
 
 
+@pytest.mark.full
+@pytest.mark.gate("train: launched engine-SIGTERM", "serve: database-SIGTERM")
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_signal_ends_a_command_that_starts(tmp_path, phase, number):
@@ -20,6 +22,7 @@ def test_a_signal_ends_a_command_that_starts(tmp_path, phase, number):
         assert "Traceback" not in command.said.read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_second_signal_ends_a_run_that_saves(tmp_path, number):
     with waiting(SAVING, tmp_path) as command:

@@ -319,6 +319,7 @@ def test_what_may_become_a_problem_is_warned_of(plant, check, words, site, capsy
     assert warned["remedy"]
 
 
+@pytest.mark.full
 def test_low_limits_of_a_process_are_problems(site):
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -362,6 +363,7 @@ def test_a_report_fits_the_terminal_and_says_all(site, capsys):
     assert "".join(line.strip() for line in lines).replace(" ", "").count("b" * 100) == 1
 
 
+@pytest.mark.full
 def test_a_running_server_is_found_by_its_state_and_its_stopped_engine_named(site, capsys):
     # Heartbeats come twice a second, and an engine that misses three is not killed for it.
     port = site.stack.enter_context(reserve_port()).getsockname()[1]

@@ -94,6 +94,7 @@ def rest(terminal: int) -> str:
     return text.decode()
 
 
+@pytest.mark.full
 def test_in_a_terminal_it_is_drawn_again_until_ctrl_c_and_leaves_no_trace(server, operator):
     with in_terminal("status", "--every", "0.05", "--base-url", server.url) as (run, terminal):
         seen = read_until(terminal, "trained ?")
@@ -108,6 +109,7 @@ def test_in_a_terminal_it_is_drawn_again_until_ctrl_c_and_leaves_no_trace(server
         assert any(line.startswith(f"{server.model_id[:8]}:train:0 key-") for line in lines)
 
 
+@pytest.mark.full
 def test_a_server_that_is_away_is_asked_again(tmp_path, monkeypatch):
     monkeypatch.delenv("SKYRL_OPERATOR_KEYS", raising=False)
     with ExitStack() as earlier:
@@ -122,6 +124,7 @@ def test_a_server_that_is_away_is_asked_again(tmp_path, monkeypatch):
                 assert run.wait() == 0
 
 
+@pytest.mark.full
 def test_where_it_is_no_terminal_it_is_told_once(server, operator, capsys):
     lines = printed(server, capsys, "status").splitlines()
     assert max(map(len, lines)) <= COLUMNS and "\x1b" not in "".join(lines)
@@ -137,6 +140,7 @@ def test_where_it_is_no_terminal_it_is_told_once(server, operator, capsys):
     assert base.endswith("waits for its turn")
 
 
+@pytest.mark.full
 def test_json_is_what_the_server_says_and_the_rates(server, operator, capsys):
     found = json.loads(printed(server, capsys, "status", "--json"))
     asked = server.http.get(f"{server.url}/status", headers={"X-API-Key": OPERATOR}).json()

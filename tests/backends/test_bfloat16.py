@@ -48,6 +48,7 @@ def scored(backend, tokens: np.ndarray) -> np.ndarray:
     return forward_backward(backend, [item], forward_only=True).loss_fn_outputs[0]["logprobs"]
 
 
+@pytest.mark.full
 def test_log_probabilities_are_those_of_transformers_in_float32_to_rounding(backend, version):
     tokens = random_datum(100, vocab=SIZE["vocab"]).tokens
     model = oracle.load(backend.base_model, version[1])
@@ -58,6 +59,7 @@ def test_log_probabilities_are_those_of_transformers_in_float32_to_rounding(back
     assert abs(difference.mean()) < 0.01
 
 
+@pytest.mark.full
 def test_the_sampler_has_the_trainers_log_probabilities_to_rounding(backend, version):
     prompt = random_datum(70, vocab=SIZE["vocab"]).tokens
     sampled = driver.sample(backend, version[0], num_samples=4, prompt=prompt.tolist(), max_tokens=50).sequences
@@ -68,6 +70,7 @@ def test_the_sampler_has_the_trainers_log_probabilities_to_rounding(backend, ver
         assert abs(difference).max() < 0.1
 
 
+@pytest.mark.full
 def test_gradients_of_the_adapter_are_those_of_peft_in_float32_to_rounding(backend, version):
     backend.discard_gradients("model")
     item = random_datum(100, vocab=SIZE["vocab"])

@@ -16,6 +16,8 @@ from skyrl.utils.files.object_store import ObjectStore
 from skyrl.utils.files.paths import bucket_folder
 from tests.buckets import files_in
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module", params=["jax", "torch"])
 def backend(tiny_model, request) -> Iterator[AbstractBackend]:

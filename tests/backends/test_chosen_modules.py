@@ -183,6 +183,7 @@ def turned_model(tiny_model: Path):
     ).eval()
 
 
+@pytest.mark.full("jax")
 def test_replaced_positions_and_norms_are_those_of_transformers(turned, tiny_model):
     got = passed(turned, created(turned))
     np.testing.assert_allclose(got, expected(turned_model(tiny_model)), atol=1e-4)

@@ -19,6 +19,8 @@ from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.types import AdapterConfig, DimuonParams, ErrorResponse, LoraConfig
 
+pytestmark = pytest.mark.full
+
 WITH, WITHOUT = LoraConfig(rank=4, seed=1), AdapterConfig(rank=4, seed=1, exclude_modules=".*_connector")
 SIZES = {"max_lora_rank": 8, "max_context_length": 64, "train_tile_tokens": 64}
 TOO_FAR = 3e38

@@ -87,6 +87,7 @@ def test_what_is_configured_stays():
         assert on(platform, **options)[1:] == (1024, 3 * GIB, 7)
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dummy_weights_are_of_the_asked_type_and_of_the_scale_that_keeps_activations(tmp_path, dtype):

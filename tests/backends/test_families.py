@@ -80,6 +80,7 @@ def test_every_family_is_checked_here():
     assert set(CONFIGS) == set(FAMILIES)
 
 
+@pytest.mark.full("0", "True")
 @pytest.mark.parametrize("case", sorted(CONFIGS), indirect=True)
 @pytest.mark.parametrize(("start", "unrolled"), [(0, False), (START, False), (START, True)])
 def test_logits_equal_those_of_transformers(case, start, unrolled):
@@ -89,6 +90,8 @@ def test_logits_equal_those_of_transformers(case, start, unrolled):
     np.testing.assert_allclose(case.logits(model, positions=positions_of(case.ids, start)), expected, atol=1e-4)
 
 
+@pytest.mark.full
+@pytest.mark.gate("Gemma3ForCausalLM")
 def test_prompts_in_chunks_and_decoding_equal_the_full_pass(case):
     model, outputs = case.ours(), []
     cache = KVCache.zeros(model.config, 2, 16, jnp.float32, page_size=4)
@@ -101,6 +104,8 @@ def test_prompts_in_chunks_and_decoding_equal_the_full_pass(case):
     np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, atol=1e-4)
 
 
+@pytest.mark.full
+@pytest.mark.gate("Gemma3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM")
 def test_packed_sequences_equal_each_by_itself(case):
     model = case.ours()
     segments = jnp.asarray([[0] * 7 + [1] * 6, [0] * 4 + [1] * 9])
@@ -112,6 +117,8 @@ def test_packed_sequences_equal_each_by_itself(case):
         np.testing.assert_allclose(packed[row], np.concatenate([first, second]), atol=1e-4)
 
 
+@pytest.mark.full
+@pytest.mark.gate("Gemma3ForCausalLM")
 def test_gradients_equal_those_of_peft_and_checkpointed_ones_are_equal(case, tmp_path):
     model, adapter = case.ours(), case.adapter()
     weights = np.random.default_rng(0).normal(0, 1, (2, 12)).astype(np.float32)
@@ -227,6 +234,7 @@ def test_merged_weights_compute_what_the_adapter_does(case, tmp_path):
     np.testing.assert_allclose(case.logits(model, adapter=case.adapter()), expected, atol=5e-4)
 
 
+@pytest.mark.full
 def test_the_sampler_generates_what_transformers_does_with_shared_prefixes(case):
     theirs, tokens = case.theirs(), list(range(3, 80))
     rig = Rig(case.folder)
@@ -250,6 +258,7 @@ def test_the_sampler_generates_what_transformers_does_with_shared_prefixes(case)
         np.testing.assert_allclose(generated.logprobs, scores.max(-1), atol=1e-4)
 
 
+@pytest.mark.full
 def test_deepseek_may_have_no_latent_of_queries_and_layers_that_predict_further_ahead(tmp_path):
     case = Case("DeepseekV3ForCausalLM", tmp_path / "model", q_lora_rank=None, num_nextn_predict_layers=1)
     with torch.no_grad():
@@ -263,6 +272,7 @@ def test_deepseek_may_have_no_latent_of_queries_and_layers_that_predict_further_
         load_model(case.folder)
 
 
+@pytest.mark.full
 def test_a_bfloat16_deepseek_scores_tokens_as_it_decodes_them(tmp_path):
     model = Case("DeepseekV3ForCausalLM", tmp_path, num_hidden_layers=4).ours(dtype="bfloat16")
     ids = np.random.default_rng(1).integers(0, 318, (4, 48)).astype(np.int32)
@@ -297,6 +307,7 @@ def test_gemma_caps_logits_and_not_scores_of_attention(tmp_path):
     np.testing.assert_allclose(case.logits(case.ours()), expected, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "excluded", [r".*\.mlp\.experts\..*", r".*layers\.0\.mlp.*|.*layers\.3\..*shared_experts.*"], ids=["all", "some"]
 )
@@ -351,6 +362,7 @@ def test_types_of_layers_have_no_effect_on_qwen3_with_experts(tmp_path):
     np.testing.assert_allclose(case.logits(case.ours()), expected, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unrolled", [False, True])
 def test_dense_layers_may_stand_before_and_between_those_with_experts(tmp_path, unrolled):
     case = Case("Qwen3MoeForCausalLM", tmp_path / "model", mlp_only_layers=[0, 1, 4])

@@ -16,6 +16,8 @@ OTHERS = [[token % 318 for token in prompt_of(330, seed)] for seed in (1, 2)]
 NEW = 7
 
 
+@pytest.mark.full
+@pytest.mark.gate("Qwen3MoeForCausalLM")
 @pytest.mark.parametrize("architecture", sorted(CONFIGS))
 def test_forks_of_a_prompt_and_its_return_after_eviction_have_the_log_probabilities_of_training(architecture, tmp_path):
     case = Case(architecture, tmp_path / "model")

@@ -47,6 +47,7 @@ def logits_in_peft(case: Case, folder) -> np.ndarray:
         return theirs(case.tokens).logits.numpy()
 
 
+@pytest.mark.full
 def test_peft_computes_our_logits_with_fused_experts(case):
     ours = case.logits(case.ours(), adapter=case.adapter())
     assert np.abs(ours - case.logits(case.ours())).max() > 0.1
@@ -121,6 +122,7 @@ def test_gate_and_up_of_some_experts_may_share_a():
         np.testing.assert_allclose(both.b @ both.a, np.concatenate([gate.b @ gate.a, up.b @ up.a]), rtol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("names", [["down_proj"], ["gate_proj", "up_proj"]], ids=["down", "gate and up"])
 def test_experts_that_are_adapted_in_part_have_one_fused_pair(names, tmp_path):
     case = Case("Qwen3MoeForCausalLM", tmp_path / "model", num_hidden_layers=2)

@@ -115,6 +115,7 @@ def loss(model, data: list[Datum]) -> torch.Tensor:
     return torch.stack(losses)
 
 
+@pytest.mark.full("jax")
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_steps_with_clipping_equal_torchs_of_the_losses_reduced_so(
     shared, summing, tiny_model, tmp_path, reduction: GradientReduction

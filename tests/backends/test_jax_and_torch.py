@@ -52,6 +52,8 @@ def adapter(request, both, tmp_path) -> Path:
     return write_adapter(both.folder, tmp_path, MODULES[request.param])
 
 
+@pytest.mark.full
+@pytest.mark.gate("untied-attn-ppo")
 @pytest.mark.parametrize("loss_fn", sorted(LOSSES))
 def test_passes_have_the_same_log_probabilities_losses_and_gradients(both, adapter, tmp_path, loss_fn):
     models = {backend: loaded(backend, adapter) for backend in (both.jax, both.torch)}

@@ -54,6 +54,7 @@ def assert_close(left: list[np.ndarray], right: list[np.ndarray]) -> None:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_batch_in_one_request_equals_the_same_batch_in_several(backend):
     data = [random_datum(n, n) for n in (5, 33, 2, 90)]
     create(backend, "one")
@@ -64,6 +65,7 @@ def test_a_batch_in_one_request_equals_the_same_batch_in_several(backend):
     assert_close(gradients(backend, "one"), gradients(backend, "several"))
 
 
+@pytest.mark.full
 def test_state_is_float32_over_a_bfloat16_base(tiny_model):
     backend = JaxBackend(str(tiny_model), JaxBackendConfig(dtype="bfloat16", compilation_cache=False))
     create(backend)
@@ -149,6 +151,7 @@ def test_losses_their_settings_and_hyper_parameters_compile_nothing(backend):
 # -- isolation ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_stacked_adapters_do_not_mix(backend):
     """Tiles of two adapters in one program: each gradient is as alone, bit for bit even beside NaN."""
     from skyrl.backends.common.packing import TileShape, make_tiles
@@ -176,6 +179,7 @@ def greedy(backend, version, path=None) -> list[float]:
     return [*result.sequences[0].tokens.tolist(), *result.sequences[0].logprobs.tolist()]
 
 
+@pytest.mark.full
 def test_sampling_an_older_version_leaves_the_training_weights(backend, tmp_path):
     create(backend)
     publish(backend, "old", tmp_path / "old")
@@ -217,6 +221,7 @@ def test_a_model_with_nothing_to_train_is_refused(backend):
     assert "train_unembed" in result.error
 
 
+@pytest.mark.full
 def test_a_sampler_checkpoint_in_a_folder_is_loaded_by_its_documented_name(backend, tiny_model, tmp_path):
     create(backend)
     train(backend, steps=2)
@@ -243,6 +248,7 @@ def test_a_sampler_checkpoint_in_a_folder_is_loaded_by_its_documented_name(backe
     other.close()
 
 
+@pytest.mark.full
 def test_the_model_knows_the_limits_of_the_configuration(tiny_model):
     config = JaxBackendConfig(max_lora_adapters=3, max_lora_rank=8, shard_attention_heads=False, max_context_length=99)
     backend = JaxBackend(str(tiny_model), config)

@@ -92,6 +92,7 @@ def rollouts(seed: int = 0, sizes=(3, 40, 17, 64)) -> list[Datum]:
     return data
 
 
+@pytest.mark.full
 def test_a_tenant_pays_once_for_what_is_compiled_for_its_objective(backend, monkeypatch):
     create(backend)
     asked, compute = [], backend.compute
@@ -130,6 +131,7 @@ def torch_loss(model, item: Datum) -> torch.Tensor:
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_scores_at_each_tokens_temperature_equal_torch(backend, rank, tmp_path):
     create(backend, rank=rank)
     train(backend, steps=2)
@@ -142,6 +144,7 @@ def test_scores_at_each_tokens_temperature_equal_torch(backend, rank, tmp_path):
         np.testing.assert_allclose(ours["entropy"], expected.entropy().detach(), atol=1e-4)
 
 
+@pytest.mark.full
 def test_the_gradient_of_policy_kl_and_entropy_equals_torch(backend, tmp_path):
     create(backend, rank=0)
     train(backend, steps=2)
@@ -156,6 +159,7 @@ def test_the_gradient_of_policy_kl_and_entropy_equals_torch(backend, tmp_path):
         np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-4 * max(1, np.abs(value).max()), err_msg=name)
 
 
+@pytest.mark.full
 def test_the_gradient_of_an_adapter_equals_peft(backend, tiny_model, tmp_path):
     create(backend, rank=4)
     train(backend, steps=2)
@@ -199,6 +203,7 @@ def test_the_reference_is_the_base_model_whatever_was_trained(backend, rank, tin
         np.testing.assert_allclose(later["logprobs"], expected, atol=1e-4)
 
 
+@pytest.mark.full
 def test_ratios_to_what_was_sampled_at_a_temperature_are_1(backend, rank, tmp_path):
     create(backend, rank=rank)
     train(backend, steps=3)
@@ -240,6 +245,7 @@ def test_bad_data_are_refused_by_name(backend, changes, words):
     assert all(word in refused.error for word in words), refused.error
 
 
+@pytest.mark.full
 def test_gradients_that_are_not_finite_can_be_left_out(backend):
     create(backend)
     train(backend)
@@ -295,6 +301,7 @@ class TorchCritic(torch.nn.Module):
         return (0.5 * squared * x["weights"]).sum()
 
 
+@pytest.mark.full
 def test_values_and_gradients_of_a_whole_critic_equal_torch(backend, tmp_path):
     critic(backend, rank=0)
     for seed in range(2):
@@ -316,6 +323,7 @@ def test_values_and_gradients_of_a_whole_critic_equal_torch(backend, tmp_path):
         np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-4 * max(1, np.abs(value).max()), err_msg=name)
 
 
+@pytest.mark.full
 def test_values_and_gradients_of_a_critic_with_an_adapter_equal_torch(backend, tmp_path):
     """torch has the adapter merged, W + s (A B)^T, so the gradients are s dW^T B^T and s A^T dW^T."""
     critic(backend, rank=4)
@@ -367,6 +375,7 @@ def test_a_fresh_value_head_is_small_and_seeded(backend):
     assert np.std(heads[0]) == pytest.approx(1 / (len(heads[0]) + 1), rel=0.5)
 
 
+@pytest.mark.full
 def test_an_exported_critic_is_a_base_model_whose_head_is_taken_over(backend, tmp_path):
     critic(backend, rank=0)
     run(backend, CRITIC, valued(1))

@@ -124,6 +124,7 @@ def only(item, loss_fn: str):
 Losses = st.sampled_from(["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("examples", [5, pytest.param(25, marks=pytest.mark.slow)])
 def test_gradients_do_not_depend_on_how_sequences_are_packed(shared, coarse, examples):
     @settings(deadline=None, max_examples=examples)
@@ -152,6 +153,7 @@ def check_packing(shared, coarse, lengths: list[int], loss_fn: str, seed: int) -
         assert_close(outputs[0], outputs[other])
 
 
+@pytest.mark.full("2", "7")
 @pytest.mark.gpu
 @pytest.mark.parametrize("models", [2, 4, 7])
 def test_a_stack_of_models_gives_each_what_it_gets_alone(backend, models):
@@ -205,6 +207,7 @@ def test_a_deterministic_run_is_bitwise_the_same_alone_and_beside_others(determi
     assert_equal(alone[1], beside[1])
 
 
+@pytest.mark.full
 def test_models_that_all_want_to_work_at_once_never_take_more_than_there_is_and_become_what_they_would(
     tiny_model, deterministic, tmp_path
 ):
@@ -245,6 +248,7 @@ def test_models_that_all_want_to_work_at_once_never_take_more_than_there_is_and_
     small.close()
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_a_model_that_has_no_room_is_refused_and_so_is_creating_one(tiny_model, backend, tmp_path):
     create(backend, "large", rank=32)
     save(backend, tmp_path / "large", "large")
@@ -259,6 +263,7 @@ def test_a_checkpoint_of_a_model_that_has_no_room_is_refused_and_so_is_creating_
     small.close()
 
 
+@pytest.mark.full
 def test_two_models_share_a_call_although_there_is_room_for_only_one(tiny_model):
     """Neither waits for the other for ever."""
     backend = opened(tiny_model, adapter_memory_gib=1e-9, adapter_host_memory_gib=1)

@@ -95,6 +95,7 @@ def test_gradients_of_all_weights_equal_torch(backend, folder):
         np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-4 * max(1, np.abs(value).max()), err_msg=name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "folder", ["untied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "scanned"))], indirect=True
 )
@@ -114,6 +115,7 @@ def test_20_steps_equal_torch(backend, folder):
         np.testing.assert_allclose(ours[name], parameter.detach().numpy(), rtol=1e-3, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.full
 def test_a_version_samples_what_was_published_after_more_training(backend, folder, tmp_path):
     train(backend, steps=3)
     publish(backend, "frozen", tmp_path / "frozen")
@@ -124,6 +126,7 @@ def test_a_version_samples_what_was_published_after_more_training(backend, folde
     np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.full
 def test_versions_base_model_and_adapters_are_sampled_together_as_alone(backend, tmp_path):
     train(backend, steps=2)
     create(backend, "lora", rank=4)
@@ -158,6 +161,7 @@ def test_a_published_folder_is_a_model_for_transformers(backend, tmp_path):
     np.testing.assert_allclose(ours, rows.gather(-1, targets)[:, 0].detach().numpy(), atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("folder", ["scanned", *SLOW], indirect=True)
 def test_a_version_that_left_memory_is_read_from_its_folder(backend, tmp_path):
     train(backend, steps=2)
@@ -169,6 +173,7 @@ def test_a_version_that_left_memory_is_read_from_its_folder(backend, tmp_path):
     np.testing.assert_array_equal(before.logprobs, after.logprobs)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize("folder", ["untied", "tied"], indirect=True)
 def test_an_adapter_merged_into_the_weights_is_the_adapted_model(backend, folder, tmp_path):
@@ -230,6 +235,7 @@ def test_all_weights_are_trained_or_an_adapter(backend):
     assert "rank=0" in refused.error and "train_mlp" in refused.error and "at least 1" in refused.error
 
 
+@pytest.mark.full
 def test_a_model_that_does_not_fit_is_refused(tmp_path):
     folder = make_model(tmp_path / "wide", **SIZE | {"vocab": 4096}, layers=2)
     backend = JaxBackend(str(folder), JaxBackendConfig(**CONFIG, adapter_memory_gib=0.004, max_lora_rank=8))
@@ -252,6 +258,7 @@ def half(tmp_path_factory: pytest.TempPathFactory):
     backend.close()
 
 
+@pytest.mark.full
 def test_a_token_that_occurs_often_has_the_gradient_of_torch_over_a_bfloat16_base(half):
     half.create_model("often", LoraConfig(rank=0))
     often = datum(np.full(512, 7), np.full(512, 9))
@@ -264,6 +271,7 @@ def test_a_token_that_occurs_often_has_the_gradient_of_torch_over_a_bfloat16_bas
         assert np.linalg.norm(ours[name] - value) < 0.02 * np.linalg.norm(value), name
 
 
+@pytest.mark.full
 def test_a_training_checkpoint_is_sampled_as_what_was_published_over_a_bfloat16_base(half, tmp_path):
     half.create_model("stored", LoraConfig(rank=0))
     train(half, "stored", steps=2)
@@ -277,6 +285,7 @@ def test_a_training_checkpoint_is_sampled_as_what_was_published_over_a_bfloat16_
     assert half.metrics["sampling_programs"] == programs
 
 
+@pytest.mark.full
 def test_masters_are_float32_over_a_bfloat16_base(tmp_path):
     folder = make_model(tmp_path / "half", **SIZE, layers=2, dtype="bfloat16")
     backend = JaxBackend(str(folder), JaxBackendConfig(**CONFIG, dtype="bfloat16"))

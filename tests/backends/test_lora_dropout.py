@@ -91,6 +91,7 @@ def norms_of_peft(backend, tiny_model, tmp_path_factory) -> tuple[float, np.ndar
     return without, np.asarray([norm_of_peft(theirs) for _ in range(DRAWS)])
 
 
+@pytest.mark.full
 def test_gradients_are_distributed_as_those_of_peft(backend, norms_of_peft):
     without, expected = norms_of_peft
     model = created(backend)
@@ -136,6 +137,7 @@ def test_a_model_that_is_saved_and_loaded_goes_on_bit_for_bit(backend, tmp_path)
     assert (logprobs(backend, model) == logprobs(backend, other)).all()
 
 
+@pytest.mark.full("jax")
 def test_what_is_computed_again_for_the_backward_pass_is_dropped_again(backend, tiny_model):
     """On JAX it also is by layers in a loop, where it else is by layers in a row."""
     name = "torch" if isinstance(backend, TorchBackend) else "jax"

@@ -76,11 +76,13 @@ def taken_by_mode(deep_model):
     return {mode: taken(deep_model, gradient_checkpointing=mode) for mode in MODES}
 
 
+@pytest.mark.full
 def test_what_computes_more_again_takes_less_memory(taken_by_mode):
     for without, some in pairwise(MODES):
         assert taken_by_mode[without][1] > taken_by_mode[some][1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [pytest.param("selective", marks=pytest.mark.slow), True])
 def test_auto_runs_the_mode_that_fits_and_short_tiles_without(deep_model, taken_by_mode, mode):
     """With room for a call between what that mode takes and what the one before it does."""
@@ -98,6 +100,7 @@ def test_calls_with_several_tiles_are_those_that_memory_has_room_for():
     assert choose_stacks(0, 100) == (1,)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("field", ["adapter_memory_gib", "adapter_host_memory_gib", "version_memory_gib"])
 def test_room_that_is_not_there_is_refused_with_the_field(tiny_model, field):
     with pytest.raises(RequestError, match=rf"{field}=100000 is more than"):

@@ -81,6 +81,7 @@ def after_step(backend, folder: Path, model_id: str) -> dict[str, np.ndarray]:
     return snapshot(backend, folder, model_id)
 
 
+@pytest.mark.full("attention", "tied", "whole", "untied-jax-torch-adapter", "untied-jax-torch-critic")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("first", "second"), [("jax", "torch"), ("torch", "jax"), ("jax", "jax"), ("torch", "torch")])
 def test_the_next_step_after_a_move_is_the_one_without_it(fresh, first, second, kind, tmp_path):
@@ -98,6 +99,7 @@ def test_the_next_step_after_a_move_is_the_one_without_it(fresh, first, second, 
             np.testing.assert_allclose(found[name], tensor, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.full
 def test_the_training_checkpoint_of_one_backend_is_sampled_on_the_other(fresh, tmp_path):
     drawn = []
     trained(fresh["torch"], "adapter")

@@ -48,6 +48,7 @@ def logprobs(backend: AbstractBackend, *models: str) -> list[np.ndarray]:
     return [np.concatenate([each["logprobs"] for each in output]) for output in outputs]
 
 
+@pytest.mark.full("jax")
 def test_training_beside_it_is_as_alone(backend):
     create(backend, "alone")
     create(backend, "beside")
@@ -61,6 +62,7 @@ def test_training_beside_it_is_as_alone(backend):
 CONTEXTS = [64, 192, *np.random.default_rng(0).integers(65, 1000, 3).tolist()]
 
 
+@pytest.mark.full("jax")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("context", [400, *(pytest.param(context, marks=pytest.mark.slow) for context in CONTEXTS)])
 @pytest.mark.parametrize("kind", OPENERS)

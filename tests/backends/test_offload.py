@@ -394,6 +394,7 @@ Kinds = st.sampled_from(
 )
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(Kinds, st.integers(0, 5)), min_size=20, max_size=100), st.integers(1, 3), st.integers(0, 2))
 def test_any_history_leaves_every_model_as_a_dictionary_would_and_never_more_than_have_room(

@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -160,5 +161,6 @@ class Model(RuleBasedStateMachine):
         assert self.pages.available == self.COUNT - 1
 
 
+@pytest.mark.full
 def test_no_page_is_lost_or_has_two_owners_whatever_happens():
     run_state_machine_as_test(Model, settings=settings(max_examples=200, stateful_step_count=40, deadline=None))

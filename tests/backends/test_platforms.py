@@ -52,6 +52,7 @@ def sampling(backend) -> dict:
     }
 
 
+@pytest.mark.full("cuda")
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("job", [training, sampling])
 def test_programs_are_lowered_for_accelerators(backend, job, platform):

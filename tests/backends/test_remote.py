@@ -142,6 +142,7 @@ def a_breaking_sample(token: int) -> Sample:
 # -- meanwhile ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_while_a_dispatch_is_in_flight_samples_are_served_and_cancelled_and_the_driver_rests(open_remote, in_flight):
     backend = open_remote(token_s=0.05, in_flight=in_flight, deadline_s=2 * BOUND_S)
@@ -178,6 +179,7 @@ def test_operations_of_others_that_compute_nothing_end_while_a_dispatch_is_in_fl
     assert backend.computed == (training.request_id,)
 
 
+@pytest.mark.full
 def test_nobody_looks_while_an_operation_waits_for_a_file(open_remote, tmp_path):
     backend, reading = open_remote(), threading.Event()
     saved = snapshot(backend, "a", tmp_path / "saved")
@@ -337,6 +339,7 @@ def lost(backend: RemoteBackend, *operations: Operation) -> BackendLost:
     return caught.value
 
 
+@pytest.mark.full
 def test_a_worker_that_is_killed_in_mid_dispatch_loses_the_backend_by_name(open_remote):
     backend = open_remote(in_flight=2)
     backend.create_model("b", LoraConfig(rank=4, seed=7))
@@ -346,6 +349,7 @@ def test_a_worker_that_is_killed_in_mid_dispatch_loses_the_backend_by_name(open_
     assert error.request_ids == (killer.request_id,)
 
 
+@pytest.mark.full
 def test_a_worker_that_is_killed_with_nothing_to_do_loses_the_backend_at_once(open_remote):
     backend = open_remote()
     os.kill(backend.training.process.pid, signal.SIGKILL)
@@ -355,6 +359,7 @@ def test_a_worker_that_is_killed_with_nothing_to_do_loses_the_backend_at_once(op
     assert caught.value.request_ids == ()
 
 
+@pytest.mark.full
 def test_a_sample_that_kills_its_worker_is_blamed_and_no_dispatch_in_flight(open_remote):
     backend = open_remote()
     killer = a_breaking_sample(KILL)
@@ -370,6 +375,7 @@ def test_a_dispatch_that_hangs_loses_the_backend_at_its_deadline(open_remote):
     assert "deadline_s=0.4" in str(error) and error.request_ids == (hanging.request_id,)
 
 
+@pytest.mark.full
 def test_a_deadline_is_of_each_dispatch_and_begins_when_the_one_before_has_ended(open_remote):
     backend = open_remote(deadline_s=10, in_flight=3, ranks=1, rows=1)
     backend._work_queue = WorkQueue(backend, clock=(clock := Clock()))
@@ -379,6 +385,7 @@ def test_a_deadline_is_of_each_dispatch_and_begins_when_the_one_before_has_ended
     assert np.isfinite(logprobs(backend, "a")).all()
 
 
+@pytest.mark.full
 def test_whoever_waits_for_a_client_whose_backend_is_lost_is_told_why(open_remote):
     backend = open_remote(deadline_s=0.2)
 

@@ -86,6 +86,7 @@ def rested(backend: Executor, gate: threading.Event, *operations: Operation) -> 
     return [results[operation.request_id] for operation in operations]
 
 
+@pytest.mark.full
 def test_samples_whose_versions_are_being_read(backend, tmp_path):
     saved = [tmp_path / str(number) for number in range(READ_AT_ONCE + 3)]
     for path in saved:
@@ -95,6 +96,7 @@ def test_samples_whose_versions_are_being_read(backend, tmp_path):
         assert all(isinstance(result, SampleOutput) for result in rested(backend, gate, *samples))
 
 
+@pytest.mark.full
 def test_a_sample_that_waits_for_a_reading_goes_on_when_another_one_is_not_wanted_any_more(backend, tmp_path):
     driver.save(backend, tmp_path / "saved")
     with held(lambda number, wait: backend._writer.read(f"slow{number}", wait), THREADS):
@@ -125,6 +127,7 @@ def test_a_publication_that_waits_until_others_are_written(backend, tmp_path):
         assert all(isinstance(result, SaveOutput) for result in rested(backend, gate, *publishing))
 
 
+@pytest.mark.full
 def test_a_pass_of_a_model_that_stands_in_line_for_the_device(backend):
     models = backend._models
     models.budget = MemoryBudget(models.used_bytes("device"), 2**40)

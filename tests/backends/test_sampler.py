@@ -68,6 +68,7 @@ def test_logprobs_equal_those_of_the_trainers_forward_pass(rig, version, setting
     np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [50, pytest.param(250, marks=pytest.mark.slow)])
 def test_thousands_of_random_tokens_have_the_trainers_logprobs_at_any_temperature(rig, length):
     """Beside each other, over three adapters and the base, long and short; at 0.7 in the trainer's mode."""
@@ -184,6 +185,7 @@ def _targets(draws: np.random.Generator, length: int) -> TokenMatrix | None:
     return TokenMatrix(draws.integers(-1, 1500, shape[0] * shape[1]).astype(np.int32), shape) if length > 1 else None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("requests", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_after_the_warm_up_requests_over_the_whole_domain_compile_nothing(rig, requests):
     sampler = rig.make_sampler(max_context_length=256)
@@ -195,6 +197,7 @@ def test_after_the_warm_up_requests_over_the_whole_domain_compile_nothing(rig, r
     assert sampler._runner.compiled == programs
 
 
+@pytest.mark.full
 def test_the_warm_up_leaves_requests_as_they_are(rig):
     sampler = rig.make_sampler(max_context_length=256)
     warm_up, sampled = sampler.warm_up(), []
@@ -204,6 +207,7 @@ def test_the_warm_up_leaves_requests_as_they_are(rig):
     assert all(same(one, sampled[seed % 3]) for seed, one in enumerate(sampled))
 
 
+@pytest.mark.full
 def test_a_warm_up_that_fails_harms_no_request(rig):
     sampler = rig.make_sampler(max_context_length=256)
     warm_up = sampler.warm_up()

@@ -128,6 +128,7 @@ def alone(sampler, asked: Sample) -> SampleOutput:
     return result
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("examples", [10, pytest.param(40, marks=pytest.mark.slow)])
 def test_each_request_gets_what_it_gets_alone(rig, apart, examples):
     @settings(max_examples=examples, deadline=None, derandomize=True)

@@ -54,6 +54,7 @@ def mixed_requests(count: int) -> list:
     ]
 
 
+@pytest.mark.full
 def test_a_request_samples_the_same_alone_and_beside_others_that_come_and_go(rig):
     requests = mixed_requests(12)
     results = {}
@@ -67,6 +68,7 @@ def test_a_request_samples_the_same_alone_and_beside_others_that_come_and_go(rig
         assert all(map(same, alone.sequences, results[asked.request_id].sequences)), asked
 
 
+@pytest.mark.full
 def test_more_requests_than_rows_finish_in_order(rig):
     sampler = rig.make_sampler(max_rows=4, max_context_length=256)
     requests = [request(prompt_of(10, seed), seed=seed, max_tokens=6) for seed in range(7)]
@@ -75,6 +77,7 @@ def test_more_requests_than_rows_finish_in_order(rig):
     assert list(finish(sampler)) == [asked.request_id for asked in requests]
 
 
+@pytest.mark.full
 def test_a_request_of_many_samples_does_not_hold_up_those_behind_it(rig):
     sampler = rig.make_sampler(max_rows=4, max_context_length=256)
     many, few = request(prompt_of(10), n=30, max_tokens=6), request(prompt_of(11), max_tokens=6)
@@ -83,6 +86,7 @@ def test_a_request_of_many_samples_does_not_hold_up_those_behind_it(rig):
     assert list(finish(sampler)) == [few.request_id, many.request_id]
 
 
+@pytest.mark.full
 def test_rows_are_shared_between_tenants_and_a_tenants_first_request_always_begins(rig):
     sampler = rig.make_sampler(max_rows=4, max_context_length=256)
     for seed in range(8):  # more than may begin at a time, each with more samples than there are rows
@@ -95,6 +99,7 @@ def test_rows_are_shared_between_tenants_and_a_tenants_first_request_always_begi
     assert list(finish(sampler))[:4] == [asked.request_id for asked in few]
 
 
+@pytest.mark.full
 def test_a_prompt_that_is_in_the_cache_costs_its_tenant_nothing(rig):
     sampler = rig.make_sampler(max_rows=1, max_context_length=256)
     requests = [request(prompt_of(129, 7), max_tokens=1, tenant="same") for _ in range(40)]
@@ -117,6 +122,7 @@ def hits(result) -> int:
     return result.prompt_cache_hit_tokens
 
 
+@pytest.mark.full
 def test_a_prompt_that_was_read_is_not_read_again(rig):
     sampler = rig.make_sampler()
     first, again = (output(sampler, prompt_of(200), "v0", seed=1) for _ in range(2))
@@ -124,6 +130,7 @@ def test_a_prompt_that_was_read_is_not_read_again(rig):
     assert same(first.sequences[0], again.sequences[0])
 
 
+@pytest.mark.full
 def test_statistics_count_what_was_read_drawn_and_found_in_the_cache(rig):
     sampler = rig.make_sampler()
     results = [output(sampler, prompt_of(200), "v0", seed=seed, max_tokens=5, stop=[]) for seed in range(2)]
@@ -135,6 +142,7 @@ def test_statistics_count_what_was_read_drawn_and_found_in_the_cache(rig):
     assert told["running_sequences"] == told["waiting_samples"] == told["cache_pages_used"] == 0 < told["cache_pages"]
 
 
+@pytest.mark.full
 def test_a_prompt_goes_on_from_what_another_has_in_common_with_it(rig):
     sampler = rig.make_sampler()
     common = prompt_of(100)
@@ -155,6 +163,7 @@ def test_an_answer_is_part_of_the_next_prompt(rig):
     assert same(after.sequences[0], alone.sequences[0])
 
 
+@pytest.mark.full
 def test_requests_with_one_prompt_that_come_together_read_it_once(rig):
     sampler = rig.make_sampler()
     requests = [request(prompt_of(400), "v0", seed=seed) for seed in range(5)]
@@ -181,6 +190,7 @@ def test_tokens_are_compared_a_few_times_however_many_prompts_are_read_together(
     assert 0 < compared <= 2 * 24 * 600
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("other", [{"tenant": "b"}, {"version": "v1"}, {"version": None}])
 def test_nothing_is_shared_between_tenants_or_versions(rig, other):
     sampler = rig.make_sampler()
@@ -190,6 +200,7 @@ def test_nothing_is_shared_between_tenants_or_versions(rig, other):
     assert hits(result) == 0
 
 
+@pytest.mark.full
 def test_a_name_that_is_published_again_shares_nothing_with_what_it_was(rig):
     pool = rig.pool()
     sampler = rig.make_sampler(pool)
@@ -201,6 +212,7 @@ def test_a_name_that_is_published_again_shares_nothing_with_what_it_was(rig):
     assert same(fresh.sequences[0], sequence(rig.sampler, prompt_of(100), "v1"))
 
 
+@pytest.mark.full
 def test_tokens_that_are_scored_are_computed(rig):
     sampler = rig.make_sampler()
     output(sampler, prompt_of(200), "v0")
@@ -210,6 +222,7 @@ def test_tokens_that_are_scored_are_computed(rig):
     np.testing.assert_allclose(some.prompt_logprobs[-50:], scored.prompt_logprobs[-50:], atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("prompts", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_prefixes_make_room_for_what_is_needed(rig, prompts):
     sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 9)
@@ -220,12 +233,14 @@ def test_prefixes_make_room_for_what_is_needed(rig, prompts):
         assert sampler.pages_free == sampler.pages_total
 
 
+@pytest.mark.full
 def test_more_samples_than_rows_are_those_of_a_larger_batch(rig):
     sampler = rig.make_sampler(max_rows=4, max_context_length=256)
     few_rows = output(sampler, prompt_of(30), "v0", n=6, seed=3).sequences
     assert all(map(same, few_rows, output(rig.sampler, prompt_of(30), "v0", n=6, seed=3).sequences))
 
 
+@pytest.mark.full
 def test_long_requests_take_turns_when_memory_is_short(rig):
     sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 18, max_context_length=512)  # 8 pages each
     requests = [request(prompt_of(300, seed), seed=seed, max_tokens=100) for seed in range(3)]
@@ -237,6 +252,7 @@ def test_long_requests_take_turns_when_memory_is_short(rig):
     assert same(results[requests[1].request_id].sequences[0], alone.sequences[0])
 
 
+@pytest.mark.full
 def test_a_small_request_passes_a_large_one_that_waits_for_memory(rig):
     sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 9)  # 8 pages
     large = [request(prompt_of(10, seed), max_tokens=320) for seed in range(2)]  # 6 pages each
@@ -249,6 +265,7 @@ def test_a_small_request_passes_a_large_one_that_waits_for_memory(rig):
     assert same(results[small.request_id].sequences[0], sequence(rig.sampler, prompt_of(11), max_tokens=6))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [1, 4])
 def test_small_requests_that_never_end_do_not_starve_a_large_one(rig, rows):
     """The large one takes all pages, and there is always a small one that has some."""
@@ -264,6 +281,7 @@ def test_small_requests_that_never_end_do_not_starve_a_large_one(rig, rows):
     finish(sampler)
 
 
+@pytest.mark.full
 def test_samples_that_lack_pages_do_not_hold_up_those_that_have_them(rig):
     """Of the first request's samples one fits at a time; the second begins between them, with what the next needs."""
     sampler = rig.make_sampler(cache_bytes=TOKEN_BYTES * 64 * 9)
@@ -345,6 +363,7 @@ def test_a_lost_cache_fails_running_requests_and_the_next_ones_are_fine(rig):
     assert same(again.sequences[0], expected.sequences[0])
 
 
+@pytest.mark.full
 def test_a_cache_that_a_failed_program_has_poisoned_is_made_again(rig):
     command = [sys.executable, "tests/backends/poisoned_cache.py", str(rig.folder)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([".", "tests", "tests/backends", *sys.path])}
@@ -352,6 +371,7 @@ def test_a_cache_that_a_failed_program_has_poisoned_is_made_again(rig):
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.full
 def test_a_cache_that_is_lost_while_a_prompt_is_copied_has_all_its_pages_again(rig):
     sampler = rig.make_sampler(max_rows=1)
     sampler.add(request(prompt_of(20), "v0", max_tokens=1, n=2))
@@ -389,6 +409,7 @@ actions = st.lists(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(actions=actions)
 def test_after_any_workload_every_request_was_answered_once_and_nothing_is_held(rig, actions):

@@ -57,6 +57,7 @@ def likeliness(rig, sequences) -> np.ndarray:
     return np.asarray(fractions)
 
 
+@pytest.mark.full
 def test_min_p_leaves_out_unlikely_tokens_and_no_others(rig):
     free = likeliness(rig, output(rig.sampler, PROMPT, "v1", n=16).sequences)
     least = float(np.median(free))
@@ -114,6 +115,7 @@ def test_tokens_pay_for_having_been_there_before_and_logprobs_do_not_tell(rig, t
     np.testing.assert_allclose(drawn.logprobs, logprobs, atol=1e-4)
 
 
+@pytest.mark.full
 def test_penalties_are_each_rows_own_and_count_from_prompts_that_end_in_different_places(rig):
     longer, more = prompt_of(21), {"repetition": 1.3, "presence": 0.5, "frequency": 0.2}
     asked = [(PROMPT, of({"repetition": 1.4})), (longer, of(more)), (PROMPT, SamplingOptions())]
@@ -122,6 +124,7 @@ def test_penalties_are_each_rows_own_and_count_from_prompts_that_end_in_differen
     assert all(same(result.sequences[0], one) for result, one in zip(together, alone, strict=True))
 
 
+@pytest.mark.full
 def test_only_penalties_need_a_program_of_their_own(deterministic):
     sequence(deterministic, PROMPT, "v1")
     before = deterministic._runner.compiled
@@ -138,6 +141,7 @@ def test_a_request_without_options_is_bitwise_what_it_is_without_neighbours_that
     assert same(together.sequences[0], alone, atol=0)
 
 
+@pytest.mark.full
 def test_options_hold_beside_a_request_that_has_none(rig):
     plain = request(PROMPT, "v1", seed=3)
     beside = request(PROMPT, "v1", seed=4, options=SamplingOptions(min_p=1.0))

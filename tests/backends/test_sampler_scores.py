@@ -63,6 +63,7 @@ def test_topk_sample_logprobs_are_the_most_likely_tokens_untempered(rig, tiny_mo
     assert (ids.dtype, logprobs.dtype) == (np.int32, np.float32)
 
 
+@pytest.mark.full
 def test_topk_sample_logprobs_are_each_samples_own_beside_others(rig):
     asked = [request(prompt_of(9), "v0", n=2, sample_topk=3), request(prompt_of(30), "v1"), request([5], sample_topk=1)]
     together = run(rig.sampler, *asked)
@@ -160,6 +161,7 @@ def test_a_prompt_of_one_token_has_nothing_to_score(rig):
     assert result.target_prompt_logprobs.shape == (0, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", [None, "v1"])
 def test_all_scores_at_once_are_those_of_each_alone(rig, version):
     prompt, ids = prompt_of(LENGTH), sparse_ids(3, 0.5)

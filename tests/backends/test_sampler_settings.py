@@ -3,6 +3,8 @@
 import pytest
 from sampling_rig import Rig, finish, output, prompt_of, request, run, same
 
+pytestmark = pytest.mark.full
+
 LONG = prompt_of(300)
 
 

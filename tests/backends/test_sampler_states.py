@@ -38,12 +38,14 @@ def greedy(rig) -> list[list[int]]:
     return [theirs.generate(torch.as_tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
 
 
+@pytest.mark.full
 def test_several_samples_of_each_prompt_are_those_of_transformers(rig, greedy):
     results = run(rig.sampler, *(request(prompt_of(n), n=3, max_tokens=9, temperature=0.0) for n in LENGTHS))
     assert [[sample.tokens.tolist() for sample in result.sequences] for result in results] == [[t] * 3 for t in greedy]
     assert free_states(rig.sampler)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", LENGTHS)
 def test_samples_that_differ_have_the_log_probabilities_of_training(rig, length):
     prompt = prompt_of(length)
@@ -54,6 +56,7 @@ def test_samples_that_differ_have_the_log_probabilities_of_training(rig, length)
         np.testing.assert_allclose(sample.logprobs, scores[np.arange(9), sample.tokens], atol=1e-4)
 
 
+@pytest.mark.full
 def test_requests_wait_for_states_where_there_are_fewest(rig, greedy):
     sampler = rig.make_sampler(cache_bytes=2**18)
     assert sampler._states.count == 3 and sampler.pages_total == 4
@@ -86,6 +89,7 @@ def test_a_request_that_is_cancelled_gives_its_states_back(rig, bursts):
     assert free_states(rig.sampler)
 
 
+@pytest.mark.full
 def test_after_a_lost_cache_states_are_made_again(rig, greedy):
     rig.sampler.add(request(prompt_of(78), n=3, max_tokens=9, name="lost"))
     rig.sampler.burst()

@@ -40,6 +40,7 @@ def mark(adapter) -> float:
     return float(adapter.weights["lm_head"]["lora_A"][0, 0])
 
 
+@pytest.mark.full
 def test_versions_and_the_base_sampled_together_are_as_each_alone(rig):
     requests = [request(PROMPT, version, n=2, seed=4) for version in (None, "v0", "v1", "v2")]
     together = run(rig.sampler, *requests)
@@ -61,6 +62,7 @@ def test_nan_weights_leave_a_neighbours_sample_bit_identical(rig):
     assert np.isnan(beside[2].sequences[0].logprobs).all()
 
 
+@pytest.mark.full
 def test_a_smaller_rank_is_padded_with_zeros(rig):
     pool = rig.pool()
     wide = rig.adapter(3)
@@ -102,6 +104,7 @@ def test_the_least_recently_used_version_gives_up_its_slot(rig):
     assert sorted(slots(pool)[1:]) == sorted([mark(adapters["a0"]), mark(adapters["a2"])])
 
 
+@pytest.mark.full
 def test_a_version_waits_while_samples_run_on_every_slot(rig):
     pool = rig.pool()
     sampler = rig.make_sampler(pool)
@@ -126,6 +129,7 @@ def live_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [8, 4])
 def test_versions_that_are_stored_keep_to_the_bytes_that_they_may_take(rig, rank):
     one = bytes_of(rig.adapter(0))

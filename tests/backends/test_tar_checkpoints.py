@@ -72,6 +72,7 @@ def members(archive: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.full(".tgz", "jax-.tar")
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_checkpoint_is_one_tar_of_the_files_of_its_folder(backend, model, tmp_path, suffix):
     backend.save_checkpoint(str(tmp_path / "new" / f"one{suffix}"), model)
@@ -229,6 +230,7 @@ def test_an_archive_that_is_larger_than_any_model_here_is_refused(backend, model
         backend.load_checkpoint(str(tmp_path / "large.tar"), model)
 
 
+@pytest.mark.full
 def test_a_gzip_bomb_is_refused(backend, model, tmp_path):
     with tarfile.open(tmp_path / "bomb.tar.gz", mode="w:gz", compresslevel=1) as tar:
         info = tarfile.TarInfo("training_state.safetensors")

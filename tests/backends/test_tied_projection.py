@@ -51,6 +51,7 @@ def logits(model) -> np.ndarray:
         return model(torch.arange(30)[None]).logits.float().numpy()
 
 
+@pytest.mark.full("jax")
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
 def test_the_readme_merges_it_rightly(backend, base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

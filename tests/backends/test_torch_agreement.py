@@ -94,6 +94,7 @@ def on_second(backend: TorchBackend, *command) -> None:
     assert not isinstance(answers[1][0], Exception), answers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("amiss", ["freed", "too large"])
 def test_a_rank_without_the_weights_fails_the_requests_of_their_model_only(backend, models, caplog, amiss):
     broken, sound = models
@@ -120,6 +121,7 @@ def test_weights_that_only_one_rank_lacks_are_saved_by_the_others(backend, model
     assert_works(backend, sound)
 
 
+@pytest.mark.full
 def test_tokens_outside_the_vocabulary_are_the_senders_error(backend, models):
     bad, good = datum([1, 2, VOCAB, 3] * 10), DATA[1]
     failed = finish(backend, a_pass(models[0], [bad, good]))

@@ -18,6 +18,8 @@ from skyrl.backends.operations import CreateModel, ForwardBackward
 from skyrl.backends.torch import TorchBackendConfig
 from skyrl.types import Datum, ErrorResponse, LoraConfig
 
+pytestmark = pytest.mark.full
+
 ATTN = {"train_mlp": False, "train_unembed": False}
 MLP = {"train_attn": False, "train_unembed": False}
 UNEMBED = {"train_attn": False, "train_mlp": False}

@@ -151,6 +151,7 @@ def loss_of(backend: TorchBackend, operation: object, within_s: float) -> Backen
     return caught.value
 
 
+@pytest.mark.full("snapshot-SIGSTOP")
 @pytest.mark.parametrize(("phase", "how"), MATRIX)
 def test_a_rank_that_dies_or_stops_is_noticed(backend, tmp_path, phase, how):
     place, asked = PHASES[phase]

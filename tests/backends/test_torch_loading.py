@@ -158,6 +158,7 @@ ROOM = 24 * 2**20
 """Bytes for what torch makes beside weights."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_load_takes_the_memory_of_the_model_and_of_one_tensor(tmp_path, dtype):
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 8000}

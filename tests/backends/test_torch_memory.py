@@ -303,6 +303,7 @@ def test_what_a_training_call_takes_is_what_was_planned(medium, again):
         assert planned / 1.3 < taken_by(backend, a_pass()) < planned * 1.3
 
 
+@pytest.mark.full
 def test_other_phases_take_no_more_than_what_was_planned(medium, tmp_path):
     with opened(medium) as backend:
         plan, adapter = backend.group.facts.decided.plan, backend.nbytes_of(KIND) // COPIES

@@ -18,6 +18,8 @@ from skyrl.backends.torch.base_model.tensor_ranks import TensorRanks
 from skyrl.errors import RequestError
 from skyrl.types import LoraConfig
 
+pytestmark = pytest.mark.full
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
 

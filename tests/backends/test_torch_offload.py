@@ -94,6 +94,7 @@ def learned(backend: TorchBackend, config: LoraConfig, folder: Path, leaves: boo
     return numbers, [training_state(each) for each in sorted(folder.glob("*")) if each.name != "published"]
 
 
+@pytest.mark.full("fsdp", "replicated")
 @pytest.mark.parametrize("config", [ADAPTER, WHOLE], ids=["adapter", "whole"])
 def test_a_model_that_leaves_the_device_learns_and_is_saved_bit_for_bit(backend, config, tmp_path):
     (numbers, states), (wanted, wanted_states) = (

@@ -72,6 +72,7 @@ def asked() -> list:
     ]
 
 
+@pytest.mark.full
 def test_samples_are_those_of_one_process_and_every_rank_draws_some(ranks, alone):
     found, wanted = [], []
     for backend, outputs in ((ranks, found), (alone, wanted)):
@@ -106,6 +107,7 @@ def test_requests_that_begin_alike_are_shared_out_and_cancelled_ones_make_room(r
     assert not ranks.sampler._load.total() and not ranks.sampler._places
 
 
+@pytest.mark.full
 def test_requests_begin_when_another_rank_has_let_go_of_slots(ranks, tmp_path):
     versions = [f"version {number}" for number in range(2 * SIZES["max_lora_adapters"])]
     for number, version in enumerate(versions):
@@ -127,6 +129,7 @@ def test_a_rank_does_not_wait_for_another_that_is_busy(ranks):
         os.kill(ranks.group.pids[1], signal.SIGCONT)
 
 
+@pytest.mark.full
 def test_a_rank_that_stops_while_another_goes_on_sampling_is_noticed(folder, tmp_path):
     backend = opened(folder, tmp_path / "v", workers="processes", num_workers=2, fsdp_size=1, dispatch_timeout_s=4)
     try:
@@ -137,6 +140,7 @@ def test_a_rank_that_stops_while_another_goes_on_sampling_is_noticed(folder, tmp
         backend.close()
 
 
+@pytest.mark.full
 def test_answers_of_one_rank_do_not_extend_the_deadline_of_another(folder, tmp_path):
     backend = opened(folder, tmp_path / "v", workers="processes", num_workers=2, fsdp_size=1, dispatch_timeout_s=2)
     group, noticed, end = backend.group, threading.Event(), time.monotonic() + BOUND_S

@@ -85,6 +85,7 @@ def step_until_lost(backend: TorchBackend, patience_s: float = LIMIT_S + 5) -> B
     return lost.value
 
 
+@pytest.mark.full
 def test_a_cluster_that_is_not_there_is_refused_by_its_address():
     # The first test: none has connected this process yet.
     with pytest.raises(RequestError, match=r"ray_address=127\.0\.0\.1:1: cannot connect"):
@@ -124,6 +125,7 @@ def test_a_cluster_of_our_own_is_closed_to_other_users(tmp_path):
     assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.full
 def test_ranks_are_numbered_node_by_node(apart):
     first, second = apart.group.places
     assert first.node < second.node
@@ -148,6 +150,7 @@ class FailsOnLongOnes(ForwardOnly):
         return -x.logprobs
 
 
+@pytest.mark.full
 def test_an_exception_of_one_rank_is_its_requests_error_and_the_log_has_its_rank_and_traceback(apart, caplog):
     model = created(apart)
     failed = finish(apart, a_pass(model, loss_fn=FailsOnLongOnes(("logprobs",))))
@@ -161,10 +164,12 @@ def test_another_cluster_than_the_one_of_this_process_is_refused(apart, address,
         opened(tiny_model, workers="ray", ray_address="127.0.0.1:1")
 
 
+@pytest.mark.full
 def test_each_rank_has_a_gpu_of_its_own_where_the_cluster_has_some(on_gpus):
     assert [place.devices for place in on_gpus.group.places] == [("0",), ("1",)]
 
 
+@pytest.mark.full
 def test_what_does_not_fit_says_what_was_asked_for_and_what_is_free(address, on_gpus, tiny_model, monkeypatch):
     monkeypatch.setenv(PATIENCE, "1")
     asked = {"num_workers": 3, "ray_resources": {"GPU": 0.5, "CPU": 2, "rocket": 1}, "ray_strategy": "SPREAD"}
@@ -175,6 +180,7 @@ def test_what_does_not_fit_says_what_was_asked_for_and_what_is_free(address, on_
     assert "on 2 node(s)" in said and " CPU" in said.partition("free are")[2] and PATIENCE in said
 
 
+@pytest.mark.full
 def test_an_actor_that_is_killed_loses_the_backend_and_says_its_rank(on_gpus):
     os.kill(on_gpus.group.pids[1], signal.SIGKILL)
     assert on_gpus.wait(5)
@@ -183,6 +189,7 @@ def test_an_actor_that_is_killed_loses_the_backend_and_says_its_rank(on_gpus):
     assert "worker process has died" in str(lost)
 
 
+@pytest.mark.full
 def test_an_actor_that_hangs_is_given_up_at_the_deadline_and_ended(apart):
     processes = [psutil.Process(pid) for pid in apart.group.pids]
     model = created(apart)
@@ -195,6 +202,7 @@ def test_an_actor_that_hangs_is_given_up_at_the_deadline_and_ended(apart):
     assert psutil.wait_procs(processes, timeout=30)[1] == []
 
 
+@pytest.mark.full
 def test_nothing_is_left_on_a_cluster_that_goes_on(address, apart, on_gpus):
     import ray
     from ray.util import placement_group_table

@@ -41,6 +41,7 @@ def alone(folder):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("float32_parts", [True, False], ids=["float32 parts", "bfloat16 parts"])
 def test_gradients_are_added_up_in_float32(folder, alone, monkeypatch, float32_parts):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -18,6 +18,8 @@ from skyrl.errors import RequestError
 from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import Datum
 
+pytestmark = pytest.mark.full
+
 OBJECTIVE = policy_objective(
     {
         "policy_loss_type": "gspo",

@@ -34,6 +34,8 @@ from skyrl.types import (
     SampleOutput,
 )
 
+pytestmark = pytest.mark.full
+
 SIZES = {
     "max_lora_rank": 8,
     "max_lora_adapters": 4,

@@ -31,6 +31,8 @@ from skyrl.errors import RequestError
 from skyrl.tx.synthetic import make_model as builtin
 from skyrl.types import Datum, ErrorResponse, LoraConfig
 
+pytestmark = pytest.mark.full
+
 
 def make_qwen3(folder: Path) -> Path:
     """A model with norms of each head."""

@@ -119,6 +119,7 @@ def test_losses_and_gradients_of_packed_sequences_are_those_of_peft(folder, work
             np.testing.assert_allclose(gradients[own], parameter.grad.T, rtol=1e-4, atol=1e-4 * scale, err_msg=own)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.timeout(900)
 def test_what_torch_compiles_scores_tokens_as_what_it_does_not(tmp_path):

@@ -20,6 +20,8 @@ from skyrl.backends.torch.workers import shares
 from skyrl.errors import BackendLost
 from skyrl.types import ErrorResponse, LoraConfig, ModelOutput, SaveOutput
 
+pytestmark = pytest.mark.full
+
 SIZES = {"max_context_length": 64, "train_tile_tokens": 64, "kv_cache_gib": 0.01}
 DATA = [random_datum(length, vocab=VOCAB) for length in (40, 50)]
 MODEL = "model"

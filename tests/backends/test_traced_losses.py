@@ -48,6 +48,7 @@ def trained(backend, folder: Path, model_id: str) -> dict[str, np.ndarray]:
     return {name: x for name, x in tensors(folder).items() if name.startswith("weights/")}
 
 
+@pytest.mark.full("jax")
 @pytest.mark.parametrize("loss", [OF_TOKENS[0], OF_TOKENS[3], OF_TARGETS[0]], ids=lambda loss: loss.__name__)
 def test_a_pass_is_the_clients_two(backend, loss, tmp_path):
     handle, objective = trace(loss, wide=loss in OF_TARGETS)

@@ -46,6 +46,7 @@ def executables() -> int:
     return len(jax.devices()[0].client.live_executables())
 
 
+@pytest.mark.full
 def test_what_was_compiled_for_an_objective_that_went_is_freed(rig, programs):
     objective, arguments = another(), (rig.base, rig.adapter(0), abstract_tile(32, 1))
     own, before = weakref.ref(objective), executables()
@@ -124,6 +125,7 @@ jax.jit(lambda x: x * 3 + 1)(2.0).block_until_ready()
 """
 
 
+@pytest.mark.full
 def test_programs_on_disk_are_bounded_and_an_entry_whose_writer_was_killed_is_no_obstacle(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("SKYRL_CACHE", str(tmp_path))

@@ -139,11 +139,13 @@ def test_a_case_after_a_crash_has_a_fresh_process():
     assert outcomes(case("a", count), case("b", crash), case("c", count))["c"].result["count"] == 1
 
 
+@pytest.mark.full
 def test_a_hanging_case_is_ended_at_its_limit():
     outcome = outcomes(case("a", count), case("b", hang, limit_s=0.5))["b"]
     assert (outcome.status, outcome.error) == ("timed out", "it took longer than its limit of 0.5 s")
 
 
+@pytest.mark.full
 def test_a_hanging_case_says_where_it_hung():
     assert " in hang\n" in outcomes(case("a", count), case("b", hang, limit_s=0.5))["b"].output
 
@@ -164,6 +166,7 @@ def test_a_case_that_does_not_fit_is_left_out_and_smaller_ones_run():
     assert list(outcomes(*cases)) == ["a", "c"]
 
 
+@pytest.mark.full
 def test_a_case_is_cut_short_at_the_end_of_the_budget():
     outcome = outcomes(case("a", hang), budget_s=1.0)["a"]
     assert (outcome.status, outcome.error) == ("cut short", "the time for all cases was up")

@@ -16,6 +16,8 @@ from plain_http import PlainClient
 from skyrl.tinker.wire import codec
 from skyrl.tinker.wire.proto import skyrl_tinker_pb2 as pb
 
+pytestmark = pytest.mark.full
+
 
 def report(**changed) -> dict:
     return {"statuses": {"200": 3, "429": 1}, "requests": 4, "processor_s": 0.5, "largest_answer": 7, **changed}

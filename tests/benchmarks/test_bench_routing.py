@@ -6,6 +6,7 @@ from benchmarks.bench_routing import ARCHITECTURES, measure
 from skyrl.tx.families.page import ROUTING_BOUNDS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ROUTING_BOUNDS)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_token_has_the_same_experts_wherever_the_gap_of_its_scores_is_above_the_bound(arch, dtype, tmp_path):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_trainer.py"
 SMALL = ["--prompts", "4", "--samples", "2", "--tokens", "32", "--repeats", "1"]
 TOKENS = 4 * 2 * 32

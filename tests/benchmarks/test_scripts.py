@@ -20,6 +20,7 @@ def test_the_readme_says_what_each_script_asks(script: str):
     assert f"| `{script}` | " in (ROOT / "benchmarks" / "README.md").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_each_script_tells_its_options(script: str):
     command = [sys.executable, ROOT / "benchmarks" / script, "--help"]

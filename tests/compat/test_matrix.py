@@ -122,6 +122,7 @@ def test_sdks_that_pass_or_fail_are_shown_as_ranges(statuses: list[str], shown: 
     assert ranges(dict(zip(["0.34.0", "0.36.0", "0.38.0"], statuses, strict=True))) == shown
 
 
+@pytest.mark.full
 def test_a_python_that_is_not_there_is_said_and_nothing_is_tested():
     command = [sys.executable, "-m", "tests.compat.newest", "--python", "3.99"]
     ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)

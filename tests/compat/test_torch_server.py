@@ -22,6 +22,7 @@ def test_the_newest_sdk_trains_saves_resumes_and_samples_on_the_torch_backend(ti
     assert errors == []
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_newest_sdk_can_do_everything_against_the_torch_backend(tiny_model, tmp_path):
     newest = run.VERSIONS[-1]

@@ -85,13 +85,16 @@ TOYS = [open_fake, open_remote]
 """Backends with arithmetic instead of a network. They have the same rules for order and state as others."""
 NETWORKS = [open_jax, open_torch, open_torch_sharded, open_torch_hybrid, open_torch_sequences, open_torch_tensors]
 SLOW = [open_torch_processes, open_torch_ray]
+FULL = [open_remote, *(opener for opener in NETWORKS if opener is not open_jax)]
+"""Backends whose cases are left to `make test-all`, but for those that a test marks with `gate`."""
 
 
 def openers(toys: bool = True) -> list:
     """Parameters of the kit, with or without backends that compute no network."""
     if named := os.environ.get(VARIABLE):
         return [opener_of(named)]
-    return [*TOYS * toys, *NETWORKS, *(pytest.param(opener, marks=pytest.mark.slow) for opener in SLOW)]
+    marks = dict.fromkeys(FULL, pytest.mark.full) | dict.fromkeys(SLOW, pytest.mark.slow)
+    return [pytest.param(opener, marks=marks.get(opener, ())) for opener in [*TOYS * toys, *NETWORKS, *SLOW]]
 
 
 def opener_of(named: str) -> Opener:

@@ -24,6 +24,8 @@ def adapter(request, network, tmp_path):
     return write_adapter(network.folder, tmp_path, modules, **options)
 
 
+@pytest.mark.full("jax")
+@pytest.mark.gate("jax-tied-unembed", "torch-untied-attn")
 @pytest.mark.parametrize(
     "adapter",
     [*KINDS.values(), (["q_proj", "v_proj"], OPTIONS)],
@@ -46,6 +48,7 @@ def test_samples_have_the_log_probabilities_of_peft(network, adapter):
         assert np.abs(base - expected).max() > 0.01
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("adapter", KINDS.values(), ids=KINDS, indirect=True)
 def test_a_model_that_goes_on_from_one_has_its_log_probabilities_and_tensors(network, adapter, tmp_path):
     model_id = loaded(network.backend, adapter)

@@ -35,6 +35,8 @@ def started(network, request, tmp_path):
     return loaded(network.backend, adapter), oracle.load(network.folder, adapter), oracle.adapter(adapter), tmp_path
 
 
+@pytest.mark.full("jax")
+@pytest.mark.gate("jax-untied-gspo-mlp", "torch-tied-ppo-unembed")
 @pytest.mark.parametrize("started", MODULES, indirect=True)
 @pytest.mark.parametrize("loss_fn", FORMULAS)
 def test_the_gradient_of_a_loss(network, started, loss_fn):
@@ -51,6 +53,7 @@ def test_the_gradient_of_a_loss(network, started, loss_fn):
     assert_same_gradient(applied, oracle.gradients(model))
 
 
+@pytest.mark.full
 def test_several_targets_per_token(network, started):
     model_id, model, before, folder = started
     inputs = {"target_tokens": RANDOM.integers(0, 256, (7, 3), np.int32), "weights": RANDOM.random((7, 3), np.float32)}
@@ -62,6 +65,7 @@ def test_several_targets_per_token(network, started):
     assert_same_gradient(applied, oracle.gradients(model))
 
 
+@pytest.mark.full
 def test_a_loss_of_the_clients_own(network, started):
     """forward_backward_custom of the SDK: cross_entropy with weights of -dC/dlogprob has the gradient of C."""
 
@@ -84,6 +88,7 @@ def test_a_loss_of_the_clients_own(network, started):
     assert_same_gradient(applied, oracle.gradients(model))
 
 
+@pytest.mark.full
 def test_a_step_that_is_clipped_changes_the_weights_by_the_norm_that_it_may(network, started):
     model_id, _, before, folder = started
     scored(network.backend, model_id, [plain_datum(SEQUENCES[0])])

@@ -40,6 +40,7 @@ def ruined(backend, new_model) -> str:
     return model_id
 
 
+@pytest.mark.full
 def test_a_model_trains_beside_one_of_nan_as_alone(backend, new_model, ruined):
     alone, beside = new_model(), new_model()
     done(backend, *(operation for _ in range(2) for operation in (a_pass(alone), a_step(alone))))
@@ -49,6 +50,8 @@ def test_a_model_trains_beside_one_of_nan_as_alone(backend, new_model, ruined):
     assert_same(logprobs(backend, beside), logprobs(backend, alone))
 
 
+@pytest.mark.full("jax")
+@pytest.mark.gate("jax-untied-17", "torch-tied-17")
 @pytest.mark.parametrize("length", [3, 17, 40])
 def test_a_version_is_sampled_and_scored_beside_one_of_nan_as_alone(backend, model, ruined, length):
     """Prompts of one page, of several pages, and of the maximum length."""
@@ -73,6 +76,7 @@ def test_a_version_is_sampled_and_scored_beside_one_of_nan_as_alone(backend, mod
             np.testing.assert_allclose(other.logprobs, one.logprobs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.full
 def test_ranks_losses_and_rates_side_by_side_are_as_alone(backend):
     kinds = [(2, "cross_entropy", 1e-3), (4, "importance_sampling", 1e-2), (8, "ppo", 3e-2), (4, "cispo", 1e-3)]
 

@@ -23,6 +23,7 @@ def a_datum(seed: int) -> Datum:
     return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": random.random(19, np.float32)})
 
 
+@pytest.mark.gate("torch-tied-betas")
 @pytest.mark.parametrize("params", SETTINGS, ids=["plain", "decay and clipping", "betas"])
 def test_three_steps_are_those_of_torch(network, params, tmp_path):
     adapter = write_adapter(network.folder, tmp_path, EVERYWHERE)

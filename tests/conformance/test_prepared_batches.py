@@ -43,6 +43,7 @@ def pass_batch(*rows: tuple[str, np.ndarray], loss_fn: str = "cross_entropy") ->
     )
 
 
+@pytest.mark.gate("torch")
 def test_a_prepared_batch_of_two_models_trains_each_on_its_own_rows(backend, new_model):
     first, second, expected = new_model(), new_model(), new_model()
     outputs = backend.forward_backward(pass_batch((first, TOKENS), (second, OTHER_TOKENS)))

@@ -24,6 +24,7 @@ from tests.conformance.operations import (
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.gate("torch-of several")
 @pytest.mark.parametrize("num_samples", [1, 5], ids=["of one", "of several"])
 def test_a_flood_of_samples_delays_another_tenants_by_what_runs_and_one_turn(backend, num_samples):
     flood = [

@@ -87,6 +87,13 @@ def test_training_goes_on_while_a_checkpoint_of_the_state_before_is_written(back
     assert_same(logprobs(backend, loaded), saved)
 
 
+@pytest.mark.full("jax")
+@pytest.mark.gate(
+    "fake-with pending gradients",
+    "fake-without gradients",
+    "jax-with pending gradients",
+    "torch-with pending gradients",
+)
 @pytest.mark.parametrize("pending", [False, True], ids=["without gradients", "with pending gradients"])
 def test_a_model_revived_from_its_snapshot_elsewhere_goes_on_bit_for_bit(backend, successor, model, tmp_path, pending):
     done(backend, a_pass(model), a_step(model))

@@ -170,6 +170,7 @@ def test_what_is_refused_while_it_waits_fails_in_its_place(backend, new_model):
     assert_same(logprobs(backend, model), logprobs(backend, plain))
 
 
+@pytest.mark.gate("torch")
 def test_a_pass_that_is_refused_after_it_began_fails_and_leaves_its_model_as_a_failed_one(backend, new_model):
     model, plain = new_model(), new_model()
     long = a_pass(model, *[TOKENS] * SEVERAL_QUANTA)

@@ -23,6 +23,8 @@ def marks(backend, version: str, path=None) -> list[list[int]]:
     return sampled(backend, version, path, num_samples=2, max_tokens=10)
 
 
+@pytest.mark.full("jax")
+@pytest.mark.gate("torch-0")
 @pytest.mark.parametrize("seed", [0])
 def test_samples_come_from_the_versions_that_they_asked_for(backend, successor, model, tmp_path, seed):
     random = np.random.default_rng(seed)

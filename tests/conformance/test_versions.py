@@ -38,6 +38,7 @@ def test_a_published_version_stays_as_it_was_while_its_model_trains_on_and_is_de
     assert sampled(backend, version, num_samples=4) == before
 
 
+@pytest.mark.gate("torch-published-again")
 @pytest.mark.parametrize("republish", [False, True], ids=["dropped", "published-again"])
 def test_samples_that_wait_are_drawn_from_the_version_that_they_asked_for(backend, model, republish):
     version = fresh("version")

@@ -11,6 +11,7 @@ from tests.cookbook.run import cookbook
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1800)  # the environment is installed, a model taught, a server started
 def test_rl_loop_learns_with_its_default_loss_and_the_files_of_the_wheel(tmp_path):
     try:

@@ -149,6 +149,7 @@ def test_aime_rewards_the_same(text, truth, quote):
 ANSWERS = texts("Paris", "the ", "a ", " city", ".", ",", "of", "  ", "É", "An ", "'s", "_")
 
 
+@pytest.mark.full
 @few
 @given(ANSWERS, st.lists(ANSWERS, min_size=1, max_size=3), ANSWERS, st.booleans())
 def test_search_rewards_the_same(answer, targets, around, copy):

@@ -17,7 +17,8 @@ SETTINGS = {
     "gsm8k flexible": {"method": "flexible"},
     "math math-verify": {"comparison": "math-verify", "timeout": 6.0, "isolation": strongest()},
 }
-CASES = [pytest.param(table, answer, id=f"{table}: {answer.text[:30]!r} for {answer.gold!r}")
+CASES = [pytest.param(table, answer, id=f"{table}: {answer.text[:30]!r} for {answer.gold!r}",
+                      marks=pytest.mark.full if answer in ALGEBRA else ())
          for table, answers in TABLES.items() for answer in answers]  # fmt: skip
 
 
@@ -36,6 +37,7 @@ def test_what_ends_as_gsm8k_is_judged_like_it(env_id, answer):
     assert (reward(env_id, None, row, answer.text) == 1.0) is answer.right
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("table", "answer"), [case for case in CASES if case.values[1].why == MATH_VERIFY])
 def test_a_verdict_of_math_verify_is_its_own(table: str, answer: Answer):
     library = pytest.importorskip("math_verify", reason="math-verify is not installed")

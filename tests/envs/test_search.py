@@ -101,6 +101,7 @@ def test_a_line_that_is_no_text_is_named(tmp_path):
         read_corpus(tmp_path / "corpus.jsonl")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -119,6 +120,7 @@ def test_a_corpus_that_cannot_be_served_is_one_message_and_status_1(tmp_path, co
     assert message in ended.stderr
 
 
+@pytest.mark.full
 def test_the_command_serves_a_file(tmp_path):
     (tmp_path / "corpus.jsonl").write_text("".join(document.model_dump_json() + "\n" for document in CORPUS))
     port = closed_port()

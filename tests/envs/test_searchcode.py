@@ -28,6 +28,7 @@ def test_a_program_is_run():
     assert told(python("print(6 * 7)")) == "42"
 
 
+@pytest.mark.full("while True: pass-The program was stopped after 0.2 s.")
 @pytest.mark.parametrize(
     ("code", "expected"),
     [

@@ -140,6 +140,7 @@ OF_ENGINE = ["hang", "engine: optimizer step computed, not kept", "engine", "eng
 """Kills of the engine alone."""
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("backend", ["jax", pytest.param("skyrl_train", marks=pytest.mark.slow)])
 def test_kills_everywhere_change_nothing_bit_for_bit(tmp_path, tiny_model, backend):
@@ -154,11 +155,13 @@ def test_kills_everywhere_change_nothing_bit_for_bit(tmp_path, tiny_model, backe
             run.result()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_kills_of_a_torch_engine_change_nothing_bit_for_bit(tmp_path, tiny_model):
     check_kills(tmp_path, Setting("skyrl_train", tiny_model), OF_ENGINE, seed=0)
 
 
+@pytest.mark.full("connectors")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("backend", "streams"), [("jax", 4), ("skyrl_train", 1)], ids=["connectors", "torch"])
 def test_a_kill_of_an_engine_between_a_pass_and_its_step_changes_nothing_bit_for_bit(

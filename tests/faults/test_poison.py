@@ -104,6 +104,7 @@ def after_sample(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return with_neighbours(tmp_path_factory.mktemp("sample"), poisoned_sample)
 
 
+@pytest.mark.full
 def test_a_pass_that_kills_the_engine_fails_after_three_crashes_alone(after_pass):
     failed, *_ = after_pass.own
     assert CRASHES <= after_pass.engines_lost <= CRASHES + 1  # the first beside its neighbours, maybe
@@ -121,11 +122,13 @@ def test_neighbours_of_a_pass_that_kills_see_what_they_would_see_without_it(afte
     assert not differences(after_pass.neighbours, clean.neighbours, tolerance=0)
 
 
+@pytest.mark.full
 def test_a_sample_that_kills_the_engine_fails_after_three_crashes_alone(after_sample):
     assert CRASHES <= after_sample.engines_lost <= CRASHES + 2
     assert after_sample.own.category == tinker.types.RequestErrorCategory.Server
     assert re.search(rf"request sample-\S+ .* the last {CRASHES} of them alone", str(after_sample.own))
 
 
+@pytest.mark.full
 def test_neighbours_of_a_sample_that_kills_see_what_they_would_see_without_it(after_sample, clean):
     assert not differences(after_sample.neighbours, clean.neighbours, tolerance=0)

@@ -50,6 +50,7 @@ def test_an_import_waits_for_a_server_that_is_starting_and_says_so_once(adapter,
     assert said.err.count(SAID) == 1 and said.err.startswith("waiting for http://127.0.0.1:")
 
 
+@pytest.mark.full
 def test_an_import_gives_a_server_up_that_stays_away(adapter, capsys, monkeypatch):
     monkeypatch.setattr(on_server, "PATIENCE_S", 0.5)
     status, paths = imported(adapter, refusals=10**9)

@@ -90,6 +90,7 @@ def test_used_name_is_refused(server):
     assert failure["category"] == "user" and path in failure["error"]
 
 
+@pytest.mark.full
 def test_save_that_lost_its_name_leaves_no_files(own_server):
     model = own_server.model()
     first, second = save(own_server, model, 1), save(own_server, model, 2)

@@ -48,6 +48,7 @@ def go_on_with(server: LiveServer, requests: list[str]) -> list[tuple[str, ...]]
     return [entry for entry in journal[before:] if isinstance(entry, tuple)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("together", TOGETHER)
 @pytest.mark.parametrize("keys", [KEYS, ()], ids=["keys", "sessions"])
 def test_a_flood_delays_a_small_request_of_another_tenant_by_what_is_left_of_one_quantum(tmp_path, together, keys):
@@ -70,6 +71,7 @@ def test_a_flood_delays_a_small_request_of_another_tenant_by_what_is_left_of_one
     assert not any(name in call for name in flood for call in others)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("together", TOGETHER)
 def test_weights_of_tenants_are_honoured(tmp_path, together):
     weights, backend_config = {KEYS[0]: 3}, {"quanta_per_pass": 1, "most_together": together}
@@ -93,6 +95,7 @@ def test_weights_of_tenants_are_honoured(tmp_path, together):
     assert served == {KEYS[0]: 40, KEYS[1]: 40}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("together", TOGETHER)
 @pytest.mark.parametrize("keys", [KEYS, ()], ids=["of one key", "without keys"])
 def test_eight_clients_with_many_small_requests_finish_evenly(tmp_path, together, keys):

@@ -23,6 +23,7 @@ def test_api_imports_neither_jax_nor_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+@pytest.mark.full
 def test_summary_says_where_what_and_how_to_connect(tmp_path):
     with running(tmp_path, model_aliases="one,two") as server:
         assert f"SkyRL Tinker server at {server.url}" in server.output
@@ -43,6 +44,7 @@ def test_by_default_it_ends_within_the_ten_seconds_that_docker_gives():
     assert EngineConfig().shutdown_timeout_sec + serve.LAST_S < 10
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_it_while_requests_are_open(tmp_path):
     with running(tmp_path, long_poll_s=40) as server:
         request = server.submit_pass(server.model(), 2)
@@ -72,6 +74,7 @@ if "skyrl.tinker.api" in sys.orig_argv:
 """The limit of the launcher, which the server inherits."""
 
 
+@pytest.mark.full
 def test_server_opens_more_files_than_the_system_allows_at_first(tmp_path):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     (tmp_path / "imports").mkdir()
@@ -95,6 +98,7 @@ def test_client_that_leaves_in_the_middle_of_a_request_is_no_error(tmp_path):
     assert "Traceback" not in output and "ERROR" not in output
 
 
+@pytest.mark.full
 def test_port_in_use_is_one_clear_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import httpx
+import pytest
 
 from skyrl.tinker.processes.messages import Enqueue, Revive
 from tests.tinker.harness import BASE_MODEL, PROTOBUF, LiveServer, loss_request, pass_request, wait_until_ready
@@ -70,6 +71,7 @@ def test_a_model_whose_creation_is_being_logged_when_the_engine_is_ready_is_not_
     assert "cannot be recovered" not in caplog.text
 
 
+@pytest.mark.full
 def test_a_loss_that_is_refused_now_was_accepted_before(tmp_path):
     """A model whose passes have to be done again comes back to a server that refuses their loss."""
     server = InProcessServer(tmp_path / "server")
@@ -105,6 +107,7 @@ def test_a_loss_that_is_refused_now_was_accepted_before(tmp_path):
         assert "error" not in answer.json(), answer.text
 
 
+@pytest.mark.full
 def test_a_refused_seq_id_keeps_its_outcome_and_breaks_nothing(own_server):
     model = own_server.model()
     seq_id = own_server.train(model, 1)

@@ -139,6 +139,7 @@ def test_ends_of_results_that_made_room_for_others_are_still_told(own_server):
     assert [own_server.poll(name).status_code for name in ids] == [410, 410, 200]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("client", [0, 7])
 @pytest.mark.parametrize("last", [0, 2500])
 def test_samples_lost_in_a_restart_are_told_as_failed_and_are_gone(tmp_path, client, last):
@@ -161,6 +162,7 @@ def test_samples_lost_in_a_restart_are_told_as_failed_and_are_gone(tmp_path, cli
         assert told(server, sampler, new_cursor, client) == []
 
 
+@pytest.mark.full
 def test_a_client_that_had_not_polled_before_a_restart_is_told_too(tmp_path):
     with LiveServer(tmp_path) as server:
         wait_until_ready(server)
@@ -172,6 +174,7 @@ def test_a_client_that_had_not_polled_before_a_restart_is_told_too(tmp_path):
         assert pending in told(server, sampler)
 
 
+@pytest.mark.full
 def test_a_sampler_made_after_the_restart_has_lost_nothing(tmp_path):
     for _ in range(2):
         with LiveServer(tmp_path) as server:
@@ -179,6 +182,7 @@ def test_a_sampler_made_after_the_restart_has_lost_nothing(tmp_path):
             assert told(server, server.sampler(server.session(), 0, base_model=BASE_MODEL)) == []
 
 
+@pytest.mark.full
 def test_joining_clients_get_numbers_of_their_own_across_a_restart(tmp_path):
     def join(server: LiveServer) -> int:
         return server.ok("/join_sampling_session", {"sampling_session_id": sampler})["client_counter"]

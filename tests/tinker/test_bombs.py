@@ -102,6 +102,7 @@ NAMES = {
 }
 
 
+@pytest.mark.full
 def test_a_bomb_that_says_its_size_is_refused_before_it_is_decompressed(bombs):
     assert bombs["zeros"]["grown"] < MAX_BYTES / 4
 

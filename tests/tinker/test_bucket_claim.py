@@ -24,6 +24,7 @@ def test_a_server_whose_bucket_another_has_taken_says_so(tmp_path, bucket, store
     assert failure.startswith(f"checkpoints_base={bucket}/server: another server has taken the bucket")
 
 
+@pytest.mark.full
 def test_a_server_whose_bucket_another_has_taken_ends_and_leaves_the_bucket_to_it(tmp_path, bucket, store):
     with running(tmp_path, checkpoints_base=f"{bucket}/server") as server:
         seq_id = server.train(model := server.model(), 1)
@@ -52,6 +53,7 @@ def terminate(server: ServerProcess) -> None:
     server.ended()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hanging", ["state.json", "/server"])
 def test_a_server_ends_in_time_while_the_store_hangs_and_saves_after_its_start(
     tmp_path, bucket, s3_proxy: Proxy, hanging
@@ -71,6 +73,7 @@ def test_a_server_ends_in_time_while_the_store_hangs_and_saves_after_its_start(
         terminate(server)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hanging", [".lock", ".state-id"])
 def test_a_server_that_starts_while_the_store_hangs_ends_in_time(tmp_path, bucket, s3_proxy: Proxy, hanging):
     s3_proxy.trouble = lambda method, path: FOREVER_S if hanging in path else None

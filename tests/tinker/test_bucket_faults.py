@@ -21,6 +21,8 @@ from tests.tinker.test_rest_copies import copy
 from tests.tinker.test_rest_downloads import archive_url, export
 from tests.waiting import BOUND_S, until
 
+pytestmark = pytest.mark.full
+
 
 def server_of(folder: Path, bucket: str, **options) -> LiveServer:
     return LiveServer(folder, checkpoints_base=f"{bucket}/server", **options)

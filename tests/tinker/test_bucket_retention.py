@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from skyrl import cli
 from skyrl.tinker.checkpoints import retention
 from skyrl.utils.files.object_store import ObjectStore
@@ -39,6 +41,7 @@ def put_in_trash(store: ObjectStore, name: str, age_s: float, size_bytes: int = 
     store.put(f"{entry}/manifest.json", b"{}")
 
 
+@pytest.mark.full
 def test_what_expires_or_is_surplus_goes_to_the_trash_of_the_bucket(tmp_path, bucket, store):
     with serving(tmp_path, bucket, keep_last_checkpoints=2) as server:
         model = server.model()
@@ -93,6 +96,7 @@ def test_what_has_no_name_goes_to_the_trash_and_what_is_half_goes_at_once(tmp_pa
         assert not any("half" in key for key in contents(store))
 
 
+@pytest.mark.full
 def test_bytes_of_bucket_and_trash_count_for_max_disk_gib(tmp_path, bucket, store):
     with serving(tmp_path, bucket, max_disk_gib=2000 / 2**30) as server:
         model = server.model()
@@ -124,6 +128,7 @@ def test_versions_and_snapshots_of_an_ended_session_leave_the_bucket(tmp_path, b
         assert names(store) == names(store, trash=True) == []
 
 
+@pytest.mark.full
 def test_gc_without_a_server_collects_in_the_bucket(tmp_path, bucket, store, capsys):
     with serving(tmp_path, bucket) as server:
         server.save(server.model(), 1, "a")
@@ -135,6 +140,7 @@ def test_gc_without_a_server_collects_in_the_bucket(tmp_path, bucket, store, cap
     assert names(store) == ["weights/b@1"] and names(store, trash=True) == ["weights/a@1"]
 
 
+@pytest.mark.full
 def test_a_bucket_that_is_down_keeps_its_files_and_the_round_goes_on(
     tmp_path, bucket, store, s3_proxy: Proxy, monkeypatch
 ):

@@ -81,6 +81,7 @@ def test_all_that_is_saved_is_in_the_bucket_and_nothing_on_the_disk(tmp_path, bu
     assert on_disk(bucket) == set()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("often", [True, False])
 def test_a_server_moved_to_empty_machines_changes_no_outcome(tmp_path, bucket, other_machine, undisturbed, often):  # noqa: F811
     """It is killed each time, with requests under way."""
@@ -101,6 +102,7 @@ def test_a_server_moved_to_empty_machines_changes_no_outcome(tmp_path, bucket, o
         assert not script.submit() and script.finish() == undisturbed
 
 
+@pytest.mark.full
 def test_a_snapshot_that_was_replaced_leaves_the_bucket(tmp_path, bucket, store):
     with server_of(tmp_path, bucket, snapshot_every_steps=1) as server:
         wait_until_ready(server)
@@ -118,6 +120,7 @@ def test_a_snapshot_that_was_replaced_leaves_the_bucket(tmp_path, bucket, store)
         until(only_the_newest, "only the newest is in the bucket")
 
 
+@pytest.mark.full
 def test_models_wait_for_a_bucket_that_does_not_answer_and_lose_nothing(tmp_path, bucket, s3_proxy: Proxy, monkeypatch):
     monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.1")
     with server_of(tmp_path, bucket) as server:
@@ -153,6 +156,7 @@ def test_a_bucket_that_fails_while_a_snapshot_is_read_does_not_lose_the_model(
         assert server.logprobs(model, seq_id + 2) == wanted
 
 
+@pytest.mark.full
 def test_training_goes_on_while_no_snapshot_can_be_sent(tmp_path, bucket, store, s3_proxy: Proxy, monkeypatch):
     monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.1")
     with server_of(tmp_path, bucket, snapshot_every_steps=1) as server:
@@ -168,6 +172,7 @@ def test_training_goes_on_while_no_snapshot_can_be_sent(tmp_path, bucket, store,
         assert server.logprobs(model, 8) == wanted
 
 
+@pytest.mark.full
 def test_a_snapshot_without_a_name_is_collected(tmp_path, bucket, store, monkeypatch):
     monkeypatch.setattr(retention, "ORPHAN_AGE_S", -60)  # by the clock of the bucket
     other = "0" * 8 + "-0000-0000-0000-000000000000-train-0"
@@ -185,6 +190,7 @@ def test_a_snapshot_without_a_name_is_collected(tmp_path, bucket, store, monkeyp
 # -- from the disk to the bucket --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("killed", [False, True])
 def test_snapshots_move_to_the_bucket_when_the_option_is_first_set(tmp_path, bucket, store, killed):
     points = tmp_path / "points"
@@ -214,6 +220,7 @@ def test_a_server_without_the_option_is_refused_where_snapshots_are_in_the_bucke
         hold(EngineConfig(checkpoints_base=f"{bucket}/server"))
 
 
+@pytest.mark.full
 def test_a_bucket_and_the_database_of_another_server_do_not_belong_together(tmp_path, bucket, capsys):
     for name in ("server", "other"):
         with Server(tmp_path / name, **options_of(bucket, checkpoints_base=f"{bucket}/{name}")) as server:
@@ -228,6 +235,7 @@ def test_a_folder_has_no_bucket_for_snapshots(tmp_path):
         EngineConfig(checkpoints_base=tmp_path, snapshots_in_bucket=True)
 
 
+@pytest.mark.full
 def test_a_database_that_is_older_than_the_snapshots_loses_their_models_and_no_checkpoint(tmp_path, bucket, store):
     (tmp_path / "older").mkdir()
     with server_of(tmp_path, bucket, snapshot_every_steps=1) as server:
@@ -246,6 +254,7 @@ def test_a_database_that_is_older_than_the_snapshots_loses_their_models_and_no_c
         assert server.result(load_as_new(server, path))["model_id"]
 
 
+@pytest.mark.full
 def test_a_backup_has_the_database_and_says_what_is_not_in_it(tmp_path, bucket, capsys):
     with server_of(tmp_path, bucket) as server:
         model, _, seq_id = trained(server)

@@ -42,6 +42,7 @@ def test_an_uploaded_adapter_is_in_the_bucket_and_computes_what_its_matrices_say
     np.testing.assert_allclose(remote.logprobs(loaded, 1), wanted, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_the_command_imports_and_exports_by_way_of_the_bucket(remote, store, folder, tmp_path, capsys):  # noqa: F811
     status, path = command(capsys, "import", folder, "--url", remote.url)
     assert (status, path[:9]) == (0, "tinker://"), path
@@ -49,6 +50,7 @@ def test_the_command_imports_and_exports_by_way_of_the_bucket(remote, store, fol
     assert (status, said) == (0, f"wrote {tmp_path / 'out'}: 2 tensors")
 
 
+@pytest.mark.full
 def test_an_upload_that_the_store_refuses_is_finished_later(remote, store, s3_proxy: Proxy, monkeypatch):
     monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.2")
     upload = sent(remote)

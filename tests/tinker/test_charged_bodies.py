@@ -28,6 +28,7 @@ def bomb(model_id: str = "m", seq_id: int = 1) -> bytes:
     return zstandard.compress(address + length_delimited(3, b"\x0a\x02\x0a\x00" * (MAX_PARTS // 2 - 100)))
 
 
+@pytest.mark.full
 def test_bodies_of_another_get_in_among_bombs():
     """As many bombs go between two of them as cost the same, whose bytes are nothing."""
     sent, honest, begun = bomb(), bytes(5 * MIB), []

@@ -56,15 +56,18 @@ def tinker(server, tmp_path) -> Cli:
     return Cli(server, tmp_path)
 
 
+@pytest.mark.full
 def test_version_needs_no_server(tinker):
     assert "0.38" in tinker.ok("version")
 
 
+@pytest.mark.full
 def test_model_list(tinker):
     models = tinker.json("model", "list")["models"]
     assert [model["model_name"] for model in models] == [BASE_MODEL, "alias"]
 
 
+@pytest.mark.full
 def test_run_list(own_server, tmp_path):
     models = [own_server.model() for _ in range(3)]
     tinker = Cli(own_server, tmp_path)
@@ -73,6 +76,7 @@ def test_run_list(own_server, tmp_path):
     assert models[0] in tinker.ok("run", "list", "--limit", "0", "--columns", "id")
 
 
+@pytest.mark.full
 def test_run_info(tinker):
     model = tinker.server.model(user_metadata={"note": "first"})
     tinker.server.result(save(tinker.server, model, 1, "final"))
@@ -98,6 +102,7 @@ def test_checkpoint_info(tinker):
     assert shown["expires_at"] is not None
 
 
+@pytest.mark.full
 def test_checkpoint_publish_and_unpublish(tinker):
     path = saved(tinker.server)
     tinker.ok("checkpoint", "publish", path)
@@ -106,6 +111,7 @@ def test_checkpoint_publish_and_unpublish(tinker):
     assert listed(tinker.server, path)["public"] is False
 
 
+@pytest.mark.full
 def test_checkpoint_set_ttl(tinker):
     path = saved(tinker.server)
     tinker.ok("checkpoint", "set-ttl", path, "--ttl", "7200")
@@ -114,6 +120,7 @@ def test_checkpoint_set_ttl(tinker):
     assert "expires_at" not in listed(tinker.server, path)
 
 
+@pytest.mark.full
 def test_checkpoint_delete_by_path(tinker):
     paths = [saved(tinker.server, name) for name in "ab"]
     assert "Deleted 2" in tinker.ok("checkpoint", "delete", "-y", *paths)
@@ -129,6 +136,7 @@ def test_checkpoint_delete_by_run_and_type(tinker):
     assert listed(tinker.server, training) is None and listed(tinker.server, sampler)
 
 
+@pytest.mark.full
 def test_checkpoint_download_of_exported_weights(tinker):
     path = exported(tinker.server)
     tinker.ok("checkpoint", "download", path, "-o", "out")
@@ -137,6 +145,7 @@ def test_checkpoint_download_of_exported_weights(tinker):
     assert {file.name: file.read_bytes() for file in target.iterdir()} == {"state.json": stored}
 
 
+@pytest.mark.full
 def test_checkpoint_download_of_a_training_checkpoint_leaves_no_export_behind(own_server, tmp_path):
     path = saved(own_server)
     Cli(own_server, tmp_path).ok("checkpoint", "download", path, "-o", "out")
@@ -152,6 +161,7 @@ def test_auth_status(tinker):
     assert "Tinker accessible: yes" in tinker.ok("auth", "status")
 
 
+@pytest.mark.full
 def test_auth_whoami(tinker):
     assert tinker.json("auth", "whoami") == {
         "user_urn": "skyrl:user:local",
@@ -160,6 +170,7 @@ def test_auth_whoami(tinker):
     }
 
 
+@pytest.mark.full
 def test_wrong_key_is_told_as_such(tmp_path):
     with LiveServer(tmp_path, api_keys=["tml-a"]) as server:
         wait_until_ready(server)
@@ -169,6 +180,7 @@ def test_wrong_key_is_told_as_such(tmp_path):
         assert "No t" in tinker.ok("run", "list", TINKER_API_KEY="tml-a")
 
 
+@pytest.mark.full
 def test_usage_is_read_by_the_command_line(tinker, server):
     model = server.model()
     server.train(model, 1, [1, 2, 3])

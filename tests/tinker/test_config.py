@@ -35,6 +35,7 @@ def test_state_is_kept_in_the_users_data_folder_by_default():
     assert config.database_url == f"sqlite:///{user_data_path('skyrl') / 'tinker.db'}"
 
 
+@pytest.mark.full
 def test_the_environment_names_another_data_folder(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     run = [sys.executable, "-m", "skyrl.cli", "gc"]
@@ -265,6 +266,7 @@ def test_help_explains_every_option(capsys, monkeypatch):
         assert field.description and " ".join(field.description.split()) in text
 
 
+@pytest.mark.full
 def test_both_ways_to_start_a_server_print_the_same_help():
     def help_of(*command: str) -> str:
         run = subprocess.run([sys.executable, "-m", *command, "--help"], capture_output=True, text=True, check=True)

@@ -37,6 +37,7 @@ def received(connection: socket.socket) -> bytes:
         return b""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sent", [b"", b"GET /api", HEALTH[:-2]])
 def test_a_connection_that_brings_no_request_is_closed(hasty, sent):
     with ExitStack() as stack:
@@ -45,6 +46,7 @@ def test_a_connection_that_brings_no_request_is_closed(hasty, sent):
         assert received(connection) == b""
 
 
+@pytest.mark.full
 def test_a_second_request_that_does_not_come_whole_closes_its_connection(hasty, monkeypatch):
     monkeypatch.setattr(connections, "HEAD_S", 2.0)
     with ExitStack() as stack:
@@ -60,6 +62,7 @@ def test_a_second_request_that_does_not_come_whole_closes_its_connection(hasty, 
         assert received(connection) == b""
 
 
+@pytest.mark.full
 def test_a_poll_that_takes_longer_than_a_head_may_is_answered(tmp_path, monkeypatch):
     monkeypatch.setattr(connections, "HEAD_S", 2.0)
     with LiveServer(tmp_path, long_poll_s=3.0) as server:

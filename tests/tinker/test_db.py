@@ -85,6 +85,7 @@ def test_tables_equal_the_newest_revision(tmp_path, by):
     engine.dispose()
 
 
+@pytest.mark.full
 def test_a_new_database_and_one_of_the_newest_revision_are_opened_without_alembic(tmp_path):
     code = f"""
 import sys
@@ -139,6 +140,7 @@ def test_jobs_that_fail_leave_the_one_commit_of_their_group_whole(database):
 STEPS = st.tuples(st.sampled_from(["add", "add and raise", "raise", "read"]), st.sampled_from("abcde"))
 
 
+@pytest.mark.full
 @given(jobs=st.lists(STEPS, min_size=1, max_size=12))
 @settings(max_examples=20, deadline=None)
 def test_a_group_stores_what_its_jobs_would_store_one_after_the_other(tmp_path_factory, jobs):
@@ -187,6 +189,7 @@ def test_a_group_whose_commit_is_not_confirmed_is_not_done_again(database, monke
     assert ran == [1, 1]
 
 
+@pytest.mark.full
 def test_second_server_is_refused_also_where_it_names_its_driver(database, tmp_path):
     with pytest.raises(RequestError, match=r"in use by another server.*--database-url"):
         Database(f"sqlite+pysqlite:///{tmp_path / 'state' / 'server.db'}")
@@ -314,6 +317,7 @@ def test_request_to_a_model_that_is_gone_is_logged_as_failed(database, status, c
     assert database.read_now(lambda session: request_log.outcome_of(session, "r"))[1] == logged.refusal
 
 
+@pytest.mark.full
 def test_a_write_waits_for_another_programs_write_to_end(tmp_path):
     """SQLite waits for no lock in a transaction that has read something, so ours takes it first."""
     url = f"sqlite:///{tmp_path / 'server.db'}"

@@ -164,6 +164,7 @@ def test_save_on_a_full_disk_fails_by_name_and_training_goes_on(tmp_path, make_d
         assert server.run(path, {"model_id": model, "seq_id": after, "path": "a"})["path"].endswith("/a")
 
 
+@pytest.mark.full
 def test_save_that_would_take_what_is_to_stay_free_is_refused_with_the_numbers(tmp_path, make_disk):
     disk = make_disk(8)
     with LiveServer(tmp_path, checkpoints_base=disk.folder / "checkpoints", min_free_disk_mib=16) as server:
@@ -197,6 +198,7 @@ def test_requests_that_cannot_be_logged_are_turned_away_and_acknowledged_ones_ar
 # -- the budget -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_save_past_the_budget_is_refused_with_the_numbers_until_something_is_deleted(tmp_path):
     with LiveServer(tmp_path, max_disk_gib=1e-6) as server:  # 1,074 bytes, and a checkpoint of this model takes 300
         wait_until_ready(server)
@@ -209,6 +211,7 @@ def test_save_past_the_budget_is_refused_with_the_numbers_until_something_is_del
         assert server.result(save(server, model, seq_id + 1, "again"))
 
 
+@pytest.mark.full
 def test_expired_checkpoints_make_room_before_a_save_is_refused(tmp_path):
     with LiveServer(tmp_path, max_disk_gib=1e-6, session_cleanup_interval_sec=-1) as server:
         wait_until_ready(server)

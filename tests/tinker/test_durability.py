@@ -122,6 +122,8 @@ def undisturbed(tmp_path_factory) -> list[object]:
         return script.finish()
 
 
+@pytest.mark.full
+@pytest.mark.gate("engine killed-{'snapshot_every_steps': 1}")
 @pytest.mark.parametrize(
     ("name", "snapshots"),
     [
@@ -142,6 +144,7 @@ def test_a_disturbance_after_every_answer_changes_nothing(undisturbed, tmp_path,
         assert script.finish() == undisturbed
 
 
+@pytest.mark.full("3", "engine killed-1")
 @pytest.mark.parametrize(
     ("name", "pipelined"),
     [

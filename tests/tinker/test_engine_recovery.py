@@ -171,6 +171,7 @@ def requests(kinds: list[str], folder: Path) -> list[ModelOperation]:
 KINDS = ["pass", "step", "pass", "step", "bad pass", "refused pass", "save", "load", "publish"]
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=60)
 @example(kinds=["pass", "step", "pass", "step", "pass"], lives=[(40, True)])
 @example(kinds=["pass", "bad pass", "step", "publish"], lives=[(40, False)])

@@ -62,11 +62,13 @@ def undisturbed(tmp_path_factory) -> list[object]:
     return run_script(tmp_path_factory.mktemp("undisturbed"), {})
 
 
+@pytest.mark.full("reads", "answers")
 @pytest.mark.parametrize("kind", ["reads", "writes", "answers"])
 def test_a_database_that_fails_every_so_often_changes_no_outcome(tmp_path, undisturbed, kind):
     assert run_script(tmp_path, {kind: 7}) == undisturbed
 
 
+@pytest.mark.full
 def test_a_model_is_brought_back_once_the_database_can_be_read_again(own_server):
     model = own_server.model()
     request = own_server.submit_pass(model, 2)  # it waits for the first one
@@ -105,6 +107,7 @@ def test_a_request_that_is_being_logged_when_its_model_is_given_up_has_one_outco
     assert [status for _, status in statuses(own_server)] == ["done", "failed", "failed"]
 
 
+@pytest.mark.full
 def test_what_follows_an_outcome_that_a_stopping_server_could_not_store_is_done_again_with_it(tmp_path):
     """A disk that has room for small rows and not for large ones."""
     with LiveServer(tmp_path / "calm") as server:
@@ -137,6 +140,7 @@ def test_what_follows_an_outcome_that_a_stopping_server_could_not_store_is_done_
         assert server.logprobs(model, 3) == expected
 
 
+@pytest.mark.full
 def test_a_pass_whose_answer_cannot_be_made_is_in_the_model_that_is_brought_back_as_in_the_one_that_was(
     own_server, monkeypatch
 ):

@@ -62,6 +62,7 @@ def test_a_server_that_another_has_followed_answers_nothing_and_ends(own_server)
         assert database.execute("SELECT status FROM requests WHERE seq_id = 1").fetchall() == [("pending",)]
 
 
+@pytest.mark.full
 def test_a_locked_database_fails_the_jobs_of_a_group_together(tmp_path):
     database = Database(f"sqlite:///{tmp_path / 'a.db'}")
     tries, begun, go_on = [], [], threading.Event()

@@ -93,6 +93,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=300, deadline=None)
 @given(values, st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " :\t")]))
 def test_every_value_is_what_the_parser_says(value, separators):
@@ -141,6 +142,7 @@ def test_tokens_are_no_more_than_a_context_may_take_in_all_lists_together():
         parse(text, max_tokens=40)
 
 
+@pytest.mark.full
 def test_text_that_may_be_too_much_is_read_where_that_is_told():
     for name in ("bytes", "lists"):
         assert plain(parse(TOO_MUCH[name], bounded=False)) == from_json(TOO_MUCH[name])

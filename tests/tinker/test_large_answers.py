@@ -58,6 +58,7 @@ def in_process(tmp_path: Path) -> Iterator[Stalls]:
         yield server
 
 
+@pytest.mark.full
 def test_the_answer_of_another_is_read_among_a_flood_of_one(in_process: Stalls):
     names = [f"forward_backward-{number}" for number in range(24)]
     other, order = "forward_backward-other", []
@@ -150,6 +151,7 @@ def test_who_does_not_take_his_answers_is_given_no_more_and_others_are(live):
     wait_until_empty(live)
 
 
+@pytest.mark.full
 def test_a_client_that_takes_nothing_loses_its_connection(live, monkeypatch):
     monkeypatch.setattr(connections, "PATIENCE_S", 0.2)
     monkeypatch.setattr(connections, "MIN_BYTES_PER_S", 2**30)
@@ -160,6 +162,7 @@ def test_a_client_that_takes_nothing_loses_its_connection(live, monkeypatch):
         assert received(connection) < 16 * MIB
 
 
+@pytest.mark.full
 def test_a_client_that_takes_its_answer_slowly_gets_all_of_it(live, monkeypatch):
     monkeypatch.setattr(connections, "PATIENCE_S", 0.5)
     monkeypatch.setattr(connections, "MIN_BYTES_PER_S", 2**14)

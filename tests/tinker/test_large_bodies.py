@@ -133,6 +133,7 @@ def test_the_log_keeps_a_large_pass_compressed(own_server: LiveServer):
     assert zstandard.decompress(body) == sent
 
 
+@pytest.mark.full
 def test_who_stops_reading_a_result_as_json_holds_up_nobody(own_server: LiveServer):
     model = own_server.model()
     result = submit(own_server, model, 10 * LARGE)

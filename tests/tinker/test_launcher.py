@@ -111,17 +111,20 @@ def loading(tmp_path) -> Iterator[Pids]:
         server.kill()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["launcher", "api"])
 def test_engine_that_is_still_loading_ends_with_those_it_belongs_to(loading, name):
     os.kill(getattr(loading, name), signal.SIGKILL)
     wait_for_end(loading.engine)
 
 
+@pytest.mark.full
 def test_server_that_is_stopped_while_its_engine_loads_leaves_none_behind(loading):
     os.kill(loading.launcher, signal.SIGTERM)
     wait_for_end(loading.engine)
 
 
+@pytest.mark.full
 def test_launcher_goes_on_when_its_processes_are_asked_for_their_stacks(tmp_path):
     with running(tmp_path) as server:
         server.process.send_signal(signal.SIGUSR1)
@@ -137,6 +140,7 @@ def test_killed_engine_is_replaced_and_models_train(tmp_path):
     assert after.api == before.api and after.engine != before.engine
 
 
+@pytest.mark.full
 def test_result_survives_kill_minus_nine_of_the_api_process(tmp_path):
     with running(tmp_path) as server:
         request = server.submit_pass(server.model(), 1)
@@ -157,6 +161,7 @@ def test_killed_launcher_takes_all_processes_with_it_and_frees_their_locks(tmp_p
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.full
 def test_locks_are_free_as_soon_as_the_api_process_is_dead(tmp_path):
     with running(tmp_path) as server:
         engine = server.pids().engine
@@ -170,6 +175,7 @@ def test_locks_are_free_as_soon_as_the_api_process_is_dead(tmp_path):
         os.kill(launcher_pid, signal.SIGCONT)
 
 
+@pytest.mark.full
 def test_ctrl_c_at_the_terminal_reaches_the_launcher_only(tmp_path):
     with running(tmp_path) as server:
         launcher_pid, api, engine = server.pids()
@@ -186,6 +192,7 @@ def test_signals_to_all_processes_at_once_are_one_clean_stop(tmp_path):
     assert code == 0 and "Traceback" not in output
 
 
+@pytest.mark.full
 def test_further_ctrl_cs_end_it_cleanly_too(tmp_path):
     with running(tmp_path) as server:
         for _ in range(5):
@@ -220,6 +227,7 @@ def test_sigint_that_is_ignored_at_the_start_stays_ignored(tmp_path):
     assert int(ignored, 16) & 1 << signal.SIGINT - 1
 
 
+@pytest.mark.full
 def test_api_process_that_fails_is_started_again(tmp_path):
     (tmp_path / "fails").touch()
     code = f"fails = pathlib.Path({str(tmp_path / 'fails')!r}); fails.exists() and (fails.unlink(), os._exit(7))"
@@ -237,6 +245,7 @@ def test_server_that_never_becomes_ready_is_given_up(tmp_path):
     assert "before it was ready" in result.stderr.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_bad_option_is_told_once(tmp_path):
     result = run_to_its_end(tmp_path, port="none")
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and "--port=none" in result.stderr
@@ -258,6 +267,7 @@ def test_server_whose_launcher_is_killed_is_started_again_at_once(tmp_path):
             second.train(second.model(), 1)
 
 
+@pytest.mark.full
 def test_start_waits_for_a_server_that_is_stopping(tmp_path):
     with running(tmp_path, shutdown_timeout_sec=300) as first:
         engine = first.pids().engine
@@ -274,6 +284,7 @@ def test_start_waits_for_a_server_that_is_stopping(tmp_path):
             second.http.close()
 
 
+@pytest.mark.full
 def test_sigterm_ends_a_server_whose_engine_hangs(tmp_path):
     with running(tmp_path, shutdown_timeout_sec=1) as server:
         engine = server.pids().engine
@@ -308,6 +319,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.full
 def test_local_server_does_not_outlive_its_owner(tmp_path):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], cwd=ROOT, stdin=-1, stdout=-1, text=True)
     with owner:

@@ -111,6 +111,7 @@ def test_a_window_that_begins_within_an_hour_is_refused_by_name(server):
     assert response.status_code == 400 and "starting_on=2026-01-01T00:30" in response.json()["detail"]
 
 
+@pytest.mark.full
 def test_a_sample_that_is_sent_again_is_charged_what_it_was_answered_last(tmp_path):
     """After the loss of an answer that was not retrieved: the same place of the same sampler, and other tokens."""
     with LiveServer(tmp_path) as server:
@@ -192,6 +193,7 @@ def test_a_sample_that_is_charged_again_in_a_later_hour_leaves_the_earlier_one(l
     assert amounts == [(1, 2, 5, 3, 0.5), (1, 2, 7, 4, 0.5)]
 
 
+@pytest.mark.full
 def test_storing_charges_of_samples_again_changes_nothing(ledger):
     charges = {f"sample-{n}": Charge("s", "", "t", "m", None, sampled_tokens=n) for n in range(1200)}
     for _ in range(2):  # the answer to the first may have been lost

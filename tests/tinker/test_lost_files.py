@@ -15,6 +15,7 @@ def model_folder(folder: Path) -> Path:
     return found
 
 
+@pytest.mark.full
 def test_a_model_whose_files_come_back_is_served_again_after_a_restart(tmp_path):
     with LiveServer(tmp_path, snapshot_every_steps=1, session_cleanup_interval_sec=1) as server:
         wait_until_ready(server)
@@ -81,6 +82,7 @@ def test_a_sampler_whose_commit_was_not_confirmed_samples(server, lose_commit_of
     server.sample(server.run("/save_weights_for_sampler", body)["sampling_session_id"], 1)
 
 
+@pytest.mark.full
 def test_a_copy_whose_commit_was_not_confirmed_keeps_its_files(server, lose_commit_of):
     model = server.model()
     path = server.run("/save_weights", {"model_id": model, "seq_id": 1, "path": "final"})["path"]

@@ -138,11 +138,13 @@ def check_all_is_there(left: Left, base: Path | None = None) -> None:
 # -- moved ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_folder_that_is_reached_through_a_link_is_the_same_folder(left, tmp_path):
     (tmp_path / "link").symlink_to(left.base)
     check_all_is_there(left, base=tmp_path / "link")
 
 
+@pytest.mark.full
 def test_a_folder_and_its_database_move_together(left, tmp_path):
     left.folder = left.folder.rename(tmp_path / "elsewhere")
     check_all_is_there(left)
@@ -182,6 +184,7 @@ def test_state_from_before_there_were_ids_is_refused_as_well_where_nothing_fits(
     test_a_server_refuses_two_that_do_not_belong_together_and_leaves_both(left, another, tmp_path, "fresh database")
 
 
+@pytest.mark.full
 def test_state_from_before_there_were_ids_is_tied_where_something_fits(left):
     left.untie()
     check_all_is_there(left)
@@ -189,12 +192,14 @@ def test_state_from_before_there_were_ids_is_tied_where_something_fits(left):
     assert (left.base / ".state-id").read_text() == state_id
 
 
+@pytest.mark.full
 def test_a_fresh_database_and_a_folder_without_models_are_tied_whatever_was_there_before(tmp_path):
     for name in ("a", "b"):
         with LiveServer(tmp_path, database_url=f"sqlite:///{tmp_path / name}.db") as server:
             wait_until_ready(server)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("point", ["in the database, not in the folder", "in the folder, not confirmed"])
 @pytest.mark.parametrize("before", [pytest.param("nothing", marks=pytest.mark.slow), "state without ids"])
 def test_a_kill_between_the_two_ids_does_not_make_the_next_start_refuse(original, tmp_path, point, before):
@@ -229,6 +234,7 @@ def test_adopt_says_what_it_finds_and_ties_the_two(left, capsys):
         wait_until_ready(server)
 
 
+@pytest.mark.full
 def test_adopt_names_checkpoints_again_that_a_restored_database_lacks(left, tmp_path):
     shutil.copy(left.folder / "server.db", tmp_path / "backup.db")
     with Server(left.folder) as server:
@@ -262,6 +268,7 @@ def test_adopt_gives_no_name_to_what_is_incomplete_or_of_a_model_that_nobody_kno
     assert left.sql("SELECT name FROM checkpoints") == [("w",)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verb", ["gc", "adopt"])
 def test_a_command_refuses_beside_a_running_server(tmp_path, capsys, verb):
     with LiveServer(tmp_path) as server:
@@ -309,6 +316,7 @@ def test_gc_refuses_the_database_of_another_folder(left, another, capsys, dry_ru
 # -- locks ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_database_that_is_reached_through_a_link_is_locked_like_the_file(tmp_path):
     (tmp_path / "state").mkdir()
     (tmp_path / "link.db").symlink_to(tmp_path / "state" / "server.db")
@@ -319,6 +327,7 @@ def test_a_database_that_is_reached_through_a_link_is_locked_like_the_file(tmp_p
                 Database(f"sqlite:///{other}")
 
 
+@pytest.mark.full
 def test_a_folder_that_is_reached_through_a_link_is_locked_like_the_folder(tmp_path):
     (tmp_path / "state").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "state")

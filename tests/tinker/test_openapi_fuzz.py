@@ -27,6 +27,8 @@ from skyrl.tinker.identity.ids import SAMPLE
 from skyrl.tinker.operations.table import OPERATIONS
 from tests.tinker.harness import BASE_MODEL, LiveServer
 
+pytestmark = pytest.mark.full
+
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 PATIENCE_S = 30
 """Longer than any answer takes; a request that hangs fails."""

@@ -62,6 +62,7 @@ def trained(server: LiveServer, batches: list[list[int]]) -> list[float]:
     return server.logprobs(model, place)
 
 
+@pytest.mark.full
 def test_a_queued_pass_fails_and_what_comes_later_goes_on_as_if_it_had_failed(own_server):
     model = own_server.model()
     own_server.engine.hold()
@@ -79,6 +80,7 @@ def test_a_queued_pass_fails_and_what_comes_later_goes_on_as_if_it_had_failed(ow
     assert own_server.logprobs(model, 6) == trained(own_server, [[4, 5]])
 
 
+@pytest.mark.full
 def test_a_pass_that_runs_is_computed_no_further(tmp_path):
     with LiveServer(tmp_path, backend_config={"quanta_per_pass": QUANTA}) as server:
         wait_until_ready(server)
@@ -196,6 +198,7 @@ def test_what_cannot_be_cancelled_says_why(own_server):
     assert "unload that instead" in refused.json()["detail"]
 
 
+@pytest.mark.full
 def test_a_model_is_unloaded_and_later_requests_are_refused(own_server):
     model = own_server.model()
     own_server.train(model, 1)

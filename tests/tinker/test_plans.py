@@ -155,6 +155,7 @@ def walks(steps: list[str]) -> bool:
     return any(re.match(r"SCAN (?!CONSTANT)", step) for step in steps)
 
 
+@pytest.mark.full
 def test_what_a_request_asks_runs_on_an_index(plans):
     asked = [query for query in plans if not query.in_round]
     assert len(asked) > 60

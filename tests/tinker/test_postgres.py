@@ -204,6 +204,7 @@ def test_what_was_used_and_done_is_told_after_a_restart(url, tmp_path):
             assert sum(row["checkpoints_created"] for row in rows) == 1
 
 
+@pytest.mark.full
 def test_a_backup_is_restored_into_another_database_beside_a_moved_folder(url, cluster, tmp_path):
     with LiveServer(tmp_path / "server", database_url=url) as server:
         wait_until_ready(server)
@@ -259,6 +260,7 @@ def test_a_backup_holds_all_that_its_dump_names(url, tmp_path, monkeypatch):
     assert saved_folders(tmp_path / "backup" / "checkpoints") == set()
 
 
+@pytest.mark.full
 def test_everything_that_can_be_collected_is(url, tmp_path):
     with LiveServer(tmp_path, database_url=url, session_cleanup_interval_sec=-1, keep_last_checkpoints=1) as server:
         wait_until_ready(server)
@@ -287,6 +289,7 @@ def test_everything_that_can_be_collected_is(url, tmp_path):
         assert any("results" in what for what in removed) and any("bodies" in what for what in removed)
 
 
+@pytest.mark.full
 def test_results_and_versions_past_their_limits_go(url, tmp_path):
     limits = {"keep_last_ephemeral": 2, "max_ephemeral_gib": 1e-9, "ephemeral_idle_sec": 0, "max_results_gib": 1e-9}
     with LiveServer(tmp_path, database_url=url, session_cleanup_interval_sec=-1, **limits) as server:
@@ -357,6 +360,7 @@ def test_a_server_whose_lock_another_has_taken_writes_nothing_and_ends(url):
     second.close()
 
 
+@pytest.mark.full
 def test_a_server_that_does_nothing_finds_out_that_another_has_its_database(url, monkeypatch):
     monkeypatch.setattr(fence, "WATCH_S", 0.2)
     first, told = Database(url), threading.Event()
@@ -403,11 +407,13 @@ def test_a_transaction_that_has_begun_ends_before_another_server_starts(url):
     second[0].close()
 
 
+@pytest.mark.full("reads", "writes")
 @pytest.mark.parametrize("kind", ["reads", "writes", "answers"])
 def test_a_database_that_fails_every_so_often_changes_no_outcome(url, tmp_path, undisturbed, kind):  # noqa: F811
     assert run_script(tmp_path, database_url=url, faults={kind: 7}) == undisturbed
 
 
+@pytest.mark.full
 def test_restarts_of_the_database_change_no_outcome(cluster, url, tmp_path, undisturbed):  # noqa: F811
     """Three times, while requests are under way and an engine comes back."""
     with LiveServer(tmp_path, database_url=url, snapshot_every_steps=2) as server:
@@ -427,6 +433,7 @@ def test_restarts_of_the_database_change_no_outcome(cluster, url, tmp_path, undi
         assert outcomes == undisturbed
 
 
+@pytest.mark.full
 def test_a_server_that_is_started_again_while_its_database_is_away_waits_for_it(cluster, url, tmp_path):
     with running(tmp_path, database_url=url) as server:
         model = server.model()

@@ -636,10 +636,12 @@ def options(examples: int, steps: int) -> settings:
     )
 
 
+@pytest.mark.full
 def test_any_history_of_requests_has_the_outcomes_of_the_reference():
     run_state_machine_as_test(Protocol, settings=options(examples=5, steps=30))
 
 
+@pytest.mark.full
 def test_crashes_and_restarts_change_no_outcome():
     run_state_machine_as_test(CrashingProtocol, settings=options(examples=5, steps=30))
 

@@ -113,6 +113,7 @@ def test_a_request_counts_for_at_least_what_it_takes(name):
     assert least(taken, counted) <= counted
 
 
+@pytest.mark.full
 def test_a_request_that_was_taken_under_other_limits_is_read_again_whatever_they_are_now():
     body = Body(with_inputs(6000, 1, 8), PROTOBUF)
     parse = OPERATIONS["forward_backward"].parse
@@ -153,6 +154,7 @@ def test_a_request_that_is_turned_away_leaves_nothing_in_the_log(own_server, mon
     assert own_server.app.state.server.service.database.read_now(lambda session: session.exec(count).one()) == 2
 
 
+@pytest.mark.full
 def test_a_request_that_was_turned_away_is_taken_when_there_is_room(own_server, monkeypatch):
     model = own_server.model()
     monkeypatch.setattr(training, "MAX_PENDING_BYTES", MIB)
@@ -165,6 +167,7 @@ def test_a_request_that_was_turned_away_is_taken_when_there_is_room(own_server, 
     own_server.pass_result(post_pass(own_server, model, 2, rows).json()["request_id"])
 
 
+@pytest.mark.full
 def test_requests_that_wait_count_the_same_after_a_restart(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "MAX_PENDING_BYTES", MIB)
     rows = [[1] * 1000] * 40
@@ -180,6 +183,7 @@ def with_targets(cells: int) -> dict:
     return {"target_prompt_logprobs": {"data": [1] * (2 * cells), "dtype": "int64", "shape": [2, cells]}}
 
 
+@pytest.mark.full
 def test_samples_that_wait_count_as_their_prompts_and_targets(own_server, monkeypatch):
     monkeypatch.setattr(samples, "MAX_PENDING_BYTES", 8 * MIB)
     sampler = own_server.sampler(own_server.session(), 0, base_model=BASE_MODEL)
@@ -225,6 +229,7 @@ def samples_until_full(server: LiveServer, tenant: str, **options) -> int:
     )
 
 
+@pytest.mark.full
 def test_passes_that_wait_for_ever_leave_room_to_other_tenants(tenants, monkeypatch):
     monkeypatch.setattr(training, "MAX_PENDING_BYTES", 8 * MIB)
     assert [passes_until_full(tenants, tenant) for tenant in TENANTS[:2]] == [3, 2]
@@ -233,11 +238,13 @@ def test_passes_that_wait_for_ever_leave_room_to_other_tenants(tenants, monkeypa
     tenants.train(model, 1)
 
 
+@pytest.mark.full
 def test_the_number_of_samples_that_wait_is_bounded_by_tenant(tenants, monkeypatch):
     monkeypatch.setattr(samples, "MAX_PENDING_SAMPLES", 8)
     assert [samples_until_full(tenants, tenant) for tenant in TENANTS] == [4, 2, 1]
 
 
+@pytest.mark.full
 def test_the_bytes_of_samples_that_wait_are_bounded_by_tenant(tenants, monkeypatch):
     monkeypatch.setattr(samples, "MAX_PENDING_BYTES", 8 * MIB)
     large = with_targets(MIB // 8)
@@ -271,6 +278,8 @@ ENDS: dict[str, tuple[dict, Callable[[LiveServer, str], object]]] = {
 }
 
 
+@pytest.mark.full
+@pytest.mark.gate("failed", "refused")
 @pytest.mark.parametrize("end", ENDS)
 def test_the_room_of_a_sample_comes_back_when_it_has(tenants, monkeypatch, end):
     options, await_end = ENDS[end]
@@ -280,6 +289,7 @@ def test_the_room_of_a_sample_comes_back_when_it_has(tenants, monkeypatch, end):
     assert samples_until_full(tenants, TENANTS[0]) == 1
 
 
+@pytest.mark.full
 def test_the_room_of_training_requests_comes_back_however_they_end(own_server, monkeypatch):
     monkeypatch.setattr(training, "MAX_PENDING_BYTES", 3 * MIB)
     rows = [[1] * 1000] * 90
@@ -311,6 +321,7 @@ def send_held(server: LiveServer, model: str, seq_id: int) -> httpx.Response:
     return response
 
 
+@pytest.mark.full
 def test_a_batch_that_can_never_fit_is_refused_at_once_with_the_number(own_server, monkeypatch):
     monkeypatch.setattr(training, "MAX_PENDING_BYTES", 8 * MIB)
     model = own_server.model()
@@ -319,6 +330,7 @@ def test_a_batch_that_can_never_fit_is_refused_at_once_with_the_number(own_serve
     assert f"(limit {4 * MIB})" in answers[-1].json()["detail"]
 
 
+@pytest.mark.full
 def test_the_first_request_of_a_batch_is_let_in_though_the_others_fill_the_room(own_server, monkeypatch):
     monkeypatch.setattr(training, "MAX_PENDING_BYTES", 8 * MIB)
     model = own_server.model()
@@ -329,6 +341,7 @@ def test_the_first_request_of_a_batch_is_let_in_though_the_others_fill_the_room(
         own_server.pass_result(response.json()["request_id"])
 
 
+@pytest.mark.full
 def test_requests_that_others_wait_for_are_let_in_though_two_models_wait(own_server, monkeypatch):
     monkeypatch.setattr(training, "MAX_PENDING_BYTES", 8 * MIB)
     models = [own_server.model(), own_server.model()]
@@ -341,6 +354,7 @@ def test_requests_that_others_wait_for_are_let_in_though_two_models_wait(own_ser
             own_server.pass_result(response.json()["request_id"])
 
 
+@pytest.mark.full
 def test_a_batch_waits_for_a_request_that_is_turned_away_while_others_have_the_room(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "MAX_PENDING_BYTES", 8 * MIB)
     monkeypatch.setattr("skyrl.tinker.engine.loop.time", SimpleNamespace(monotonic=(clock := Clock())))
@@ -365,6 +379,7 @@ def test_a_batch_waits_for_a_request_that_is_turned_away_while_others_have_the_r
                 server.pass_result(response.json()["request_id"])
 
 
+@pytest.mark.full
 def test_requests_that_come_in_reverse_are_bounded_too(own_server, monkeypatch):
     monkeypatch.setattr(training, "MAX_PENDING_BYTES", 8 * MIB)
     model = own_server.model()

@@ -29,6 +29,8 @@ from tests.remote_worker import RemoteConfig
 from tests.tinker.engine_bench import Bench, a_pass, a_sample, create
 from tests.waiting import BOUND_S, until
 
+pytestmark = pytest.mark.full
+
 VOCAB, RANK, SEED = 12, 3, 5  # below the tokens that break things
 SCALING = 32 / RANK
 RATE, DECAY, CLIP, BETAS, EPS = 0.02, 0.1, 4.0, (0.8, 0.9), 1e-8

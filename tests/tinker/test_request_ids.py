@@ -54,6 +54,7 @@ def test_a_line_of_the_access_log_has_the_route_and_the_tenant_and_no_key(server
     assert KEY not in said and "secret-name" not in said
 
 
+@pytest.mark.full
 def test_logs_of_both_processes_are_objects_with_the_ids_of_requests(tmp_path):
     with running(tmp_path, log_format="json", access_log="true") as server:
         server.http.get(f"{server.url}/livez", headers={"X-Request-Id": "mine", "X-API-Key": KEY})

@@ -86,6 +86,7 @@ def test_token_that_is_no_longer_good_is_refused_so_that_the_client_makes_anothe
     assert 'error="invalid_token"' in response.headers["WWW-Authenticate"]
 
 
+@pytest.mark.full
 def test_token_survives_a_restart(tmp_path):
     with LiveServer(tmp_path, api_keys=["tml-a"]) as server:
         good = token(server, "tml-a")

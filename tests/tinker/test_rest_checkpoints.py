@@ -75,6 +75,7 @@ def test_size_of_a_checkpoint_is_that_of_its_files(server):
     assert listed(server, path)["size_bytes"] == sum(sizes) > 0
 
 
+@pytest.mark.full
 def test_checkpoints_are_listed_newest_first_in_pages(own_server):
     paths = [saved(own_server, name) for name in "abc"]
     first = get(own_server, "/checkpoints", limit=2)

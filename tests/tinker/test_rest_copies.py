@@ -3,6 +3,8 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from skyrl.utils.files.stored_folders import copy_stored
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.test_api_checkpoints import load_as_new, publish, save
@@ -114,6 +116,7 @@ def test_checkpoint_of_another_key_can_be_copied_with_that_key(tmp_path):
         assert listed(server, path)
 
 
+@pytest.mark.full
 def test_copy_survives_a_restart(tmp_path):
     with LiveServer(tmp_path) as server:
         wait_until_ready(server)
@@ -124,6 +127,7 @@ def test_copy_survives_a_restart(tmp_path):
         assert copied(server, path, key="k") == path
 
 
+@pytest.mark.full
 def test_a_copy_waits_for_no_other_copy(tmp_path, monkeypatch):
     """However long that takes to write."""
     answer, begun = threading.Event(), threading.Event()

@@ -88,6 +88,7 @@ def test_archive_of_missing_files_is_410_without_their_place(server):
 MEGABYTES = 300
 
 
+@pytest.mark.full
 def test_large_archive_is_streamed_in_constant_memory(tmp_path):
     """The server is a process of its own, whose high-water mark the kernel keeps."""
     script = Path(__file__).parent / "archive_server.py"
@@ -195,6 +196,7 @@ def test_link_does_not_lead_to_what_replaced_its_checkpoint(server):
     assert httpx.get(link).status_code == 404
 
 
+@pytest.mark.full
 def test_links_survive_a_restart(tmp_path):
     with LiveServer(tmp_path) as server:
         wait_until_ready(server)

@@ -2,6 +2,7 @@
 
 import httpx
 import pyrage
+import pytest
 
 from tests.tinker.harness import LiveServer, wait_until_ready
 from tests.tinker.test_api_checkpoints import load_as_new, publish, save
@@ -45,6 +46,7 @@ def test_model_that_was_loaded_from_a_checkpoint_survives_without_it(own_server)
     assert own_server.logprobs(model, 1) == expected
 
 
+@pytest.mark.full
 def test_sampler_of_a_deleted_checkpoint_fails_by_name_after_a_restart_too(tmp_path):
     with LiveServer(tmp_path) as server:
         wait_until_ready(server)

@@ -155,6 +155,7 @@ def test_bad_search_is_400(server, request_):
     assert server.post("/sessions/search", request_).status_code == 400
 
 
+@pytest.mark.full
 def test_sessions_of_another_key_are_not_found(tmp_path):
     with LiveServer(tmp_path, api_keys=["tml-a", "tml-b"]) as server:
         wait_until_ready(server)

@@ -113,6 +113,7 @@ def test_upload_is_a_training_checkpoint_of_a_run_in_its_project(own_server):
     assert (run["lora_rank"], run["last_checkpoint"]["tinker_path"]) == (RANK, path)
 
 
+@pytest.mark.full
 def test_upload_is_finished_by_a_server_that_comes_after(tmp_path):
     with LiveServer(tmp_path) as server:
         wait_until_ready(server)
@@ -129,6 +130,7 @@ def test_finishes_at_once_make_one_checkpoint(own_server):
     assert get(own_server, "/training_runs")["cursor"]["total_count"] == 1
 
 
+@pytest.mark.full
 def test_no_file_is_taken_for_an_upload_that_is_finished(own_server):
     upload = sent(own_server)
     path = finish(own_server, upload).json()["tinker_path"]
@@ -333,6 +335,7 @@ def test_files_of_an_expired_upload_are_collected(tmp_path):
     assert removal.files is not None and removal.files.folder == past.folder
 
 
+@pytest.mark.full
 def test_uploads_of_a_tenant_are_bounded(keyed, monkeypatch):
     monkeypatch.setattr(uploads, "MOST_OPEN", 2)
     kept = [sent(keyed) for _ in range(2)]

@@ -95,6 +95,7 @@ def failure_of_sample(server: Server, sampler: str, seq_id: int) -> str:
 # -- results and bodies -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_old_results_go_and_a_repeated_request_is_still_told_apart(own_server):
     model = own_server.model()
     request = own_server.submit_pass(model, 1)
@@ -169,6 +170,7 @@ def test_bodies_stay_as_long_as_a_revival_may_need_them(own_server, status, snap
     assert own_server.sql("SELECT seq_id FROM requests WHERE length(body) > 0 ORDER BY 1") == [(n,) for n in kept]
 
 
+@pytest.mark.full
 def test_bodies_of_failed_requests_go_and_of_pending_ones_stay(own_server):
     model = own_server.model()
     own_server.train(model, 1)
@@ -180,6 +182,7 @@ def test_bodies_of_failed_requests_go_and_of_pending_ones_stay(own_server):
     assert own_server.sql("SELECT seq_id FROM requests WHERE length(body) > 0") == [(2,)]
 
 
+@pytest.mark.full
 def test_custom_losses_go_with_the_log_of_their_session_although_a_checkpoint_is_kept(own_server):
     model = own_server.model()
     other = own_server.session()
@@ -208,6 +211,7 @@ def test_custom_losses_stay_while_a_request_of_their_session_is_logged(own_serve
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_expired_checkpoint_goes_with_its_files(own_server):
     model = own_server.model()
     path = own_server.save(model, 1, "a")
@@ -228,6 +232,7 @@ def put_load(server: Server, model: str, folder: str) -> None:
     )
 
 
+@pytest.mark.full
 def test_checkpoint_that_a_revival_would_load_again_outlives_its_time(own_server):
     model = own_server.model()
     own_server.save(model, 1, "a")
@@ -241,6 +246,7 @@ def test_checkpoint_that_a_revival_would_load_again_outlives_its_time(own_server
     assert folders(own_server, "weights") == []
 
 
+@pytest.mark.full
 def test_sampler_of_an_expired_checkpoint_says_so(own_server):
     model = own_server.model()
     body = {"model_id": model, "seq_id": 1, "path": "a"}
@@ -252,6 +258,7 @@ def test_sampler_of_an_expired_checkpoint_says_so(own_server):
     assert f"{path} was deleted or has expired" in failure_of_sample(own_server, sampler, 2)
 
 
+@pytest.mark.full
 def test_only_the_newest_checkpoints_of_each_kind_are_kept_and_public_ones(tmp_path):
     with Server(tmp_path, session_cleanup_interval_sec=-1, keep_last_checkpoints=2) as server:
         wait_until_ready(server)
@@ -269,6 +276,7 @@ def test_only_the_newest_checkpoints_of_each_kind_are_kept_and_public_ones(tmp_p
 # -- versions without a name ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["snapshot", "inflight"])
 def test_version_goes_when_its_session_has_ended_and_its_sampler_says_so(own_server, kind):
     model = own_server.model()
@@ -283,6 +291,7 @@ def test_version_goes_when_its_session_has_ended_and_its_sampler_says_so(own_ser
     assert "kept for 0 seconds after their session" in failure_of_sample(own_server, sampler, 2)
 
 
+@pytest.mark.full
 def test_version_stays_for_the_grace_period(tmp_path):
     with Server(tmp_path, session_cleanup_interval_sec=-1, ephemeral_grace_sec=3600) as server:
         wait_until_ready(server)
@@ -343,6 +352,7 @@ def test_inflight_version_goes_when_a_newer_one_has_replaced_it(own_server):
 # -- sessions, snapshots, files without a name ------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_rows_of_a_session_that_ended_long_ago_go_but_for_its_checkpoint_and_what_that_is_of(own_server):
     gone, kept = own_server.model(), own_server.model()
     own_server.train(gone, 1)
@@ -388,6 +398,7 @@ def test_snapshot_and_requests_of_a_session_that_was_silent_for_a_month_go_and_i
     assert [each["tinker_path"] for each in server.http.get("/checkpoints").json()["checkpoints"]] == [path]
 
 
+@pytest.mark.full
 def test_client_that_comes_back_too_late_is_told_which_checkpoint_to_load_and_can(silent):
     server, model, path = silent
     fall_silent(server, 31.5)
@@ -413,6 +424,7 @@ def test_expired_models_leave_the_engine_also_where_silent_ones_are_not_parked(t
         assert (Park(model) in server.engine.sent) == parked
 
 
+@pytest.mark.full
 def test_model_of_a_session_that_was_silent_for_less_than_a_month_goes_on(silent):
     server, model, _ = silent
     fall_silent(server, 30.5)
@@ -488,6 +500,7 @@ def in_base(server: Server, path: Path) -> str:
     return str(path.relative_to(server.folder / "checkpoints"))
 
 
+@pytest.mark.full
 def test_folders_without_a_name_go_after_an_hour(own_server):
     model = own_server.model()
     own_server.save(model, 1, "a")
@@ -501,6 +514,7 @@ def test_folders_without_a_name_go_after_an_hour(own_server):
     assert [path.exists() for path in (old, young, foreign, named)] == [False, True, True, True]
 
 
+@pytest.mark.full
 def test_folder_of_a_model_with_a_request_that_has_not_ended_stays(own_server):
     model = own_server.model()
     own_server.submit_pass(model, 5)  # waits for those before it
@@ -565,6 +579,7 @@ def test_overwritten_checkpoint_goes_when_no_running_session_samples_it_and_no_r
     assert own_server.sql("SELECT folder FROM samplers") == [(folder if stays else None,)]
 
 
+@pytest.mark.full
 def test_space_in_the_database_is_given_back(own_server):
     own_server.sql("CREATE TABLE filler AS SELECT zeroblob(20000000) AS data")
     own_server.sql("DROP TABLE filler")
@@ -601,6 +616,7 @@ def stopped(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_dry_run_of_gc_says_the_same_and_changes_nothing(stopped):
     with sqlite3.connect(stopped / "server.db") as database:
         before = tree(stopped), list(database.iterdump())

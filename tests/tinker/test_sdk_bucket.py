@@ -65,6 +65,7 @@ def saved(bucket: str, path: str) -> dict[str, np.ndarray]:
     return load(data)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_machine_that_is_lost_changes_nothing_bit_for_bit(tmp_path, tiny_model, bucket, url):  # noqa: F811
     """Two equal models of one server, of which the second loses its machine between a pass and its step."""

@@ -36,6 +36,7 @@ def several() -> list[tinker.Datum]:
     return data
 
 
+@pytest.mark.full
 def test_gradients_and_metrics_are_those_of_the_client(started, service_client, live_server, tiny_model):
     trainer, before = started
     handle = service_client.create_custom_loss(preference, RANKS).result()
@@ -76,6 +77,7 @@ def test_a_loss_without_an_id_says_what_to_send(trainer):
         trainer.forward_backward(several(), "custom").result()
 
 
+@pytest.mark.full
 def test_a_gradient_that_is_no_number_fails_the_step_and_names_the_datum(service_client, live_server):
     def root(logprobs, advantages, margin):
         return torch.sqrt(margin * 0) * logprobs.sum() + torch.sqrt((logprobs * 0).sum() + margin).sum(), {}

@@ -59,6 +59,7 @@ def client(either) -> Iterator[tinker.ServiceClient]:
         yield client
 
 
+@pytest.mark.full
 def test_a_sample_beside_a_nan_version_is_unchanged(client, either):
     broken = new_trainer(client, either)
     for _ in range(2):

@@ -13,6 +13,8 @@ from skyrl.cli import main
 from skyrl.tinker.local_server import LocalServer
 from tests.tx.family_models import write_model
 
+pytestmark = pytest.mark.full
+
 ROWS = [np.random.default_rng(seed).integers(0, 300, 24).tolist() for seed in (0, 1)]
 """Text that each tenant learns."""
 

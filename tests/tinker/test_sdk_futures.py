@@ -27,6 +27,7 @@ def sampled(sampler: tinker.SamplingClient, count: int = 1) -> list[list[int]]:
     return [future.result().sequences[0].tokens for future in futures]
 
 
+@pytest.mark.full
 def test_samples_waited_for_together_are_those_waited_for_one_by_one(server):
     results = []
     for together in (True, False):
@@ -48,6 +49,7 @@ def test_a_failure_is_raised_to_whoever_waits_for_it(server):
     close_client(client)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("together", [True, False])
 def test_a_restarted_server_gets_the_samples_that_it_lost_again(tmp_path, together):
     with reserve_port() as reserved:
@@ -85,6 +87,7 @@ def _in_another_process(pickled: bytes, connection) -> None:
     connection.send((tokens, [copy._cloned_sampler_id for copy in copies]))
 
 
+@pytest.mark.full
 def test_clients_copied_to_other_processes_sample_under_numbers_of_their_own(server):
     client = connect(server, False)
     sampler = client.create_sampling_client(base_model=BASE_MODEL).result()

@@ -43,6 +43,8 @@ def steps(trainer: tinker.TrainingClient, count: int) -> list[float]:
     return losses
 
 
+@pytest.mark.full
+@pytest.mark.gate("gpt_neox")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("kind", ["gpt_neox", "phi", "olmo2", "llama", "qwen2", "gemma3_text"])
 def test_an_architecture_is_trained_sampled_and_exported_as_transformers_and_peft_have_it(tmp_path, kind):
@@ -133,16 +135,19 @@ def troubled(request, model, tmp_path_factory) -> Run:
         return train(folder, model, (signal.SIGKILL,), **apart, ray_address=address)
 
 
+@pytest.mark.full
 def test_two_workers_of_which_one_dies_and_one_hangs_train_as_one_that_lives(troubled, alone):
     np.testing.assert_allclose(troubled.losses, alone.losses, rtol=1e-4)
     assert troubled.tokens == alone.tokens
 
 
+@pytest.mark.full
 def test_the_log_says_which_worker_and_why(troubled):
     assert "worker of rank 1" in troubled.log
     for cause in CAUSES[troubled.workers]:
         assert cause in troubled.log
 
 
+@pytest.mark.full
 def test_no_worker_is_left(troubled):
     assert troubled.left == []

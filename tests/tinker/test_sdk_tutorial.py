@@ -25,6 +25,7 @@ def test_the_quickstart_runs(run_page):
     run_page("README.md")
 
 
+@pytest.mark.full
 def test_the_tutorial_runs_and_its_adapter_answers_what_it_was_taught(run_page, capsys: pytest.CaptureFixture[str]):
     run_page("docs/tutorial.md")
     assert " deux" in capsys.readouterr().out

@@ -97,6 +97,7 @@ def test_adapter_of_peft_is_sampled_trained_on_and_loaded_by_peft(
     goes_round(live_server, service_client, tiny_model, adapter, tmp_path, sdk)
 
 
+@pytest.mark.full
 def test_adapter_of_peft_goes_round_on_torch(tiny_model, adapter, tmp_path):
     sizes = {"max_lora_rank": 8, "max_context_length": 128, "train_tile_tokens": 64}
     options = {"backend": "skyrl_train", "backend-config": json.dumps(sizes)}

@@ -1,6 +1,7 @@
 """Full fine-tuning through the stock SDK: `rank=0`, beside adapters, over checkpoints and crashes."""
 
 import numpy as np
+import pytest
 import tinker
 import torch
 
@@ -29,6 +30,7 @@ def test_it_says_that_it_is_no_adapter(service_client, live_server):
     assert (info.is_lora, info.lora_rank) == (False, 0)
 
 
+@pytest.mark.full
 def test_its_engine_may_be_killed(tmp_path, tiny_model):
     """Once with a checkpoint, which is when it is snapshotted, and steps after it."""
     with LocalServer(tmp_path, str(tiny_model)) as server, service(server) as client:

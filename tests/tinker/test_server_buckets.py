@@ -49,6 +49,7 @@ def saved_on_disk(bucket: str) -> list[str]:
     return [str(path) for kind in ("weights", "sampler_weights") for path in folder.glob(f"*/{kind}/**/*")]
 
 
+@pytest.mark.full
 def test_checkpoints_are_in_the_bucket_and_snapshots_on_the_disk(remote, store, bucket):
     model, seq_id, _ = trained(remote)
     sampler_weights(remote, model, seq_id)
@@ -63,6 +64,7 @@ def test_checkpoints_are_in_the_bucket_and_snapshots_on_the_disk(remote, store, 
     assert (bucket_folder(f"{bucket}/server") / ".state-id").is_file()
 
 
+@pytest.mark.full
 def test_a_model_goes_on_from_a_checkpoint_of_the_bucket(remote):
     model, seq_id, path = trained(remote)
     before = remote.logprobs(model, seq_id)
@@ -74,6 +76,7 @@ def test_a_model_goes_on_from_a_checkpoint_of_the_bucket(remote):
     assert remote.logprobs(new, 1) == before
 
 
+@pytest.mark.full
 def test_a_restarted_server_samples_and_describes_what_is_in_the_bucket(tmp_path, bucket):
     with server_of(tmp_path, bucket) as server:
         wait_until_ready(server)
@@ -97,6 +100,7 @@ def test_a_checkpoint_that_is_overwritten_or_deleted_leaves_nothing_in_the_bucke
     assert listed(remote, path) is None
 
 
+@pytest.mark.full
 def test_an_archive_is_streamed_from_the_bucket(remote, store):
     _, _, path = trained(remote)
     answer = httpx.get(archive_url(remote, path))
@@ -105,6 +109,7 @@ def test_an_archive_is_streamed_from_the_bucket(remote, store):
     assert int(answer.headers["Content-Length"]) == len(answer.content)
 
 
+@pytest.mark.full
 def test_weights_for_use_elsewhere_have_links_that_the_store_has_signed(remote, store, s3_address):
     path = remote.result(export(remote, remote.model(), 1))["path"]
     links = get(remote, url(path, "/external_weights_urls"))["urls"]
@@ -113,6 +118,7 @@ def test_weights_for_use_elsewhere_have_links_that_the_store_has_signed(remote, 
     assert httpx.get(links["state.json"]).content == stored
 
 
+@pytest.mark.full
 def test_a_copy_is_made_in_the_bucket(remote, store):
     _, _, path = trained(remote)
     copied = remote.ok("/copy_weights", {"source_path": path, "destination_project_id": "p"})["tinker_path"]
@@ -122,6 +128,7 @@ def test_a_copy_is_made_in_the_bucket(remote, store):
     assert remote.result(load_as_new(remote, copied))["model_id"]
 
 
+@pytest.mark.full
 def test_a_save_is_acknowledged_once_its_manifest_is_in_the_bucket(tmp_path, bucket, store, s3_proxy: Proxy):
     with server_of(tmp_path, bucket) as server:
         wait_until_ready(server)
@@ -144,6 +151,7 @@ def test_a_second_server_at_a_bucket_is_refused(remote, bucket, tmp_path, monkey
         hold(config)
 
 
+@pytest.mark.full
 def test_weights_that_are_encrypted_never_come_to_the_bucket_as_they_are(remote, store, bucket):
     pyrage = pytest.importorskip("pyrage")
     identity = pyrage.x25519.Identity.generate()
@@ -155,6 +163,7 @@ def test_weights_that_are_encrypted_never_come_to_the_bucket_as_they_are(remote,
     assert not list((bucket_folder(f"{bucket}/server")).glob("*/external_weights/*"))
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_has_lost_its_row_is_adopted_from_the_bucket(tmp_path, bucket, capsys):
     with server_of(tmp_path, bucket) as server:
         wait_until_ready(server)

@@ -141,6 +141,7 @@ def test_a_model_that_is_forgotten_is_never_due_however_its_snapshot_ends():
 EVENTS = st.lists(st.sampled_from(["step", "begin", "succeed", "fail"]), max_size=40)
 
 
+@pytest.mark.full
 @given(EVENTS)
 def test_every_step_is_covered_by_a_snapshot_that_succeeded_or_counts_for_the_next(events):
     policy = SnapshotPolicy(every_steps=3, every_requests=100, every_bytes=2**20)

@@ -14,6 +14,8 @@ from skyrl.types import ForwardBackwardOutput
 from tests.tinker.harness import BASE_MODEL, sample_request
 from tests.tinker.stalls import Meanwhile, Stalls
 
+pytestmark = pytest.mark.full
+
 CONTEXT = 2**23
 UNKNOWN = 10**6
 """A token that is in no vocabulary, so that the engine, which is a thread here, has nothing to do with it."""

@@ -3,10 +3,13 @@
 import sqlite3
 from contextlib import closing
 
+import pytest
+
 from tests.tinker.processes import running
 from tests.waiting import BOUND_S
 
 
+@pytest.mark.full
 def test_a_server_whose_database_is_locked_by_another_program_ends(tmp_path):
     with running(tmp_path, shutdown_timeout_sec=1) as server:
         model = server.model()

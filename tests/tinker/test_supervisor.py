@@ -135,6 +135,7 @@ def scenario(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
     return run
 
 
+@pytest.mark.full
 @scenario
 async def test_once_ready_it_never_gives_up_however_often_engines_are_killed_while_they_load():
     async with supervised() as (supervisor, log):
@@ -159,6 +160,7 @@ async def test_a_request_that_kills_the_engine_is_not_sent_to_the_next_one():
         assert len(log.crashes) == 1
 
 
+@pytest.mark.full
 @scenario
 async def test_frames_reach_no_engine_but_the_one_that_is_ready():
     async with supervised() as (supervisor, log):
@@ -174,6 +176,7 @@ async def test_frames_reach_no_engine_but_the_one_that_is_ready():
         assert {frame.request_id for frame in log.frames if isinstance(frame, Done)} == {"after"}
 
 
+@pytest.mark.full
 @scenario
 async def test_a_model_that_cannot_be_loaded_fails_once_with_the_engines_message():
     async with supervised(base_model="missing") as (supervisor, log):
@@ -182,6 +185,7 @@ async def test_a_model_that_cannot_be_loaded_fails_once_with_the_engines_message
         assert log.crashes == [] and supervisor.state == "failed"
 
 
+@pytest.mark.full
 @scenario
 async def test_it_gives_up_after_three_engines_that_never_became_ready():
     async with supervised(die_before_ready=True) as (supervisor, log):
@@ -190,6 +194,7 @@ async def test_it_gives_up_after_three_engines_that_never_became_ready():
         assert len(log.failures) == 1 and supervisor.restarts == 2
 
 
+@pytest.mark.full
 @scenario
 async def test_where_an_engine_was_ready_before_one_that_cannot_load_is_tried_again():
     async with supervised(base_model="missing", again=True) as (supervisor, log):
@@ -215,6 +220,7 @@ async def test_an_engine_that_hangs_and_cannot_be_killed_does_not_count_as_ready
         assert (supervisor.state, supervisor.progress) == ("ready", READY)
 
 
+@pytest.mark.full
 @scenario
 async def test_the_engine_ignores_ctrl_c_and_ends_on_sigterm():
     async with supervised() as (supervisor, log):
@@ -228,6 +234,7 @@ async def test_the_engine_ignores_ctrl_c_and_ends_on_sigterm():
         assert log.crashes == ["the engine exited with status 0"]
 
 
+@pytest.mark.full
 @scenario
 async def test_an_engine_that_was_started_before_is_the_first_one():
     async with supervised(with_first=True) as (supervisor, log):
@@ -236,6 +243,7 @@ async def test_an_engine_that_was_started_before_is_the_first_one():
         assert (supervisor.pid, log.crashes) == (first, [])
 
 
+@pytest.mark.full
 @scenario
 async def test_an_engine_that_was_started_before_and_has_ended_since_is_replaced():
     async with supervised(with_first=True) as (supervisor, log):
@@ -252,6 +260,7 @@ async def test_an_engine_that_is_stopped_as_soon_as_it_is_started_has_ended():
     assert not exists(pid)
 
 
+@pytest.mark.full
 @scenario
 async def test_the_end_of_an_engine_is_noticed_while_all_threads_of_the_process_are_at_work():
     async with supervised() as (supervisor, log):
@@ -265,6 +274,7 @@ async def test_the_end_of_an_engine_is_noticed_while_all_threads_of_the_process_
         await asyncio.gather(*jobs)
 
 
+@pytest.mark.full
 @scenario
 async def test_the_engine_runs_at_a_lower_priority_than_its_parent():
     async with supervised() as (supervisor, log):

@@ -17,6 +17,8 @@ from skyrl.tinker.local_server import close_client
 from tests.tinker.harness import wait_until_ready
 from tests.tinker.test_retention import Server, failure_of_sample, folders
 
+pytestmark = pytest.mark.full
+
 PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
 
 

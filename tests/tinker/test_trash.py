@@ -45,6 +45,7 @@ def expire(server: Server, *names: str) -> None:
 # -- what goes there --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_what_expires_is_surplus_or_has_no_name_goes_to_the_trash(tmp_path):
     with serving(tmp_path, keep_last_checkpoints=2) as server:
         model = server.model()
@@ -102,6 +103,7 @@ def test_folders_in_the_trash_that_are_not_ours_stay(tmp_path):
     assert (tmp_path / "checkpoints" / ".trash" / "somebody's own").is_dir()
 
 
+@pytest.mark.full
 def test_trash_goes_oldest_first_when_a_save_needs_its_room(tmp_path):
     with serving(tmp_path, max_disk_gib=1.5 * MIB / 2**30) as server:
         model = server.model()
@@ -118,6 +120,7 @@ def test_trash_goes_oldest_first_when_a_save_needs_its_room(tmp_path):
 # -- back from there --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_loaded_again_after_it_was_moved_back_and_adopted(tmp_path):
     with serving(tmp_path) as server:
         model = server.model()
@@ -163,6 +166,7 @@ def nameless(server: Server, count: int) -> None:
         folder_of(server, model, "weights", f"n{number}@{number}", 4000)
 
 
+@pytest.mark.full
 def test_a_round_that_would_take_too_much_takes_none_and_says_so_once(tmp_path, caplog):
     with serving(tmp_path) as server:
         nameless(server, 11)
@@ -181,6 +185,7 @@ def test_a_round_that_would_take_too_much_takes_none_and_says_so_once(tmp_path, 
         assert sum(record.levelno == logging.ERROR for record in caplog.records) == 2
 
 
+@pytest.mark.full
 def test_checkpoints_that_became_surplus_all_at_once_stay_and_later_ones_go(tmp_path, caplog):
     with serving(tmp_path) as server:
         model = server.model()
@@ -201,6 +206,7 @@ def gc(folder: Path, *arguments: str) -> int:
     return cli.main(["gc", f"--checkpoints-base={base}", f"--database-url=sqlite:///{database}", *arguments])
 
 
+@pytest.mark.full
 def test_gc_says_what_the_guard_says_and_goes_on_where_it_is_forced(tmp_path, capsys):
     with serving(tmp_path) as server:
         nameless(server, 11)
@@ -216,6 +222,7 @@ def test_gc_says_what_the_guard_says_and_goes_on_where_it_is_forced(tmp_path, ca
     assert len(trash(tmp_path)) == 11
 
 
+@pytest.mark.full
 def test_what_was_saved_since_a_backup_of_the_database_does_not_disappear(tmp_path):
     with serving(tmp_path) as server:
         model = server.model()

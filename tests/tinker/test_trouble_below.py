@@ -32,6 +32,7 @@ def no_more_files(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.full
 def test_an_engine_is_started_again_once_there_are_descriptors(tmp_path):
     with running(tmp_path) as server:
         model = server.model()
@@ -44,6 +45,7 @@ def test_an_engine_is_started_again_once_there_are_descriptors(tmp_path):
         assert server.pids().api == api
 
 
+@pytest.mark.full
 def test_an_api_process_is_started_again_once_there_are_descriptors(tmp_path):
     with running(tmp_path) as server:
         with no_more_files(server.process.pid):
@@ -64,6 +66,7 @@ def test_an_engine_that_stands_still_is_noticed_killed_and_recovered_from(tmp_pa
         wait_for_end(engine)
 
 
+@pytest.mark.full
 def test_a_request_that_computes_for_ever_fails_by_name_and_its_neighbours_are_served(tmp_path):
     with running(tmp_path, compute_timeout_sec=2) as server:
         model, other = server.model(), server.model()
@@ -126,6 +129,7 @@ def test_a_model_that_takes_long_to_load_is_not_held_to_the_limit_of_a_step():
     assert "compute_timeout_sec=10" in (watch.complaint(1.0) or "")
 
 
+@pytest.mark.full
 def test_an_engine_whose_load_never_ends_is_killed_and_another_is_tried(tmp_path):
     """The first of them hangs, as a file system may."""
     (tmp_path / "hanging.py").write_text(
@@ -154,6 +158,7 @@ def test_without_limits_no_engine_counts_as_hung():
     assert watch.complaint(5.0) is None and watch.complaint(10.0) is None
 
 
+@pytest.mark.full
 def test_a_server_that_is_started_again_and_waits_for_its_database_is_alive_and_not_ready(tmp_path):
     with running(tmp_path, long_poll_s=0.5) as server:
         file, away = tmp_path / "server.db", tmp_path / "away"
@@ -173,6 +178,7 @@ def test_a_server_that_is_started_again_and_waits_for_its_database_is_alive_and_
         server.train(server.model(), 1)
 
 
+@pytest.mark.full
 def test_a_probe_that_comes_while_there_is_no_api_process_is_answered_by_the_next(tmp_path):
     with running(tmp_path) as server:
         wait_for_end(server.kill("api"))

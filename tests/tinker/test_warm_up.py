@@ -26,6 +26,7 @@ def compiled(server: LocalServer) -> dict[str, int]:
     return httpx.get(f"{server.url}/api/v1/healthz").json()["engine"]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_an_idle_server_reaches_all_its_programs_and_first_requests_compile_nothing(tmp_path, tiny_model):
     with LocalServer(tmp_path, str(tiny_model), {"backend-config": json.dumps(BACKEND)}) as server:

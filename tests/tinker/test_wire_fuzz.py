@@ -4,6 +4,7 @@ import json
 from contextlib import suppress
 
 import numpy as np
+import pytest
 import zstandard
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -102,6 +103,7 @@ def test_what_the_parser_does_not_know_is_refused(at, replacement, removed):
         assert not any(len(UnknownFieldSet(part)) for part in (message, *message.data))
 
 
+@pytest.mark.full
 @quick
 @given(st.dictionaries(st.text(max_size=5), tensors(), max_size=3), st.binary(max_size=9))
 def test_parsable_bodies_with_arbitrary_tensors_keep_their_place(inputs, tokens):
@@ -156,6 +158,7 @@ chunk_values = st.dictionaries(
 )
 
 
+@pytest.mark.full
 @quick
 @given(st.lists(chunk_values, max_size=2), st.dictionaries(st.text(max_size=3), tensor_values, max_size=2), json_values)
 def test_json_requests_of_arbitrary_contents_keep_their_place(chunks, inputs, config):
@@ -171,6 +174,7 @@ def test_arbitrary_json(body):
     outcome(body, "application/json")
 
 
+@pytest.mark.full
 @quick
 @given(st.data())
 def test_a_sparse_matrix_equals_the_dense_one(data):

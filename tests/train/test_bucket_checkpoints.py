@@ -122,6 +122,7 @@ def test_a_checkpoint_of_another_run_is_set_aside(where, tmp_path):
     check_whole(resumed(where))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("when", ["models", "state"])
 def test_a_killed_save_leaves_the_newest_checkpoint_whole(bucket, tmp_path, point, when):
@@ -159,6 +160,7 @@ def test_another_machine_goes_on(bucket, tmp_path, monkeypatch):
     assert read_metrics(store(f"{bucket}/run").folder) == [{"step": 3, "loss": 1.5}]
 
 
+@pytest.mark.full
 def test_a_bucket_that_is_down_in_mid_save_leaves_the_checkpoint_before(bucket, s3_proxy: Proxy, monkeypatch):
     save(store(f"{bucket}/run"), 1)
     monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.3")
@@ -177,6 +179,7 @@ def test_a_bucket_that_is_down_in_mid_save_leaves_the_checkpoint_before(bucket, 
     check_whole(resumed(f"{bucket}/run"))
 
 
+@pytest.mark.full
 def test_what_was_not_sent_wholly_is_removed_with_the_next_that_are_too_many(bucket, s3_proxy: Proxy, monkeypatch):
     monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.3")
     run = store(f"{bucket}/run", keep=1)
@@ -188,6 +191,7 @@ def test_what_was_not_sent_wholly_is_removed_with_the_next_that_are_too_many(buc
     assert not any("global_step_2" in key for key in contents(ObjectStore(f"{bucket}/run")))
 
 
+@pytest.mark.full
 def test_steps_go_on_while_a_checkpoint_is_sent(bucket, s3_proxy: Proxy):
     run, steps = store(f"{bucket}/run"), 0
 
@@ -268,6 +272,7 @@ def without_run(files: dict[str, bytes]) -> dict[str, Any]:
     return {"state": state["state"], "step": state["global_step"], **weights}
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_on_another_machine(torch_client, tiny_model, bucket, tmp_path, monkeypatch):
     def settings(where: str, *more: str):
         folders = [f"ckpt_path={where}/run", f"export_path={where}/exports", "hf_save_interval=4", "save_model=true"]

@@ -11,6 +11,8 @@ from skyrl.utils.files.object_store import ObjectStore
 from skyrl.utils.files.remote_folders import fetch_folder
 from tests.buckets import contents, files_in
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def rows(tmp_path) -> Path:

@@ -235,6 +235,7 @@ PLACES = ["messages", "tools", "system", "prompt", "completion", "conversations"
 FIELDS = ["role", "content", "from", "value", "tool_calls", "reasoning_content", "name"]
 
 
+@pytest.mark.full
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(st.sampled_from(PLACES), ANYTHING, min_size=1, max_size=3),

@@ -88,6 +88,7 @@ def rows(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_the_entry_point_of_skyrl_trains(rows, tiny_model, tmp_path):
     arguments = command(rows, tiny_model, tmp_path / "run", "environment.env_class=arithmetic", "trainer.epochs=1")
     assert main_base.main(arguments) == 0

@@ -42,6 +42,7 @@ def connectors(folder: Path) -> dict[str, bytes]:
     return {name: tensor.tobytes() for name, tensor in tensors.items() if "_connector" in name}
 
 
+@pytest.mark.full
 def test_the_export_has_the_adapter_with_its_connectors_and_no_merged_model(run):
     export = run / "global_step_2"
     assert connectors(export / "policy_adapter") == connectors(run / "model") != {}
@@ -49,11 +50,13 @@ def test_the_export_has_the_adapter_with_its_connectors_and_no_merged_model(run)
     assert not (export / "policy" / "model.safetensors").exists()
 
 
+@pytest.mark.full
 def test_an_adapter_with_connectors_is_exported_from_a_checkpoint(run, tmp_path):
     assert main(["export", str(run), "--output", str(tmp_path / "model")]) == 0
     assert connectors(tmp_path / "model") == connectors(run / "model")
 
 
+@pytest.mark.full
 def test_a_merged_export_of_connectors_is_refused_with_a_way_out(run, tmp_path, capfd):
     assert main(["export", str(run), "--merged", "--output", str(tmp_path / "merged")]) == 1
     said = capfd.readouterr().err.splitlines()[-1]

@@ -43,6 +43,7 @@ def told(rows: Path, models: dict[str, Path], folder: Path, *overrides: str, str
     return command(rows, models["pupil"], folder, *DISTILL, teacher, *overrides, strategy=strategy)
 
 
+@pytest.mark.full("jax")
 @pytest.mark.parametrize("strategy", ["jax", "torch"])
 def test_advantages_are_what_transformers_says_that_the_teacher_would_rather_have_said(
     rows, models, tmp_path, strategy
@@ -72,6 +73,7 @@ def test_advantages_are_what_transformers_says_that_the_teacher_would_rather_hav
         assert not found[~mask].any()
 
 
+@pytest.mark.full
 def test_a_pupil_becomes_its_teacher(rows, models, tmp_path):
     kl: list[float] = []
     options = ["trainer.epochs=12", "trainer.train_batch_size=8", "trainer.policy_mini_batch_size=8"]
@@ -87,6 +89,7 @@ def test_a_pupil_becomes_its_teacher(rows, models, tmp_path):
     assert np.mean(kl[-3:]) < 0.6 * kl[0]
 
 
+@pytest.mark.full
 def test_a_run_that_is_resumed_has_its_teacher_again_and_no_copy_of_it(rows, models, tmp_path):
     whole, cut = (told(rows, models, tmp_path / name, strategy="torch") for name in ("whole", "cut"))
     train([*whole, "trainer.max_steps=2"])

@@ -65,6 +65,7 @@ def logits(folder: Path, adapter: Path | None = None) -> np.ndarray:
         return oracle.logits(model, TOKENS).numpy()
 
 
+@pytest.mark.full("4-jax")
 @pytest.mark.parametrize("strategy", ["torch", "jax"])
 @pytest.mark.parametrize("rank", [4, 0])
 def test_the_newest_checkpoint_holds_what_the_run_left(run_of, strategy, rank, tmp_path, capfd):
@@ -91,6 +92,7 @@ def test_a_checkpoint_that_is_named_is_exported_beside_it(run_of):
     shutil.rmtree(run / "model_step_1")
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_rl_is_exported_with_its_overrides(folder, tiny_model, tmp_path):
     options = [HASHED, "trainer.max_steps=1", "trainer.rope_theta=50", "generator.rope_theta=50"]
     options.append("trainer.hf_save_interval=1")

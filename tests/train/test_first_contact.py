@@ -69,6 +69,7 @@ def of_commands(text: str) -> list[list[str]]:
     return [line.split() for line in text.replace("\\\n", " ").splitlines()]
 
 
+@pytest.mark.full
 def test_the_pages_commands_train_with_the_pages_environment(folder):
     [block] = [block for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) if "guess_env" in block]
     rows, model, train = of_commands(block)
@@ -96,6 +97,7 @@ def tiny(folder: Path, tiny_model: Path) -> str:
     return "trainer.policy.model.path=model"
 
 
+@pytest.mark.full
 def test_a_model_below_the_home_folder_and_settings_of_an_environment_that_rows_name(folder, tiny_model, monkeypatch):
     monkeypatch.setenv("HOME", str(folder))
     tiny(folder, tiny_model)
@@ -185,6 +187,7 @@ def checked(status: int, said: str) -> str:
     return last
 
 
+@pytest.mark.full("an environment that is nowhere")
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_run_is_one_line_before_anything_is_loaded(folder, tiny_model, refusal, what):
     given, words = REFUSED[what]
@@ -205,6 +208,7 @@ def test_a_folder_without_a_tokenizer_is_no_model(folder, tiny_model, refusal):
     assert "trainer.policy.model.path=model: the folder has none of tokenizer.json" in refusal(given)
 
 
+@pytest.mark.full
 def test_a_model_that_the_hub_does_not_give_is_named_by_the_trainers_key(folder):
     ran = skyrl(folder, *RUN, "trainer.policy.model.path=nobody/nothing")  # a new process, as a user's is
     said = checked(ran.returncode, ran.stderr)
@@ -285,6 +289,7 @@ def test_a_model_that_was_left_out_is_told_beside_data(said_in_process, kind):
     assert example_of(last)[:2] == ["train", kind]
 
 
+@pytest.mark.full
 def test_a_default_model_that_is_on_this_machine_is_used(said_in_process, tmp_path):
     (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
     said = said_in_process("train", "sft", "train_datasets=chat.jsonl")

@@ -262,6 +262,7 @@ def test_a_module_that_is_nowhere_is_refused_by_the_field_of_the_configuration(c
         asyncio.run(create_sft(learner, sft))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overrides", [[], [LORA + "rank=4"]])
 def test_the_backend_makes_the_policy_of_a_configuration(tiny_model, overrides):
     lora_config = policy_adapter(resolved(*overrides))
@@ -288,6 +289,7 @@ def test_what_is_not_asked_for_is_not_logged(caplog):
     assert "bf16" not in caplog.text and "max_num_seqs" not in caplog.text
 
 
+@pytest.mark.full
 def test_the_backend_starts_as_the_configuration_says_and_makes_the_adapter_of_the_policy(tiny_model):
     config = resolved(
         f"trainer.policy.model.path={tiny_model}",

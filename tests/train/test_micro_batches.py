@@ -54,6 +54,7 @@ def gradient_norm(folder: Path, model: Path, *overrides: str) -> float:
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LOSSES if name != "kl_cov"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", ["kl_cov", *SLOW])
 def test_the_gradient_of_fresh_samples_does_not_depend_on_the_cut(loss, tiny_model, tmp_path):
     def norm(name: str, *overrides: str) -> float:

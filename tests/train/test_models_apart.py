@@ -148,6 +148,7 @@ def rows(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_critic_and_reference_learn_and_score_apart_as_with_the_policy(rows, tiny_model, tmp_path, caplog):
     """Bit for bit, on one worker each."""
     caplog.set_level(logging.INFO)

@@ -127,6 +127,7 @@ def test_the_length_of_a_prompt_may_depend_on_its_tools(tmp_path):
     assert [prompt.instance_id for prompt in data] == ["1"]
 
 
+@pytest.mark.full
 def test_equal_data_has_an_equal_fingerprint_in_another_process(tmp_path):
     source = as_parquet(tmp_path, ROWS)
     code = f"""

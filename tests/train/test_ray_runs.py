@@ -73,6 +73,7 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
     return [row for row in read_metrics(str(folder / "checkpoints")) if row["step"]]
 
 
+@pytest.mark.full
 def test_a_run_of_grpo_on_two_nodes_moves_the_policy_and_ends(address, run, tmp_path):
     with skyrl(address, *run) as process:
         said = process.communicate()[1]
@@ -167,5 +168,6 @@ def test_a_teacher_has_workers_on_the_cluster_and_says_what_it_says_without_it(a
     np.testing.assert_allclose(divergence["ray"], divergence["alone"], rtol=1e-3)
 
 
+@pytest.mark.full
 def test_sigterm_ends_a_process_that_has_started_nodes(address):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -56,6 +56,7 @@ def run(rows, tiny_model, tmp_path) -> list[str]:
     return command(rows, tiny_model, tmp_path / "run", "environment.env_class=test_restarts:Killing", strategy=WORKERS)
 
 
+@pytest.mark.full
 def test_a_run_whose_worker_is_killed_equals_the_undisturbed_one(run, rows, tiny_model, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(Killing, "kills", {EPISODES + 2})  # in step 2
     assert commands.rl(run) == 0
@@ -68,6 +69,7 @@ def test_a_run_whose_worker_is_killed_equals_the_undisturbed_one(run, rows, tiny
     check_equal(tmp_path / "run", whole, STEPS, ["policy"])
 
 
+@pytest.mark.full
 def test_a_run_that_may_not_restart_ends_with_the_cause_in_one_line(run, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(Killing, "kills", {EPISODES + 2})
     assert commands.rl([*run, "trainer.max_restarts=0"]) == 1

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import transformers
 
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
@@ -16,6 +17,7 @@ def test_the_default_model_is_one_of_the_architecture_that_runs_here():
     assert SkyRLTrainConfig().trainer.policy.model.path.startswith("Qwen/Qwen2.5-")
 
 
+@pytest.mark.full
 def test_a_run_on_qwen2_trains_and_exports(tmp_path):
     sizes = {"hidden": 32, "layers": 9, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64}
     model = make_model(tmp_path / "model", "qwen2", **sizes, tied=True)

@@ -50,6 +50,7 @@ def undisturbed(rows, tiny_model, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_a_raising_and_a_hanging_environment_are_closed_counted_and_left_out(rows, tiny_model, tmp_path):
     raising, hanging = IN_STEP_2[1], IN_STEP_2[7]
     Faulty.restart({raising: "raises", hanging: "hangs"})
@@ -73,6 +74,7 @@ def test_failures_that_another_attempt_does_not_meet_change_nothing(rows, tiny_m
     check_equal(tmp_path / "run", undisturbed, STEPS, ["policy"], ignored=HIDDEN)
 
 
+@pytest.mark.full
 def test_too_many_failures_stop_a_run_that_continues_once_they_are_mended(rows, tiny_model, tmp_path, undisturbed):
     Faulty.restart(dict.fromkeys(IN_STEP_2, "raises"))
     arguments = command(rows, tiny_model, tmp_path / "run", *FAULTY)
@@ -188,6 +190,7 @@ def finish():
 """
 
 
+@pytest.mark.full
 def test_a_tracker_that_raises_and_one_that_hangs_do_not_stop_a_run(
     rows, tiny_model, tmp_path, undisturbed, monkeypatch, caplog
 ):

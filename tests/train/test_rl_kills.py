@@ -11,6 +11,8 @@ from short_runs import ON, RL, check_equal, metrics, on
 from skyrl.envs.tasks.arithmetic_data import arithmetic_rows, write_rows
 from skyrl.utils.failpoints import CRASH_POINTS
 
+pytestmark = pytest.mark.full
+
 STEPS = 4
 TAKEN, SAVED = "trainer: step taken, not recorded", "trainer: newest named, older ones still there"
 TWICE = [SAVED, TAKEN]

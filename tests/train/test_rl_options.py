@@ -40,6 +40,7 @@ REPLACING = ["environment.env_class=rewarding:Tossed", "trainer.algorithm.dynami
 REPLACING += ["trainer.epochs=2", "trainer.dump_data_batch=true"]
 
 
+@pytest.mark.full
 def test_every_step_has_all_its_prompts_where_those_without_a_signal_are_replaced(rows, tiny_model, tmp_path):
     train(command(rows, tiny_model, tmp_path / "whole", *REPLACING))
     recorded = metrics(tmp_path / "whole")
@@ -64,6 +65,7 @@ def test_a_run_that_replaces_prompts_without_a_signal_is_resumed_bit_for_bit(row
     check_equal(tmp_path / "cut", tmp_path / "whole", 4, ["policy"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("filtered", [False, True])
 def test_the_zero_variance_filter_leaves_prompts_whose_samples_are_alike_out_of_the_loss(
     rows, tiny_model, tmp_path, filtered
@@ -84,6 +86,7 @@ def test_the_zero_variance_filter_leaves_prompts_whose_samples_are_alike_out_of_
     assert trained == [0, 0] if filtered else min(trained) > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_reference_that_follows_the_policy_is_resumed_and_leaves_exports_alone(rows, tiny_model, tmp_path, strategy):
     options = ["environment.env_class=rewarding:Hashed", "trainer.algorithm.use_kl_loss=true", "trainer.epochs=2"]
@@ -111,6 +114,7 @@ def test_a_run_that_is_made_longer_goes_on_with_the_reference_of_its_new_epoch(r
     check_equal(tmp_path / "longer", tmp_path / "whole", 4, ["policy", "reference"], ["trainer/epoch"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [pytest.param("filter", marks=pytest.mark.slow), "replace"])
 def test_one_step_off_with_dynamic_sampling_is_resumed_bit_for_bit(rows, tiny_model, tmp_path, kind):
     options = ["environment.env_class=rewarding:Tossed", f"trainer.algorithm.dynamic_sampling.type={kind}"]
@@ -122,6 +126,7 @@ def test_one_step_off_with_dynamic_sampling_is_resumed_bit_for_bit(rows, tiny_mo
     check_equal(tmp_path / "cut", tmp_path / "whole", 4, ["policy"])
 
 
+@pytest.mark.full
 def test_samples_of_an_environment_with_numbers_of_an_array_library_are_kept(rows, tiny_model, tmp_path):
     train(
         command(
@@ -136,6 +141,7 @@ def test_samples_of_an_environment_with_numbers_of_an_array_library_are_kept(row
     assert all(row["environment/size"] > 0 for row in metrics(tmp_path / "run"))
 
 
+@pytest.mark.full
 def test_every_source_of_evaluations_is_told_apart_whatever_it_is_called(rows, tiny_model, tmp_path):
     held_out = [{"prompt": row["prompt"]} for row in arithmetic_rows(6, seed=1, largest=9)]
     named = zip(held_out, ["all", "all", "all", "one", None, None], strict=True)

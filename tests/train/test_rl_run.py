@@ -104,6 +104,7 @@ IN_SLOW_SUITE = ("grpo", "clip_cov, whole", "one step off")
 """Short runs of some are killed in test_rl_kills, and resumed in test_rl_options."""
 
 
+@pytest.mark.full("ppo-jax", "one step off-torch")
 @pytest.mark.parametrize(
     ("algorithm", "strategy"),
     [
@@ -141,6 +142,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(data, tiny_m
             np.testing.assert_array_equal(ours[name], expected[name])
 
 
+@pytest.mark.full
 def test_one_step_off_rollouts_are_one_step_old(data, tiny_model):
     reports = run(configured(data, tiny_model, *ALGORITHMS["one step off"]))
     ages = [(metrics["async/staleness_mean"], metrics["async/staleness_max"]) for step, metrics in reports if step]
@@ -175,6 +177,7 @@ def test_rollouts_beside_training_are_as_old_as_they_may_be(data, tiny_model, po
     assert all(count > 0 for count in trained)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("epochs", [2, pytest.param(13, marks=pytest.mark.slow)])
 def test_with_sixty_times_more_samples_in_flight_than_rows_no_trajectory_is_lost_or_begun_again(
     data, tiny_model, epochs
@@ -205,6 +208,7 @@ def test_with_sixty_times_more_samples_in_flight_than_rows_no_trajectory_is_lost
     assert max(metrics["async/staleness_max"] for metrics in reports) <= 4
 
 
+@pytest.mark.full
 def test_samples_that_wait_for_their_step_are_in_the_checkpoint(data, tiny_model):
     options = [*ALGORITHMS["one step off"], f"trainer.export_path={data}/exports", "trainer.dump_data_batch=true"]
     run(configured(data, tiny_model, *options), kill_at=3)
@@ -229,6 +233,7 @@ def test_the_reference_of_a_new_epoch_is_the_policy_of_the_last_and_is_resumed(d
     assert min(reports) == 6 and reports[6]["loss/avg_kl"] > 0
 
 
+@pytest.mark.full
 def test_dumps_hold_what_was_said_and_what_was_trained_on(data, tiny_model):
     run(configured(data, tiny_model, "trainer.dump_data_batch=true"), kill_at=2)
     exports = data / "exports"
@@ -267,6 +272,7 @@ def test_another_base_model_beside_the_policys_is_refused(data, tiny_model, tmp_
         asyncio.run(opened())
 
 
+@pytest.mark.full
 def test_data_of_another_run_are_not_continued(data, tiny_model):
     run(configured(data, tiny_model), kill_at=2)
     write_rows(data / "train.jsonl", prompts(16, seed=5))

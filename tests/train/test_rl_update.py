@@ -184,12 +184,14 @@ def test_kl_and_two_epochs_of_two_mini_batches_are_those_of_torch(either, tiny_m
     assert_same_policy(ours, model, items)
 
 
+@pytest.mark.full("client")
 def test_a_kl_of_a_fresh_policy_in_the_reward_is_0_at_any_temperature(either, tiny_model, tmp_path):
     config = configured(tiny_model, "trainer.algorithm.use_kl_in_reward=true")
     _, metrics = stepped(either, config, trajectories(1), tmp_path / "fresh")
     assert metrics["loss/avg_kl"] == 0.0
 
 
+@pytest.mark.full("client")
 def test_gae_follows_a_trajectory_over_its_observations_and_rows(either, tiny_model):
     """Returns and advantages of a critic, by the definition over the sampled tokens in their order."""
     config = configured(
@@ -228,6 +230,7 @@ def test_gae_follows_a_trajectory_over_its_observations_and_rows(either, tiny_mo
     assert metrics["critic/loss"] > 0 and np.isfinite(metrics["policy/loss"])
 
 
+@pytest.mark.full
 def test_steps_of_policy_and_critic_are_the_same_on_both_backends(client, torch_client, tiny_model):
     """With adapters that begin alike; the KL from the reference is 0 in the first step, and not in the second."""
     config = configured(
@@ -345,6 +348,8 @@ def alike(items: list[Trajectory], prompts: set[str]) -> list[Trajectory]:
     return [equal(item) if item.id.instance_id in prompts else item for item in items]
 
 
+@pytest.mark.full
+@pytest.mark.gate("trainer.policy.model.lora.dropout=0.5-1")
 @pytest.mark.parametrize(
     ("option", "passes"),
     [
@@ -390,6 +395,7 @@ def test_a_mini_batch_without_tokens_takes_no_step_and_the_other_does(client, ti
     assert not same(before, after)
 
 
+@pytest.mark.full
 def test_a_critic_learns_from_prompts_that_the_filter_leaves_out(client, tiny_model):
     config = configured(
         tiny_model,

@@ -101,6 +101,7 @@ def named(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_a_reward_function_rewards_every_row_in_the_place_of_its_environment(named, tiny_model, tmp_path):
     reward, dump = f"environment.reward={__name__}:words", "trainer.dump_data_batch=true"
     train(command(named, tiny_model, tmp_path / "run", reward, dump, "trainer.epochs=1"))
@@ -115,6 +116,7 @@ def test_a_reward_function_rewards_every_row_in_the_place_of_its_environment(nam
     assert row["environment/letters"] == pytest.approx(np.mean(letters))
 
 
+@pytest.mark.full
 def test_the_best_checkpoint_and_the_newest_dumps_are_kept_of_a_run_that_writes_beside_its_steps(
     rows, tiny_model, tmp_path
 ):
@@ -149,6 +151,7 @@ def letters(response, token_ids):
     return [float(token % 2 == 0) for token in token_ids]
 
 
+@pytest.mark.full
 def test_several_functions_are_weighed_each_has_a_metric_and_tokens_have_their_own_rewards(named, tiny_model, tmp_path):
     reward = f"environment.reward=[{__name__}:letters, long=0.5*{__name__}:words]"
     train(command(named, tiny_model, tmp_path / "run", reward, "trainer.dump_data_batch=true", "trainer.epochs=1"))
@@ -176,6 +179,7 @@ class Sums(Generator):
         return Generated([Turn(tokens, sampled, reward=reward, action=text)], sampled.stop_reason)
 
 
+@pytest.mark.full
 def test_a_run_of_a_generator_of_ones_own_is_that_of_the_environment_also_where_it_is_resumed(
     rows, tiny_model, tmp_path
 ):
@@ -249,6 +253,7 @@ def test_a_run_has_as_many_steps_as_max_steps_or_its_epochs(given, steps):
     assert config.trainer.steps(STEPS) == steps
 
 
+@pytest.mark.full
 def test_a_run_passes_the_data_again_up_to_max_steps_and_a_repeated_one_says_what_to_raise(
     rows, tiny_model, tmp_path, caplog
 ):
@@ -262,6 +267,7 @@ def test_a_run_passes_the_data_again_up_to_max_steps_and_a_repeated_one_says_wha
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
+@pytest.mark.full
 def test_the_last_words_of_a_run_name_what_it_left(rows, tiny_model, tmp_path, caplog):
     caplog.set_level("INFO")
     arguments = command(
@@ -282,6 +288,7 @@ def test_the_last_words_of_a_run_name_what_it_left(rows, tiny_model, tmp_path, c
 # -- callbacks --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_callback_is_told_of_all_that_happens_and_can_end_the_run(rows, tiny_model, tmp_path):
     Told.events = []
     held_out = tmp_path / "held-out.jsonl"
@@ -336,6 +343,7 @@ class Slow(Hashed):
 '''
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_while_a_step_is_sampled_saves_the_steps_before_at_once(
     rows, tiny_model, tmp_path, monkeypatch, number
@@ -362,6 +370,7 @@ def test_a_signal_while_a_step_is_sampled_saves_the_steps_before_at_once(
     check_equal(tmp_path / "run", tmp_path / "whole", STEPS, ["policy"])
 
 
+@pytest.mark.full
 def test_a_second_signal_ends_a_run_at_once(rows, tiny_model, tmp_path):
     (tmp_path / "stuck.py").write_text(
         "import os, pathlib, signal\n"
@@ -401,6 +410,7 @@ class Failing(Hashed):
         return await super().step(action)
 
 
+@pytest.mark.full
 def test_a_run_that_is_saved_as_its_rollouts_fail_goes_on_once_the_cause_is_mended(rows, tiny_model, tmp_path):
     options = [
         f"environment.env_class={__name__}:Failing",
@@ -419,6 +429,7 @@ def test_a_run_that_is_saved_as_its_rollouts_fail_goes_on_once_the_cause_is_mend
     assert newest(tmp_path / "run") == STEPS
 
 
+@pytest.mark.full
 def test_a_run_whose_evaluation_fails_keeps_its_steps(rows, tiny_model, tmp_path):
     broken = tmp_path / "broken.jsonl"
     write_rows(
@@ -447,6 +458,7 @@ def in_torch(x):
 # -- other beginnings -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_settings_that_have_changed_are_named_when_a_run_goes_on(rows, tiny_model, tmp_path, caplog):
     caplog.set_level("INFO")
     train(command(rows, tiny_model, tmp_path / "run", HASHED, "trainer.max_steps=1"))
@@ -462,6 +474,7 @@ def test_settings_that_have_changed_are_named_when_a_run_goes_on(rows, tiny_mode
     )
 
 
+@pytest.mark.full
 def test_a_warm_start_has_the_weights_of_a_checkpoint_of_other_data_and_nothing_else(
     rows, answered, tiny_model, tmp_path
 ):
@@ -492,6 +505,7 @@ def test_a_warm_start_has_the_weights_of_a_checkpoint_of_other_data_and_nothing_
     assert all((reference[name] == theirs[name]).all() for name in theirs)
 
 
+@pytest.mark.full
 def test_a_warm_start_with_another_adapter_is_refused_by_name(rows, tiny_model, tmp_path):
     train(command(rows, tiny_model, tmp_path / "one", HASHED, "trainer.max_steps=1"))
     begun = tmp_path / "one" / "global_step_1"
@@ -500,6 +514,7 @@ def test_a_warm_start_with_another_adapter_is_refused_by_name(rows, tiny_model, 
         train(command(rows, tiny_model, tmp_path / "other", *other))
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_evaluated_alone_as_in_its_run_also_while_that_has_its_folder(
     rows, tiny_model, tmp_path, capsys
 ):

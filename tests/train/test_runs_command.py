@@ -42,6 +42,7 @@ def rewards(folder: Path, step: int) -> list[float]:
     return [json.loads(line)["reward"] for line in lines]
 
 
+@pytest.mark.full
 def test_runs_are_listed_with_their_steps_and_scores(folder, capsys):
     head, *runs = said(capsys, "list", folder).splitlines()
     assert head.split() == ["algorithm", "step", "checkpoint", "written", "reward", "eval", "run"]
@@ -97,6 +98,7 @@ def colours(path: Path) -> tuple[int, int]:
     return tuple(int((pixels == colour).all(-1).sum()) for colour in (FIRST, SECOND))
 
 
+@pytest.mark.full
 def test_metrics_of_runs_are_drawn_a_picture_for_each_metric_and_a_line_for_each_run(folder, capsys, tmp_path):
     asked = ["--metric", "policy/entropy", "--metric", "policy/loss", "--output", tmp_path]
     printed = said(capsys, "plot", folder / "a", folder / "b", *asked)

@@ -92,6 +92,7 @@ def losses_of_a_loop_in_float64(config: SFTConfig) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_a_strategy_that_is_registered_trains_through_the_same_code(config):
     summary = asyncio.run(train_sft(config))
     losses = [row["policy/loss"] for row in read_metrics(config.ckpt_path)]

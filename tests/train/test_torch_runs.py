@@ -43,6 +43,7 @@ def rl(rows: Path, model: Path, *given: str) -> SkyRLTrainConfig:
     return SkyRLTrainConfig.from_cli_overrides([*(f"trainer.{one}" for one in trainer), *data, length]).resolve()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("given", [[], ASYNCHRONOUS], ids=["in turns", "fully asynchronous"])
 def test_the_documented_defaults_train_all_weights_without_a_gpu(rows, tiny_model, tmp_path, given, caplog):
     caplog.set_level("INFO")
@@ -90,6 +91,7 @@ def test_a_model_without_linear_maps_is_refused_before_its_weights_are_read(tmp_
         asyncio.run(train_sft(SFTConfig.from_cli_overrides(["strategy=torch", *given]).resolve()))
 
 
+@pytest.mark.full
 def test_fields_of_adapters_and_of_the_models_configuration_reach_the_workers(rows, tiny_model, tmp_path):
     lora = [
         f"policy.model.lora.{one}"

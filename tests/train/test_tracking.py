@@ -238,6 +238,7 @@ def test_a_tracker_that_hangs_is_left_out_once_its_queue_is_full(tmp_path, caplo
     assert caplog.text.count("tracker poor hangs: it is 8 steps behind; the run goes on without it") == 1
 
 
+@pytest.mark.full
 def test_a_tracker_that_hangs_at_the_end_is_not_waited_for_longer_than_said(tmp_path, caplog):
     hold = threading.Event()
     try:

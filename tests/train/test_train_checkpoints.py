@@ -426,6 +426,7 @@ except StorageError as error:
 """
 
 
+@pytest.mark.full
 def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path):
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}

@@ -48,6 +48,7 @@ def test_sft_ends_with_a_summary_and_goes_on_from_its_checkpoint(examples, tmp_p
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.full
 def test_the_data_of_a_run_that_is_resumed_are_hashed_once(examples, monkeypatch):
     assert main(examples) == 0
     made: list[object] = []
@@ -61,6 +62,7 @@ def test_the_data_of_a_run_that_is_resumed_are_hashed_once(examples, monkeypatch
     assert len(made) == 1
 
 
+@pytest.mark.full
 def test_other_data_in_the_folder_of_a_run_are_refused_before_weights_are_read(examples, tmp_path, tiny_model, capfd):
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     examples.append(f"model.path={model}")
@@ -85,6 +87,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.full
 def test_a_second_run_in_a_folder_leaves_the_metrics_of_the_first_in_place(examples, tmp_path, capfd):
     command = [sys.executable, "-c", OTHER_RUN, str(tmp_path / "ckpts")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -167,6 +170,7 @@ def test_overrides_may_stand_on_both_sides_of_an_option(tmp_path, capfd):
     assert [fields[name].partition(" ")[0] for name in ("seed", "batch_size", "num_epochs")] == ["7", "3", "2"]
 
 
+@pytest.mark.full
 def test_help_names_all_kinds_and_how_to_list_fields():
     def said(*arguments: str) -> str:
         command = [sys.executable, "-m", "skyrl.cli", "train", *arguments, "--help"]
@@ -176,6 +180,7 @@ def test_help_names_all_kinds_and_how_to_list_fields():
     assert "--fields" in said("rl") and "--config FILE" in said("sft")
 
 
+@pytest.mark.full
 def test_rollouts_that_fail_end_a_run_with_the_first_failure_of_which_the_copy_of_the_log_has_the_traceback(
     tmp_path, tiny_model, capfd
 ):

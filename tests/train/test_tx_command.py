@@ -93,6 +93,7 @@ def test_peft_loads_the_adapter_and_transformers_the_model_that_it_makes(adapted
     np.testing.assert_allclose(merged, with_adapter, atol=1e-4)
 
 
+@pytest.mark.full
 def test_all_weights_are_trained_where_no_rank_is_given(command, tiny_model, tmp_path):
     assert main(command(tmp_path, "--learning-rate", "0.003", "--loader", "text")) == 0
     losses = [line["policy/loss"] for line in told(tmp_path)]
@@ -104,6 +105,7 @@ def test_all_weights_are_trained_where_no_rank_is_given(command, tiny_model, tmp
     assert len(changed) == len(before)
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_gone_on_from_by_its_path(adapted, command, tmp_path):
     checkpoint = str(adapted / "global_step_6")
     assert main(command(tmp_path, *LORA, "--load-checkpoint-path", checkpoint)) == 0
@@ -166,6 +168,7 @@ def test_documented_names_of_loaders_are_those_of_ours():
         find_loader("no_such:thing")
 
 
+@pytest.mark.full
 def test_a_loader_of_ones_own_makes_rows(command, tmp_path, monkeypatch):
     (tmp_path / "shouting.py").write_text(
         "def shouted(row):\n    return {'prompt': row['text'][:4], 'completion': row['text'][4:].upper()}\n"

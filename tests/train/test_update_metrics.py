@@ -129,6 +129,7 @@ def ran(tiny_model, tmp_path_factory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.full
 def test_the_terms_of_a_runs_loss_add_up_to_it(ran):
     for row in metrics(ran)[1:]:
         terms = sum(row[f"policy/{term}_loss"] for term in ("policy", "kl", "entropy"))

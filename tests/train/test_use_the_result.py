@@ -127,6 +127,7 @@ def test_the_models_of_fine_tuning_load_in_peft_and_transformers_as_the_page_say
     np.testing.assert_allclose(logprobs(whole), logprobs(adapted), atol=1e-4)
 
 
+@pytest.mark.full
 def test_fine_tuning_ends_with_the_figures_of_its_page(tuned):
     pattern = r"^(\d+ steps, \d+ tokens trained on), policy/loss ([\d.]+)"
     [(steps, loss)] = re.findall(pattern, (DOCS / FIRST).read_text(), re.MULTILINE)
@@ -134,6 +135,7 @@ def test_fine_tuning_ends_with_the_figures_of_its_page(tuned):
     assert printed == steps and float(found) == pytest.approx(float(loss), rel=0.01)
 
 
+@pytest.mark.full
 def test_servers_sample_the_models_of_fine_tuning_as_the_page_says(tuned, tmp_path, capfd):
     expected = logprobs(models_of_sft(capfd)[0])
     for what, sampler, printed in Servers(tmp_path / "servers").samplers(capfd):
@@ -141,6 +143,7 @@ def test_servers_sample_the_models_of_fine_tuning_as_the_page_says(tuned, tmp_pa
         assert what == "adapter" or printed == "Lima.\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 8])
 def test_the_models_of_rl_load_in_peft_and_transformers(rank, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

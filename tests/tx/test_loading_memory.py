@@ -61,6 +61,7 @@ def largest(path: Path) -> float:
     return max(math.prod(tensor["shape"]) for tensor in header.values()) * 4 / 2**20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("arch", "stored"), CASES, ids=["-".join(case) for case in CASES])
 def test_the_peak_is_the_model_and_its_largest_tensor(measured, arch, stored):
     peak, model, tensor = measured[arch, stored]

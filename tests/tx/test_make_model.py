@@ -145,6 +145,7 @@ def test_the_chat_template_writes_tools_and_their_results(made):
     assert "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>" in text
 
 
+@pytest.mark.full
 def test_the_builtin_model_is_made_once_even_by_two_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("SKYRL_CACHE", str(tmp_path))
     with multiprocessing.get_context("spawn").Pool(2) as pool:

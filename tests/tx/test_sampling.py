@@ -31,6 +31,7 @@ def some_logits(seed=0, vocab=VOCAB):
     return np.random.default_rng(seed).normal(0, 2, vocab).astype(np.float32)
 
 
+@pytest.mark.full("0.9", "1.0--1-1.0-None", "0.6--1-1.0-None")
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [
@@ -77,6 +78,7 @@ def test_tokens_are_left_out_as_by_transformers_until_there_are_enough(generated
     np.testing.assert_array_equal(left, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("top_k", "top_p"), [(-1, 1.0), (15, 0.9)])
 def test_draws_of_the_generator_pass_a_chi_square_test(top_k, top_p):
     logits, count = some_logits(1, 40), 20000
@@ -109,6 +111,7 @@ def test_a_token_of_zero_probability_is_never_drawn(uniform):
     assert draw(logits, [uniform])[0] in (300, 301, 555)
 
 
+@pytest.mark.full
 def test_a_row_draws_the_same_beside_rows_that_filter():
     logits = jnp.asarray([some_logits(0), some_logits(1)])
     rows = {"uniforms": [0.37, 0.9], "temperature": [0.8, 1.0]}
@@ -132,6 +135,7 @@ def test_a_row_of_nan_logits_leaves_its_neighbours_alone():
     assert 0 <= tokens[1] < VOCAB
 
 
+@pytest.mark.full
 def test_uniforms_depend_on_every_bit_of_the_seed_and_on_index_and_step():
     seeds = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 7 + 2**40]
     cases = [(seed, index, step) for seed in seeds for index in (0, 1) for step in (0, 1)]

@@ -113,6 +113,7 @@ print(json.dumps(shards))
 """
 
 
+@pytest.mark.full
 def test_jax_gives_two_devices_the_halves_that_the_table_says():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     command, root = [sys.executable, "-c", PROGRAM], Path(__file__).parents[2]

@@ -137,6 +137,7 @@ def whole(model) -> ModelState:
     return ModelState.fresh(config, empty_adapter(model.config, base, Kind(config)))
 
 
+@pytest.mark.full
 def test_a_whole_models_checkpoint_takes_the_memory_of_no_second_model(model, tmp_path):
     state, path = whole(model), tmp_path / "state"
     peak_bytes(path, lambda: training_content(state, "base", model.config))

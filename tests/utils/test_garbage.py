@@ -9,6 +9,8 @@ import pytest
 
 from skyrl.utils.gc_tuning import collecting_seldom
 
+pytestmark = pytest.mark.full
+
 
 class Node:
     """Something that can be in a cycle."""

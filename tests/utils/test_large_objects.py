@@ -87,6 +87,7 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM"
 """
 
 
+@pytest.mark.full
 def test_a_large_folder_is_sent_copied_and_fetched_in_little_memory(tmp_path, bucket):
     size = 256 * 2**20
     with (tmp_path / "random").open("wb") as file:

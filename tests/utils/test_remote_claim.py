@@ -75,6 +75,7 @@ def test_that_of_a_killed_process_of_this_machine_is_taken_at_once(claim, store)
     assert claim(lease_s=3600.0).take()
 
 
+@pytest.mark.full
 def test_one_of_another_machine_that_gives_no_sign_of_life_is_taken_after_the_lease(claim, store):
     assert claim().take()
     from_elsewhere(store)
@@ -82,6 +83,7 @@ def test_one_of_another_machine_that_gives_no_sign_of_life_is_taken_after_the_le
     assert claim(lease_s=0.5).take() and time.monotonic() - begun >= 0.5
 
 
+@pytest.mark.full
 def test_one_of_a_machine_with_the_same_name_is_not_taken_for_that_of_a_killed_process(claim, store):
     assert claim().take()
     content = store.get(LOCK) or b""
@@ -91,6 +93,7 @@ def test_one_of_a_machine_with_the_same_name_is_not_taken_for_that_of_a_killed_p
     assert claim(lease_s=0.5).take() and time.monotonic() - begun >= 0.5
 
 
+@pytest.mark.full
 def test_one_of_another_machine_that_gives_signs_of_life_is_left(claim, store):
     holder = claim(beat_s=0.05)
     assert holder.take()
@@ -107,6 +110,7 @@ def test_who_was_away_for_too_long_is_told(claim, store):
     assert store.get(LOCK) == b'{"id": "of who took it"}'
 
 
+@pytest.mark.full
 def test_a_store_that_is_down_for_a_while_costs_nobody_the_folder(s3_proxy: Proxy, claim, store, monkeypatch):
     monkeypatch.setenv("SKYRL_BUCKET_RETRY_S", "0.05")
     holder = claim(beat_s=0.05)

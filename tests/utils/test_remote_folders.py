@@ -279,6 +279,7 @@ def test_a_removal_that_stops_in_the_middle_leaves_no_folder(store, folder, s3_p
 # -- a store in trouble -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trouble", ["refuse", "cut", "cut after", 0.2])
 def test_a_store_that_fails_at_times_loses_nothing(folder, tmp_path, bucket, s3_proxy: Proxy, trouble):
     """Every first try fails. A conditional put whose answer is lost is ours all the same."""
@@ -295,6 +296,7 @@ def test_a_store_that_fails_at_times_loses_nothing(folder, tmp_path, bucket, s3_
     assert fetched(store, "x", tmp_path) == FILES
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("trouble", "reason"), [("refuse", "503|reduce your request rate"), ("cut", "sending request")]
 )

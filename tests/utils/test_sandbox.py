@@ -153,6 +153,7 @@ def test_memory_is_bounded(isolation):
     assert printed(code, isolation) == "refused"
 
 
+@pytest.mark.full
 @BOTH
 def test_cpu_time_is_bounded_and_the_other_cases_run(isolation):
     code = "if input() == 'loop':\n    while True: pass\nprint('done')"
@@ -331,6 +332,7 @@ print(asyncio.run(run_code(code, [{}], limits=Limits(), isolation="limited"))[0]
     assert done.stdout.strip() == "refused", done.stderr
 
 
+@pytest.mark.full
 def test_a_case_is_run_only_after_the_outcome_before_it_was_judged():
     judged: list[float] = []
 

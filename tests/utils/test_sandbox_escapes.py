@@ -104,37 +104,44 @@ def refusal(outcome: list[str]) -> str:
     return words[1] if status == "ok" and words[:1] == ["refused"] else ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", escapes.WRITES)
 def test_nothing_outside_can_be_opened_to_change_it(results, name):
     assert refusal(results["writes"][name]) in REFUSED, results["writes"][name]
 
 
+@pytest.mark.full("root-full", "user-limited")
 @pytest.mark.parametrize("name", escapes.READS)
 def test_what_is_not_the_library_cannot_be_read(results, name):
     assert refusal(results["reads"][name]) in REFUSED, results["reads"][name]
 
 
+@pytest.mark.full("root-full", "user-limited")
 @pytest.mark.parametrize("name", escapes.CALLS)
 def test_a_call_that_reaches_out_is_refused(results, name):
     assert refusal(results["calls"][name]) in REFUSED, results["calls"][name]
 
 
+@pytest.mark.full("root-full", "user-limited")
 @pytest.mark.parametrize("name", escapes.LEGITIMATE)
 def test_what_code_of_good_will_does_works(results, name):
     status, printed, errors = results["legitimate"][name]
     assert status == "ok" and printed.endswith("done\n"), errors or printed
 
 
+@pytest.mark.full("root-full", "user-limited")
 def test_nothing_of_the_user_changed_and_nobody_came_by(results):
     assert (results["changed"], results["visitors"], results["alive"]) == ([], 0, True)
 
 
+@pytest.mark.full("root-full", "user-limited")
 def test_a_call_in_another_numbering_ends_the_process(results):
     if os.uname().machine != "x86_64":
         pytest.skip("x32 is a numbering of x86_64")
     assert results["foreign"]["x32"][0] == "killed"
 
 
+@pytest.mark.full("root-full", "user-limited")
 def test_code_does_not_run_as_root(results):
     expected = {"root": NOBODY, "user": USER}[results["user"]]
     if os.getuid() != 0:
@@ -149,18 +156,22 @@ def fact(results: Mapping[str, Any], name: str) -> str:
     return printed.removesuffix("done\n").strip()
 
 
+@pytest.mark.full("root-full", "user-limited")
 def test_code_has_no_file_but_its_own_four(results):
     assert fact(results, "files") == "[0, 1, 2, 3]"
 
 
+@pytest.mark.full("root-full", "user-limited")
 def test_the_environment_holds_nothing_of_the_trainer(results):
     assert escapes.SECRET not in fact(results, "environment")
 
 
+@pytest.mark.full("root-full", "user-limited")
 def test_threads_are_bounded(results):
     assert MAX_THREADS - 5 <= int(fact(results, "threads")) <= MAX_THREADS + 1
 
 
+@pytest.mark.full("root-full", "user-limited")
 def test_only_full_has_a_folder_to_write_to(results):
     if results["isolation"] == "full":
         assert sorted(eval(fact(results, "writing"))) == ["folder", "other"]
@@ -168,6 +179,7 @@ def test_only_full_has_a_folder_to_write_to(results):
         assert refusal(results["facts"]["writing"]) == "EACCES"
 
 
+@pytest.mark.full("root-full", "user-limited")
 @IN_FULL
 def test_full_holds_only_mounts_that_are_read_only_or_its_own_memory_or_harmless_devices(results):
     for line in fact(results, "mounts").splitlines():
@@ -179,12 +191,14 @@ def test_full_holds_only_mounts_that_are_read_only_or_its_own_memory_or_harmless
         assert "nodev" in flags and ("ro" in flags or "/skyrl-code-" in place), line
 
 
+@pytest.mark.full("root-full", "user-limited")
 @IN_FULL
 def test_full_leaves_code_no_right_of_an_administrator_but_to_read(results):
     rights = {line.split(":\t")[0]: int(line.split(":\t")[1], 16) for line in eval(fact(results, "rights"))}
     assert rights["CapPrm"] & ~4 == 0 and rights["CapEff"] & ~4 == 0 and rights["CapInh"] == rights["CapAmb"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("user", ["root", "user"])
 def test_without_landlock_limited_still_changes_nothing_and_says_what_it_cannot_stop(user, open_folder):
     results = tried(user, "limited", open_folder, "no-landlock")

@@ -263,6 +263,7 @@ def test_urls_are_refused_by_their_scheme():
         write_folder("s3://bucket/x", OLD)
 
 
+@pytest.mark.full
 def test_folder_is_written_though_those_above_it_are_removed_while_they_are_empty(tmp_path):
     """As a collector does beside a save."""
     stop = threading.Event()

@@ -136,6 +136,7 @@ def bomb(path: Path, info: tarfile.TarInfo) -> Path:
     return path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2**30, 2])
 def test_a_bomb_is_not_unpacked(tmp_path, size):
     """One whose header says what comes, and one whose zeros follow a small file."""

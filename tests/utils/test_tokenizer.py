@@ -107,6 +107,7 @@ def test_eos_ids_are_those_of_the_first_configuration_that_names_any_and_the_tok
     assert Tokenizer(tmp_path).eos_ids == expected
 
 
+@pytest.mark.full
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(StorageError, match=r"tokenizer.json: no readable tokenizer"):
         Tokenizer(tmp_path)

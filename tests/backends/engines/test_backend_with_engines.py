@@ -221,6 +221,7 @@ def test_nothing_spins_while_engines_draw(backend, process):
     assert not backend.computed
 
 
+@pytest.mark.full
 def test_an_engine_with_another_model_is_refused_at_start(model, process, tmp_path):
     from skyrl.tx.synthetic.make_model import make_model
 
@@ -234,6 +235,7 @@ def test_an_engine_with_another_model_is_refused_at_start(model, process, tmp_pa
         pass
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unembed", ["refused", "ignored"])
 def test_adapters_that_an_engine_lacks_are_sampled_here(model, process, tmp_path, unembed, caplog):
     """It may say so, or silently serve them without, which log-probabilities tell."""
@@ -254,6 +256,7 @@ def test_adapters_that_an_engine_lacks_are_sampled_here(model, process, tmp_path
     process.anew()
 
 
+@pytest.mark.full
 def test_an_engine_that_takes_an_adapter_for_none_does_not_draw_from_the_base_model(model, process, tmp_path, caplog):
     process.anew(wraps=True)
     with caplog.at_level(logging.WARNING), opened(model, tmp_path / "engines", process) as backend:
@@ -265,6 +268,7 @@ def test_an_engine_that_takes_an_adapter_for_none_does_not_draw_from_the_base_mo
     process.anew()
 
 
+@pytest.mark.full
 def test_a_version_that_an_engine_has_wrong_is_found_before_it_is_sampled(model, process, tmp_path, caplog):
     process.anew()
     with opened(model, tmp_path / "engines", process) as backend:
@@ -287,6 +291,7 @@ def test_a_version_that_an_engine_has_wrong_is_found_before_it_is_sampled(model,
     process.anew()
 
 
+@pytest.mark.full
 def test_processed_logprobs_are_found_out_and_serve_tempered_requests(model, process, tmp_path):
     process.anew(mode="processed")
     with opened(model, tmp_path / "engines", process) as backend:
@@ -298,6 +303,7 @@ def test_processed_logprobs_are_found_out_and_serve_tempered_requests(model, pro
     process.anew()
 
 
+@pytest.mark.full
 def test_no_engine_at_start_is_told_with_what_was_tried(model, process, tmp_path):
     process.kill()
     with (

@@ -15,6 +15,8 @@ from tests.backends.engines.engine_server import EngineProcess
 from tests.backends.engines.test_backend_with_engines import check, done, opened, sample, train
 from tests.waiting import BOUND_S
 
+pytestmark = pytest.mark.full
+
 
 def publish(backend: TorchBackend, *names: str) -> None:
     for number, name in enumerate(names):

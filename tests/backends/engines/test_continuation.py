@@ -90,6 +90,7 @@ def drawn_with_losses(folder: AdapterFolder, by_place: bool, tickets: list[Ticke
     return {one.request.request_id: answers.drawn(one.request.request_id) for one in tickets}
 
 
+@pytest.mark.full
 def test_what_was_delivered_before_a_kill_is_kept_and_nothing_is_drawn_twice(processes, folder):
     one, two = (process.anew(token_s=0.02) for process in processes)
     options = options_of(one, two, health_interval_s=60)
@@ -123,6 +124,7 @@ def test_seeded_samples_are_the_same_where_engines_draw_by_place(folder):
         np.testing.assert_array_equal(parts.logprobs, whole.logprobs)
 
 
+@pytest.mark.full
 def test_samples_that_were_interrupted_have_the_models_distribution():
     """Random numbers are used by turns: 3,000 samples of three tokens, against exact probabilities."""
     engine, count = PretendEngine("one", Chain(), sizes=Sizes(by_place=False)), 3000

@@ -65,6 +65,7 @@ def test_a_backend_without_engines_says_so(tmp_path):
         open_backend(parse_config(argv, environ={}), print)
 
 
+@pytest.mark.full
 def test_grpo_samples_with_engines_and_its_logprobs_are_those_of_the_trainer(tmp_path):
     model = make_tiny_model(tmp_path / "tiny")
     given = arguments(tmp_path, model, APART, f"{LORA}rank=4", f"{LORA}lora_sync_path={tmp_path}/shared")

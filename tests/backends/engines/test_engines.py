@@ -127,6 +127,7 @@ def greedy(reference, count: int) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
+@pytest.mark.full("http", "own jax")
 def test_it_says_what_it_serves(engine, run, model):
     facts = run(engine.facts())
     assert Path(facts.root).name == model.name and facts.longest == LONGEST and facts.version
@@ -243,6 +244,7 @@ def test_new_base_weights_take_the_place_of_the_old_ones(engine, run, base, mode
     check_logprobs(run(engine.generate(draw())), base)
 
 
+@pytest.mark.full("http", "own jax")
 def test_a_cancelled_sample_leaves_room_for_others(engine, run):
     async def cancelled() -> None:
         tasks = [asyncio.create_task(engine.generate(draw(max_tokens=60, seed=seed))) for seed in range(8)]
@@ -255,6 +257,7 @@ def test_a_cancelled_sample_leaves_room_for_others(engine, run):
     run(cancelled())
 
 
+@pytest.mark.full("http", "own jax")
 def test_samples_are_stamped_with_what_they_were_drawn_from(engine, run, model, adapters, tmp_path):
     (one, path), (two, other) = adapters["attn"], adapters["mlp"]
 

@@ -60,6 +60,7 @@ def markers(folder: AdapterFolder, count: int) -> dict[str, int]:
     return {write_marker(folder, marker): marker for marker in range(1, count + 1)}
 
 
+@pytest.mark.full
 def test_forty_versions_share_four_slots(one, two, folder):
     versions = markers(folder, 40)
     options = options_of(one, two)
@@ -90,6 +91,7 @@ def test_samples_of_an_engine_that_is_killed_are_drawn_elsewhere(one, two, folde
         assert one.ask()["most_at_once"] > 0
 
 
+@pytest.mark.full("hang", "die")
 @pytest.mark.parametrize("fault", ["hang", "reset", "die"])
 def test_an_engine_that_fails_while_it_draws_is_left(one, two, folder, fault):
     """One that hangs by its time limit, one that ends by the end of its connection."""
@@ -120,6 +122,7 @@ def test_an_engine_whose_samples_are_long_is_kept(one, folder, caplog):
         assert len(answers.drawn("long").tokens) == 12 and "has sent no token" not in caplog.text
 
 
+@pytest.mark.full
 def test_an_engine_that_draws_with_the_weights_of_others_is_left(one, two, folder):
     versions = markers(folder, 2)
     options = options_of(one, two)
@@ -138,6 +141,7 @@ def test_an_engine_that_draws_with_the_weights_of_others_is_left(one, two, folde
             assert (origin.version, origin.base) == (name, BASE) and origin.engine in options.urls
 
 
+@pytest.mark.full
 def test_a_version_that_differs_though_it_was_loaded_again_fails_its_own_samples_alone(folder, monkeypatch, caplog):
     monkeypatch.setattr(fleet_module, "ATTEMPTS", 2)
     wrong, right = markers(folder, 2)
@@ -199,6 +203,7 @@ def test_an_engine_out_of_use_is_a_slow_call_until_it_is_back(one, folder, monke
         answers.until(lambda: set(fleet.engines), {one.url})
 
 
+@pytest.mark.full
 def test_an_engine_that_refuses_stays_in_use_and_another_draws(one, two, folder):
     options = options_of(one, two)
     with fleet_of(http(options), folder, options) as (fleet, answers):
@@ -212,6 +217,7 @@ def test_an_engine_that_refuses_stays_in_use_and_another_draws(one, two, folder)
         assert set(fleet.engines) == {one.url, two.url}
 
 
+@pytest.mark.full
 def test_an_engine_that_came_back_empty_unnoticed_is_given_its_adapters_again(one, folder):
     (name, marker) = next(iter(markers(folder, 1).items()))
     options = options_of(one, health_interval_s=600)
@@ -236,6 +242,7 @@ def test_a_driver_that_is_started_again_finds_what_engines_have(one, folder):
     assert one.ask()["loads"] == 2
 
 
+@pytest.mark.full
 def test_what_no_engine_can_draw_fails_in_time_though_another_comes_and_goes(folder):
     able, other = (
         PretendEngine(name, MarkerModel(), sizes=Sizes(longest=size)) for name, size in (("a", 90), ("b", 9))
@@ -360,6 +367,7 @@ def _random_history(tmp_path: Path, steps: int) -> None:
     assert all(engine.restarts and engine.most_adapters <= 2 and engine.most_at_once <= 6 for engine in engines)
 
 
+@pytest.mark.full
 def test_random_histories_are_answered_by_the_right_versions(tmp_path):
     _random_history(tmp_path, 10_000)
 

@@ -69,6 +69,7 @@ def disturb(process: EngineProcess, how: str, answers: Answers, after: int) -> N
         os.kill(process.process.pid, signal.SIGCONT)
 
 
+@pytest.mark.full
 def test_a_random_history_over_http_is_answered_by_the_right_versions(processes, tmp_path):
     history(processes, tmp_path, 200, seed=0)
 

@@ -25,6 +25,7 @@ def process():
         yield process
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("point", POINTS)
 def test_a_sync_that_is_killed_leaves_neither_parts_nor_wrong_weights(process, tmp_path, point):
     points, adapters = tmp_path / "points", tmp_path / "adapters"

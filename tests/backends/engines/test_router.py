@@ -220,6 +220,7 @@ def test_samples_go_where_they_can_be_drawn(needs, tokens):
     assert started(router.moves()) == [("1", "large")]
 
 
+@pytest.mark.full
 def test_random_histories_never_break_an_engine():
     """10^5 steps of arrivals, ends, loads, losses and returns. Engines hold what they say, and all is drawn once."""
     chance = random.Random(0)

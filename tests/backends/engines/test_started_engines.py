@@ -75,6 +75,7 @@ def until(true: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.full
 def test_engines_that_we_start_serve_and_end_with_us(tmp_path):
     folder = AdapterFolder(str(tmp_path / "adapters"), 2**30)
     versions = {write_marker(folder, marker): marker for marker in (1, 2, 3)}
@@ -103,6 +104,7 @@ def test_engines_that_we_start_serve_and_end_with_us(tmp_path):
     assert not list((tmp_path / "engines").glob("*.json"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("same", [True, False], ids=["same command", "another command"])
 def test_engines_of_a_driver_that_was_killed_are_taken_over_or_ended(tmp_path, same):
     program = (
@@ -149,6 +151,7 @@ def test_an_engine_inherits_no_key_of_another_service(tmp_path, monkeypatch):
     assert "secret" not in variables and "HF_TOKEN=token" in variables and "VLLM_API_KEY=" in variables
 
 
+@pytest.mark.full
 def test_an_engine_that_hangs_is_replaced(tmp_path):
     folder = AdapterFolder(str(tmp_path / "adapters"), 2**30)
     name = write_marker(folder, 5)

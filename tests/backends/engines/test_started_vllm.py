@@ -252,6 +252,7 @@ def test_a_server_takes_the_same_fields():
         SkyRLTrainBackendOverrides.model_validate({f"{ENGINES}tensor_parallel_size": 2})
 
 
+@pytest.mark.full
 def test_engines_end_with_a_backend_that_is_interrupted_as_it_opens(tmp_path):
     model, python = make_tiny_model(tmp_path / "tiny"), interpreter(tmp_path)
 
@@ -267,6 +268,7 @@ def test_engines_end_with_a_backend_that_is_interrupted_as_it_opens(tmp_path):
     assert not list((tmp_path / "shared.engines").glob("*.json"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rank", "colocated", "temperature"),
     [(4, False, 0.7), (0, False, 1.0), (4, True, 1.0)],

@@ -64,6 +64,7 @@ def check(backend: TorchBackend, name: str | None, result: object, engine: str |
         }
 
 
+@pytest.mark.full
 def test_versions_of_whole_models_are_drawn_by_engines_one_after_the_other(backend, process):
     before = process.ask()
     for name in (*VERSIONS, *VERSIONS):
@@ -74,6 +75,7 @@ def test_versions_of_whole_models_are_drawn_by_engines_one_after_the_other(backe
     assert after["reloads"] - before["reloads"] == 4
 
 
+@pytest.mark.full
 def test_versions_that_are_asked_for_at_once_are_not_mixed(backend, process):
     names = [*VERSIONS * 4]
     results = done(backend, *(sample(name, params={"seed": number}) for number, name in enumerate(names)))
@@ -101,6 +103,7 @@ def test_an_engine_that_was_started_again_is_given_the_version_again(backend, pr
     assert process.ask()["reloads"] == 1
 
 
+@pytest.mark.full
 def test_an_engine_that_keeps_its_old_weights_draws_nothing(model, process, tmp_path, monkeypatch):
     monkeypatch.setattr("skyrl.backends.engines.fleet.LONGEST_PAUSE_S", 0.1)
     process.anew(keeps=True)
@@ -123,6 +126,7 @@ def test_an_engine_with_weights_of_a_driver_that_was_killed_gets_the_base_models
         assert (told["weights"], told["reloads"]) == (base_id(model), 2)
 
 
+@pytest.mark.full
 def test_two_engines_draw_two_versions(model, process, tmp_path):
     with engine_process(model, base=str(model), longest=LONGEST) as other:
         process.anew()

@@ -203,6 +203,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=500)
 @example({"\x85": "a\u2028b"})
 @given(PLAIN)
@@ -210,6 +211,7 @@ def test_plain_values_come_back_from_yaml(value):
     assert load_yaml(dump_yaml(value)) == value
 
 
+@pytest.mark.full
 @settings(max_examples=500)
 @example("\x85")
 @given(PLAIN)

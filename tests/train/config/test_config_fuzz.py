@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from skyrl.config.machinery.help import describe_fields
 from skyrl.train.config import ConfigError, SkyRLTrainConfig
 
+pytestmark = pytest.mark.full
+
 PATHS = [field.path for field in describe_fields(SkyRLTrainConfig())]
 SECTIONS = sorted({path.rpartition(".")[0] for path in PATHS} - {""})
 OLD = ["generator.num_inference_engines", "generator.engine_init_kwargs", "generator.model_name", "generator.backend"]

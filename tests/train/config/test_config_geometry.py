@@ -1,6 +1,7 @@
 """The cut of a batch: what validation accepts can be run, and what it refuses cannot."""
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -75,6 +76,7 @@ def runs(config: SkyRLTrainConfig) -> bool:
     return True
 
 
+@pytest.mark.full
 @settings(max_examples=300, deadline=None)
 @given(configs())
 def test_validated_means_runnable_and_refused_means_not(config):

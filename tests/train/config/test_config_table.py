@@ -8,6 +8,8 @@ from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from typing import Any, Optional, Union, get_type_hints
 
+import pytest
+
 import skyrl.train.config as config_package
 from skyrl.config.machinery.fields import meanings_of
 from skyrl.train.config import SkyRLTrainConfig
@@ -139,6 +141,7 @@ def expected() -> dict[str, dict[str, Any]]:
     return {path: expected_tree(path, another(path, row)) for path, row in PATHS}
 
 
+@pytest.mark.full
 def test_an_override_on_the_command_line_changes_its_field_and_no_other():
     values = {path: as_text(path, another(path, row)) for path, row in PATHS}
     assert {path: asdict(SkyRLTrainConfig.from_cli_overrides([text])) for path, text in values.items()} == expected()

@@ -79,11 +79,13 @@ def assert_learned(reports: list[Metrics], least: float) -> None:
     assert reports[-1][SCORE] > least
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [0, *SEEDS[1:]])
 def test_grpo_learns(tmp_path, seed):
     assert_learned(run(configured(tmp_path, seed, steps=40)), least=0.75)
 
 
+@pytest.mark.full
 def test_grpo_learns_with_torch(tmp_path):
     assert_learned(run(configured(tmp_path, 0, steps=40, strategy="torch")), least=0.75)
 

@@ -92,6 +92,7 @@ def trl(model, reference, tokenizer, folder: Path, **options):
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen")
 
 
+@pytest.mark.full("client-sigmoid-0.0")
 @pytest.mark.parametrize(
     ("backend", "loss_type", "smoothing"),
     [
@@ -146,6 +147,7 @@ def test_slopes_are_the_derivatives_of_losses(loss_type):
     np.testing.assert_allclose(slopes, x.grad.numpy(), rtol=1e-9, atol=1e-15)
 
 
+@pytest.mark.full
 def test_the_reference_of_an_adapter_is_the_base_model(client, tiny_model, rows, tmp_path):
     settings = config(tiny_model, rows, "num_steps=4", "model.lora.rank=4", "beta=0.3", "optimizer_config.lr=1e-2")
     trace, _ = train(client, settings, export=tmp_path / "adapter")
@@ -168,6 +170,7 @@ def metrics(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_a_preference_is_learnt_from_the_command_line(tiny_model, rows, tmp_path, capfd):
     assert main(command(tiny_model, rows, tmp_path, "num_epochs=12", "ckpt_interval=24")) == 0
     last = metrics(tmp_path)[-1]
@@ -175,6 +178,7 @@ def test_a_preference_is_learnt_from_the_command_line(tiny_model, rows, tmp_path
     assert "eval/pairs/rewards/accuracies 1.0000" in capfd.readouterr().out
 
 
+@pytest.mark.full
 def test_the_reference_of_a_run_that_begins_with_a_checkpoint_is_that_also_when_it_is_resumed(
     tiny_model, rows, tmp_path
 ):

@@ -33,6 +33,7 @@ def lines(folder) -> list[str]:
     return run(CODE, folder)
 
 
+@pytest.mark.full
 def test_the_model_of_the_page_learns_the_answers(lines):
     losses = [float(line.split()[1]) for line in lines[:-1]]
     assert [line.split()[0] for line in lines[:-1]] == ["1", "10", "20", "30", "40"]

@@ -74,6 +74,7 @@ def test_streams_after_a_block_are_those_of_the_formulas(alpha):
     np.testing.assert_allclose(found, expected(weights, streams()), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_bfloat16_streams_are_connected_in_float32():
     weights = {name: jnp.asarray(value, jnp.float32) for name, value in drawn().items()}
     x = jnp.asarray(streams(), jnp.bfloat16)

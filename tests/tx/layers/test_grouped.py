@@ -45,6 +45,7 @@ def test_a_row_is_multiplied_by_its_groups_matrix_and_so_are_gradients(name):
     np.testing.assert_allclose(of_matrices, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_several_groupings_under_vmap_equal_each_by_itself():
     draws = np.random.default_rng(0)
     rows = jnp.asarray(draws.normal(size=(3, 50, IN)), jnp.float32)
@@ -61,6 +62,7 @@ def test_several_groupings_under_vmap_equal_each_by_itself():
         np.testing.assert_allclose(together[one], alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_a_row_that_is_nan_reaches_no_other():
     rows = jnp.ones((4, IN)).at[1].set(jnp.nan)
     grouping = grouped(jnp.asarray([0, 0, 1, 1], jnp.int32), 2)

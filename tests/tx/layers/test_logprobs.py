@@ -102,6 +102,7 @@ def test_gradients_are_those_of_the_log_softmax(case, name):
     np.testing.assert_allclose(ours, expected, rtol=case.tolerance, atol=case.tolerance * np.abs(expected).max() / 4)
 
 
+@pytest.mark.full
 def test_many_chunks_are_added_up_in_float32_whatever_the_type_of_what_is_trained():
     hidden, weights = jnp.ones((600, 1)), jnp.zeros((1, 2), jnp.bfloat16)
     targets, needs = jnp.zeros((600, 1), jnp.int32), Needs.all(600)

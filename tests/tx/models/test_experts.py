@@ -27,6 +27,7 @@ def test_the_first_of_equal_experts_wins_however_many_tokens_are_routed_at_once(
         np.testing.assert_array_equal(route(x[token : token + 1])[1][0], together[token])
 
 
+@pytest.mark.full
 def test_scores_that_bfloat16_cannot_tell_apart_are_told_apart():
     kernel = jnp.zeros((2, 2), jnp.bfloat16).at[0].set(1).at[1, 1].set(2**-10)
     x = jnp.asarray([[1.0, 1.0]], jnp.bfloat16)

@@ -69,6 +69,7 @@ def test_hidden_states_equal_those_of_transformers(load, reference, ids):
         np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
 
 
+@pytest.mark.full
 @unrolled_is_slow
 @pytest.mark.parametrize(
     "page_size", [pytest.param(size, marks=() if size == 4 else pytest.mark.slow) for size in (1, 2, 4, 64)]
@@ -87,6 +88,7 @@ def test_pages_of_any_size_in_any_order_equal_the_full_pass(load, ids, page_size
     np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), hidden(model, ids), atol=1e-4)
 
 
+@pytest.mark.full
 @unrolled_is_slow
 def test_rows_that_share_a_page_read_the_same(load, ids):
     model = load()
@@ -109,6 +111,7 @@ def test_rows_of_a_cache_may_be_at_different_positions(load, ids):
     np.testing.assert_allclose(step[:, 0], hidden(model, ids)[rows, at], atol=1e-5)
 
 
+@pytest.mark.full
 def test_what_is_left_in_a_cache_does_not_matter_even_if_it_is_nan(load, ids):
     empty, outputs = KVCache.zeros(load().config, 3, 8, jnp.float32), []
     for filling in (0.0, np.nan):
@@ -152,6 +155,7 @@ def bank_of(adapters: list[Adapter], config: ModelConfig) -> Adapter:
     return bank
 
 
+@pytest.mark.full
 @unrolled_is_slow
 def test_a_row_without_a_slot_gives_what_the_base_model_gives(load, ids):
     model = load()
@@ -160,6 +164,7 @@ def test_a_row_without_a_slot_gives_what_the_base_model_gives(load, ids):
     np.testing.assert_allclose(mixed[1], hidden(model, ids[1:2])[0], atol=1e-5)
 
 
+@pytest.mark.full
 @unrolled_is_slow
 def test_a_slot_of_a_bank_gives_what_its_adapter_gives_alone(load, ids):
     model = load()
@@ -177,6 +182,7 @@ def test_a_slot_of_a_bank_gives_what_its_adapter_gives_alone(load, ids):
         np.testing.assert_allclose(logits[row], model.compute_logits(alone[0, -1], adapters[slot]), atol=1e-5)
 
 
+@pytest.mark.full
 @unrolled_is_slow
 def test_log_probabilities_of_a_bank_are_those_of_its_adapters(load, ids):
     model, adapters = load(), [trained_adapter(load().config, RANK_4, 1), trained_adapter(load().config, RANK_4, 2)]
@@ -200,6 +206,7 @@ def test_nan_in_one_slot_leaves_the_rows_of_others_bit_identical(load, ids):
         np.testing.assert_array_equal(clean[::2], poisoned[::2])
 
 
+@pytest.mark.full
 @unrolled_is_slow
 def test_chunks_leave_log_probabilities_and_gradients_equal(load, ids):
     adapter = trained_adapter(load().config)
@@ -225,6 +232,7 @@ def test_modules_that_are_not_trained_have_no_gradient(load, ids):
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient["layers"]["self_attn"]))
 
 
+@pytest.mark.full
 @unrolled_is_slow
 def test_a_stack_of_adapters_maps_to_one_result_each(load, ids):
     model, adapters = load(), [trained_adapter(load().config, seed=seed) for seed in (1, 2)]
@@ -241,6 +249,7 @@ def test_a_stack_of_adapters_maps_to_one_result_each(load, ids):
     np.testing.assert_allclose(together, jnp.stack(alone), atol=1e-5)
 
 
+@pytest.mark.full
 def test_log_probabilities_over_150_thousand_tokens_are_accurate_over_a_bfloat16_base():
     vocab, tokens = 151_936, 6
     config = _config(vocab_size=vocab)

@@ -47,6 +47,8 @@ def packed(model, adapter) -> jax.Array:
     return hidden(model, IDS, positions=positions, segment_ids=segments, adapter=adapter)
 
 
+@pytest.mark.full
+@pytest.mark.gate("Qwen3ForCausalLM-packed")
 @pytest.mark.parametrize("run", [packed, in_chunks])
 def test_a_fresh_adapter_of_four_streams_computes_what_it_does_with_one(models, run):
     adapters = [trained_adapter(models(rate).config, RANK_4) for rate in (1, RATE)]
@@ -54,6 +56,7 @@ def test_a_fresh_adapter_of_four_streams_computes_what_it_does_with_one(models, 
     np.testing.assert_allclose(four, one, atol=1e-4)
 
 
+@pytest.mark.full
 @qwen3
 def test_unrolled_layers_of_four_streams_compute_what_scanned_ones_do(models):
     adapter = with_connectors(trained_adapter(models().config, RANK_4))
@@ -61,6 +64,7 @@ def test_unrolled_layers_of_four_streams_compute_what_scanned_ones_do(models):
     np.testing.assert_allclose(packed(unrolled, adapter), packed(models(), adapter), atol=1e-4)
 
 
+@pytest.mark.full
 @qwen3
 def test_hidden_states_are_the_means_of_streams(models):
     def states(rate: int) -> list[jax.Array]:
@@ -74,6 +78,7 @@ def test_hidden_states_are_the_means_of_streams(models):
         np.testing.assert_allclose(four, one, atol=1e-4)
 
 
+@pytest.mark.full
 @two
 def test_with_trained_connectors_packed_sequences_and_decoding_equal_the_full_pass(models):
     model, adapter = models(), with_connectors(trained_adapter(models().config, RANK_4))
@@ -83,6 +88,7 @@ def test_with_trained_connectors_packed_sequences_and_decoding_equal_the_full_pa
     np.testing.assert_allclose(packed(model, adapter)[:, :7], full[:, :7], atol=1e-4)
 
 
+@pytest.mark.full
 @two
 def test_gradients_of_connectors_are_equal_with_checkpoints_and_reach_each_of_them(models):
     adapter = with_connectors(trained_adapter(models().config, RANK_4))
@@ -102,6 +108,7 @@ def bank_of(model, *adapters):
     return bank
 
 
+@pytest.mark.full
 @qwen3
 @pytest.mark.parametrize("unrolled", [False, True])
 def test_rows_of_a_bank_have_their_own_connectors_or_none(models, unrolled):
