@@ -182,6 +182,8 @@ class Sample(Operation):
     """Sampling parameters with `seed` and `max_tokens` set."""
     options: SamplingOptions = NO_OPTIONS
     num_samples: int = 1
+    reports_progress: bool = False
+    """Report new tokens through `AbstractBackend.on_progress`. A backend may report none, as external engines do."""
     routing_key: str | None = None
     """Requests with equal keys, such as the turns of a conversation, share prefixes. With several engines, the router
     prefers to send them to the same engine, because its cache may have the prefix. The key has no influence on the

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl.backends.backend import Completion, Sample
+from skyrl.backends.backend import Completion, Progress, Sample
 from skyrl.types import ErrorResponse, SampleOutput, SamplingOptions, SamplingParams
 from tests.conformance.operations import (
     ROWS,
@@ -62,6 +62,25 @@ def test_a_sample_ends_at_its_limit_with_a_logprob_per_token(backend):
     (sequence,) = output.sequences
     assert sequence.tokens.shape == sequence.logprobs.shape == (5,)
     assert sequence.stop_reason == "length"
+
+
+@pytest.mark.gate("torch")
+def test_reported_tokens_are_those_of_the_result(backend, monkeypatch):
+    reports: list[Progress] = []
+    monkeypatch.setattr(backend, "on_progress", reports.append)
+    request = dataclasses.replace(a_sample(None, max_tokens=40, num_samples=2), reports_progress=True)
+    (output,) = done(backend, request)
+    assert reports or type(backend).__name__ not in ("JaxBackend", "TorchBackend")
+    for number, sequence in enumerate(output.sequences) if reports else ():
+        own = [report for report in reports if report.number == number]
+        assert {report.request_id for report in own} == {request.request_id} and len(own) > 1
+        np.testing.assert_array_equal(np.concatenate([report.tokens for report in own]), sequence.tokens)
+        np.testing.assert_array_equal(np.concatenate([report.logprobs for report in own]), sequence.logprobs)
+
+
+def test_tokens_are_reported_only_if_that_is_wanted(backend, monkeypatch):
+    monkeypatch.setattr(backend, "on_progress", lambda report: pytest.fail(f"{report} was not wanted"))
+    done(backend, a_sample(None, max_tokens=20))
 
 
 def test_a_sample_ends_with_its_stop_token(backend):

@@ -237,6 +237,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             deterministic=config.deterministic,
             prefix_caching=config.prefix_caching,
             chunked_prefill=config.chunked_prefill,
+            on_progress=lambda progress: self.on_progress(progress),
         )
         warm_up = by_turns(self._passes.warm_up(), self.sampler.warm_up())
         self._warm_up = warm_up if config.warm_up and not config.enforce_eager else iter(())

@@ -213,6 +213,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             deterministic=config.deterministic,
             prefix_caching=config.prefix_caching,
             chunked_prefill=config.chunked_prefill,
+            on_progress=lambda progress: self.on_progress(progress),
         )
 
     def _ask(self, rank: int, turn: Turn | None, *command: Any) -> Any:

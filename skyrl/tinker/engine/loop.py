@@ -22,10 +22,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pydantic import ValidationError
 
+from skyrl.backends import operations
 from skyrl.backends.backend import AbstractBackend
 from skyrl.backends.operations import (
     Completion,
@@ -54,6 +55,7 @@ from skyrl.tinker.processes.messages import (
     Held,
     Lost,
     Metrics,
+    NewTokens,
     Park,
     Progress,
     Ready,
@@ -108,6 +110,8 @@ class TinkerEngine:
         self._metrics = Metrics({}, {})
         """The last `Metrics` frame, sent at time `_told_at`."""
         self._told_at = -math.inf
+        self._progress: deque[operations.Progress] = deque()
+        """New tokens to send."""
         self._stored: deque[Stored] = deque()
         """`Stored` frames to send; a writer thread appends to this queue."""
         self._sent: deque[Operation] = deque()
@@ -123,6 +127,7 @@ class TinkerEngine:
         backend.on_wake = channel.wake.set
         backend.on_quantum = self._about_to_run
         backend.on_stored = self._version_stored
+        backend.on_progress = self._progress.append
 
     def run(self) -> None:
         """Run until a `Shutdown` frame arrives or the other process exits; then finish background writes.
@@ -189,6 +194,8 @@ class TinkerEngine:
             self.backend.submit(operation)
 
     def _deliver(self, completions: list[Completion]) -> None:
+        if progress := tuple(one for one in self._take_progress() if one.request_id in self._submitted):
+            self.channel.send(NewTokens(progress))
         if completions:
             crash_point("engine: quantum done, result not sent")
         for completion in completions:
@@ -208,6 +215,10 @@ class TinkerEngine:
                 self.channel.send(Done(completion.request_id, completion.result, completion.device_s))
         while self._stored:  # after the request that published it
             self.channel.send(self._stored.popleft())
+
+    def _take_progress(self) -> Iterator[operations.Progress]:
+        while self._progress:
+            yield self._progress.popleft()
 
     def _send_apart(self, operation: Operation, completion: Completion) -> None:
         """Send a sample's large result in the background.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from skyrl.backends import operations
 from skyrl.backends.operations import ModelOperation, Operation, Rejected
 from skyrl.backends.statistics import Statistics
 from skyrl.tinker.config import EngineConfig
@@ -140,6 +141,13 @@ class Done:
 
 
 @dataclass(frozen=True)
+class NewTokens:
+    """New tokens of running samples, each after those of earlier frames."""
+
+    progress: tuple[operations.Progress, ...]
+
+
+@dataclass(frozen=True)
 class Held:
     """A request waits for an earlier request of its model that has not arrived. `reason=None`: the request no longer
     waits."""
@@ -187,4 +195,18 @@ class Parked:
     done: bool
 
 
-FromEngine = Progress | Ready | Alive | Metrics | Failed | Lost | Done | Held | Running | Snapshotted | Stored | Parked
+FromEngine = (
+    Progress
+    | Ready
+    | Alive
+    | Metrics
+    | Failed
+    | Lost
+    | Done
+    | NewTokens
+    | Held
+    | Running
+    | Snapshotted
+    | Stored
+    | Parked
+)

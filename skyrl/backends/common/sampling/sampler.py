@@ -9,7 +9,7 @@ therefore do not block other requests. Everything in this module runs on the cal
 import dataclasses
 import logging
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -26,7 +26,7 @@ from skyrl.backends.common.sampling.state_slots import StateSlots
 from skyrl.backends.common.sampling.waiting_queue import LOOK_PAST, WaitingQueue, pages_to_begin
 from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.executor import failure
-from skyrl.backends.operations import Completion, Sample
+from skyrl.backends.operations import Completion, Progress, Sample
 from skyrl.backends.statistics import Statistics
 from skyrl.errors import BackendLost, RequestError
 from skyrl.types import Origin, Result, SamplingOptions
@@ -57,6 +57,7 @@ class Sampler(Generic[Version]):
         base: Content id of the base model, recorded in the origins of samples.
         deterministic: Requests share no cache pages, so prefill does not depend on other requests.
         prefix_caching: Share prefixes between requests. Samples of one request always share their prompt.
+        on_progress: Receives new tokens of requests with `reports_progress`.
         chunked_prefill: Continue running sequences between the chunks of a long prompt.
     """
 
@@ -73,6 +74,7 @@ class Sampler(Generic[Version]):
         deterministic: bool = False,
         prefix_caching: bool = True,
         chunked_prefill: bool = True,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
     ):
         self._runner: ModelRunner[Any] = runner
         self._versions = versions
@@ -82,6 +84,7 @@ class Sampler(Generic[Version]):
         self._shares = prefix_caching and not deterministic and not runner.state_bytes
         self._reads_in_parts = chunked_prefill
         self._max_rows = max_rows
+        self._on_progress = on_progress
         self._blocks = -(-max_context_length // PAGE_SIZE)
         useful = 2 * max_rows * self._blocks + 1  # pages for all rows, and as many again for prefixes
         self._states = StateSlots(runner.state_bytes, max_rows, cache_bytes)
@@ -396,6 +399,7 @@ class Sampler(Generic[Version]):
             self._decoded += sum(len(sequences) for sequences, _, _ in calls)
             before = self._tokens_by_tenant()
             ended = [sequence for call in calls for sequence in push(self._runner, *call)]
+            self._report()
             for tenant, tokens in (self._tokens_by_tenant() - before).items():
                 self.tokens_generated += tokens
                 self._waiting.charge(tenant, tokens)
@@ -410,6 +414,16 @@ class Sampler(Generic[Version]):
         for job in dict.fromkeys(sequence.job for sequence in ended if sequence.job.done):
             completions.append(self._complete(job, job.output()))
         return completions
+
+    def _report(self) -> None:
+        """Report the new tokens of requests that want reports."""
+        for sequence in self._running:
+            first, request = sequence.reported, sequence.job.request
+            if request.reports_progress and len(sequence.tokens) > first:
+                tokens = np.asarray(sequence.tokens[first:], np.int32)
+                logprobs = np.asarray(sequence.logprobs[first:], np.float32)
+                self._on_progress(Progress(request.request_id, sequence.index, tokens, logprobs))
+                sequence.reported = len(sequence.tokens)
 
     def _tokens_by_tenant(self) -> Counter[str]:
         """Number of tokens of running sequences, by tenant."""

@@ -124,6 +124,8 @@ class Sequence:
         self.origins = job.origins
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.reported = 0
+        """Number of tokens in the `Progress` reports so far."""
         self.top: list[TokenTable] = []
         """For each generated token, the table of the k most likely tokens, `[k]`, if requested."""
         self._strings = StopStrings(tokenizer, job.stops.strings) if job.stops.strings else None
