@@ -18,10 +18,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from skyrl.config.machinery.base import BaseConfig
 from skyrl.envs.threads import SHARED, EnvWorkers
 from skyrl.errors import ConfigError
+from skyrl.utils.chats import Message
 from skyrl.utils.registry import Registry
-
-Message = dict[str, Any]
-"""A message of an OpenAI chat: `role`, `content`, and other fields that the chat template reads."""
 
 C = TypeVar("C", bound=BaseConfig)
 

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from skyrl.train.data.files import read_rows
 from skyrl.train.data.prompt_dataset import PromptDataset, PromptReader
-from skyrl.train.data.template_form import TemplateForm
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.sft import Conversations, Example, RowReader
 from skyrl.train.sft.datasets import read_dataset
 from skyrl.tx.synthetic.make_tokenizer import END, make_tokenizer
+from skyrl.utils.template_form import TemplateForm
 
 QWEN3 = (files("trl") / "chat_templates" / "qwen3.jinja").read_text()
 NO_CALLS = """\

@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from skyrl.errors import ConfigError
-from skyrl.train.data.template_form import TemplateForm
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.sft import Conversations, Example, RowReader
 from skyrl.train.sft.pairs import Pair, PairReader
+from skyrl.utils.template_form import TemplateForm
 
 # -- forms ------------------------------------------------------------------------------------------------------------
 

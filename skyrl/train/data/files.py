@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.errors import ConfigError
+from skyrl.utils.chats import Struct
 
 Row = dict[str, Any]
 WITH_SPLIT = re.compile(r"(?P<name>.+?):(?P<split>[^:\[\]]+(\[[^\[\]]*\])?)")
@@ -23,13 +24,6 @@ OF_A_FILE = re.compile(r"train(\[[^\[\]]*\])?")
 """Pattern of the splits that a file has: train (all rows) and slices of it."""
 SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json")
 """A folder that `save_to_disk` of the `datasets` library wrote has one of these files."""
-
-
-class Struct(Row):
-    """An object from an Arrow struct. Arrow gives every row all members; those that a row lacks are null.
-
-    A null may therefore come from the row or from Arrow. Chats are read without nulls; environments get them unchanged.
-    """
 
 
 def read_rows(source: str) -> Iterator[Row]:

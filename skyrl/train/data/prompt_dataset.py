@@ -17,9 +17,9 @@ from jinja2 import TemplateError
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.data.chats import columns_of, read_chat, read_tools, short
 from skyrl.train.data.files import Row, read_rows
 from skyrl.train.rollouts.episode import Prompt
+from skyrl.utils.chats import columns_of, read_chat, read_tools, short
 
 logger = logging.getLogger(__name__)
 

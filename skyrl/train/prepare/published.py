@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from skyrl.envs.tasks.answers import last_boxed, number_at, same_answer
 from skyrl.errors import ConfigError
-from skyrl.train.data.chats import read_chat, short
+from skyrl.utils.chats import read_chat, short
 
 _UNBRACED = re.compile(r"\\boxed +([^\s{$][^$\n]*?) *(?=\$|$)", re.MULTILINE)
 """`\\boxed` without braces. Its content extends to the end of the formula. A few rows of MATH have it."""

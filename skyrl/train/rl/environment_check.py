@@ -14,8 +14,8 @@ from typing import Any
 from skyrl.config import SkyRLTrainConfig
 from skyrl.envs import make_env, settings_of
 from skyrl.errors import ConfigError
-from skyrl.train.data.chats import columns_of
 from skyrl.train.rollouts.episode import FATAL, Prompt
+from skyrl.utils.chats import columns_of
 from skyrl.utils.own_code import place_of
 
 log = logging.getLogger(__name__)

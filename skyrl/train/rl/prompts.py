@@ -10,11 +10,11 @@ from skyrl.config import SkyRLTrainConfig
 from skyrl.errors import ConfigError
 from skyrl.train.data.epoch_order import OrderState, PromptOrder
 from skyrl.train.data.prompt_dataset import PromptDataset, PromptReader
-from skyrl.train.data.template_form import TemplateForm
 from skyrl.train.data.vocabulary import check_vocabulary
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.strategy.base_model import model_sizes
+from skyrl.utils.template_form import TemplateForm
 
 
 class TrainingPrompts:

@@ -18,9 +18,9 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from skyrl.config import ChatTemplateConfig
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.data.template_form import TemplateForm
 from skyrl.train.rollouts.chat import ChatTokenizer
 from skyrl.train.rollouts.templates import load_template, template_error
+from skyrl.utils.template_form import TemplateForm
 
 KEEPS_THOUGHTS = "qwen3_with_thinking"
 """Name of a built-in template that keeps the reasoning of earlier messages."""

@@ -9,13 +9,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from skyrl.config.sft import DPOConfig, SFTConfig
 from skyrl.errors import ConfigError
-from skyrl.train.data.chats import short
 from skyrl.train.data.files import read_rows
 from skyrl.train.data.loaders import Loader, as_it_is
 from skyrl.train.rollouts.templates import load_template
 from skyrl.train.sft.conversations import ChatTokenizer, Conversations
 from skyrl.train.sft.examples import Example, RowReader
 from skyrl.train.sft.pairs import PairReader
+from skyrl.utils.chats import short
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.data.chats import chat_or_text, checked_text, columns_of, read_chat, read_tools, short
 from skyrl.train.sft.conversations import Conversations, Masked
+from skyrl.utils.chats import chat_or_text, checked_text, columns_of, read_chat, read_tools, short
 
 IGNORED = -100
 """Label of a token that is not trained on."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.data.chats import chat_or_text, columns_of, read_chat, short
 from skyrl.train.sft.examples import Example, RowReader
+from skyrl.utils.chats import chat_or_text, columns_of, read_chat, short
 
 SAME = "have the same answer as chosen and as rejected"
 """Reason for skipping a row. The text follows the number of rows in a summary."""

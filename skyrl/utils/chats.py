@@ -1,4 +1,4 @@
-"""Parser of chats in rows of data sets, used for supervised fine-tuning, preferences and RL.
+"""Parser of chats, in rows of data sets and in requests.
 
 `read_chat` accepts the formats in which chats are published, and returns the format that chat templates read. There,
 `content` is text, or None if there are `tool_calls`. The arguments of a call are an object. Reasoning is in
@@ -14,10 +14,20 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyrl.config.machinery.fields import did_you_mean
-from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.data.files import Struct
+from skyrl.utils.spelling import did_you_mean
+
+Message = dict[str, Any]
+"""A message of an OpenAI chat: `role`, `content`, and other fields that the chat template reads."""
+Row = dict[str, Any]
+
+
+class Struct(Row):
+    """An object from an Arrow struct. Arrow gives every row all members; those that a row lacks are null.
+
+    A null may therefore come from the row or from Arrow. Chats are read without nulls; environments get them unchanged.
+    """
+
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ELSEWHERE = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
-from skyrl.train.data.chats import REASONING, REASONING_NAMES
 from skyrl.utils.chat_template import TOOL
+from skyrl.utils.chats import REASONING, REASONING_NAMES, Message
 
 MARKER = "THE-VALUE-7d20e5"
 ARGUMENTS = {"a": MARKER}
