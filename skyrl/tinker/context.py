@@ -27,6 +27,7 @@ from skyrl.tinker.redaction import Redaction
 from skyrl.tinker.wire.sharing import BodyQuota, DecodePool
 from skyrl.types import BackendInfo
 from skyrl.utils.slow_calls import SlowCall, slow_calls
+from skyrl.utils.tokenizer import Tokenizer
 
 BUILTIN_MODEL = "tiny-qwen3"
 """Name of the built-in model."""
@@ -109,6 +110,7 @@ class Service:
         self.metrics = ServerMetrics(self.names, lambda: self.engine, self.slow_calls)
         self.database_probe: asyncio.Task[bool] | None = None
         """Task of the last database health check."""
+        self._tokenizer: tuple[str, Tokenizer] | None = None
         self.became_ready = asyncio.Event()
         self._waited = asyncio.Event()
         """Set when waiting for the base model is over: it is known, or the server stops."""
@@ -121,6 +123,13 @@ class Service:
         if self.engine.info is None:
             raise EngineStarting(self.redact(self.engine.progress))
         return self.engine.info
+
+    async def tokenizer(self) -> Tokenizer:
+        """Return the base model's tokenizer. Raises `EngineStarting`, and `StorageError` if it cannot be read."""
+        folder = self.info.tokenizer_path
+        if self._tokenizer is None or self._tokenizer[0] != folder:
+            self._tokenizer = folder, await asyncio.to_thread(Tokenizer, folder)
+        return self._tokenizer[1]
 
     async def wait_until_ready(self) -> BackendInfo:
         """Wait for the description of the base model. Raises `EngineStarting` after `long_poll_s`."""

@@ -31,5 +31,9 @@ class EngineStarting(Exception):
     """No engine has been ready yet, so the base model is not known."""
 
 
+class SampleFailed(Exception):
+    """The server could not sample, through no fault of the request, which may be sent again."""
+
+
 class DatabaseFull(Exception):
     """The database's disk is full or fails. Nothing of the job was stored; it may be retried."""

@@ -24,16 +24,18 @@ from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.identity.callers import Keys
 from skyrl.tinker.identity.tokens import Signer
 from skyrl.tinker.requests.queue import RequestQueue
+from skyrl.tinker.sampling.drawing import Draws
 from skyrl.utils.backoff import pause_s
 
 log = logging.getLogger(__name__)
 
 
 class TinkerServer:
-    """State behind the routes. `service` and `queue` exist from `start` on."""
+    """State behind the routes. `service`, `queue` and `draws` exist from `start` on."""
 
     service: Service
     queue: RequestQueue
+    draws: Draws
 
     def __init__(self, config: EngineConfig, make_engine: EngineFactory):
         self.config = config
@@ -82,6 +84,7 @@ class TinkerServer:
         )
         start = partial(first_cursor, now=time.time_ns() // 1000)
         self.queue = RequestQueue(self.service)
+        self.draws = Draws(self.service, self.queue)
         self.queue.futures.completions.begin(await self._patient.write(start, "the first cursor"))
         self.service.engine = self._make_engine(
             self.config,

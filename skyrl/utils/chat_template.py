@@ -1,11 +1,12 @@
-"""Text that a model's chat template renders after an answer; it begins with the end-of-turn token.
+"""Chat templates of model folders, rendered as in `transformers`, without importing it.
 
-A short conversation is rendered, with a marker as the answer. Templates are rendered as in `transformers`, without
-importing it.
+The text that a template renders after an answer begins with the end-of-turn token. A short conversation is rendered to
+find it, with a marker as the answer.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,23 +32,53 @@ _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 """Tags of `transformers` around assistant messages. The text between them is rendered unchanged."""
 
 
+class ChatTemplate:
+    """The chat template of a model folder.
+
+    Args:
+        source: Text of the template.
+        tokenizer_config: Content of tokenizer_config.json. Its special tokens are variables of the template.
+    """
+
+    def __init__(self, source: str, tokenizer_config: Mapping[str, Any]):
+        self.source = source
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        self._special = {name: _spelled(value) for name, value in tokenizer_config.items() if name.endswith("_token")}
+        self._template = environment.from_string(_GENERATION.sub(_as_condition, source))
+
+    @classmethod
+    def of(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> "ChatTemplate | None":
+        """Return the template of a folder; None if it has none. Raises `TemplateError` for one that is invalid."""
+        source = _source(folder, tokenizer_config)
+        return None if source is None else cls(source, tokenizer_config)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Return the text of a chat. Templates are programs and may raise any exception."""
+        given = {"documents": None, **self._special, **variables}
+        return self._template.render(
+            messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **given
+        )
+
+
 def text_after_answer(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """Return the text that the chat template of a model folder renders after the last answer.
 
     None if the folder has no template, or if the template fails or does not render the answer unchanged.
     """
-    source = _source(folder, tokenizer_config)
-    if source is None:
-        return None
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    special = {name: _spelled(value) for name, value in tokenizer_config.items() if name.endswith("_token")}
     try:
-        template = environment.from_string(_GENERATION.sub(_as_condition, source))
-        text = template.render(messages=SHORT, tools=None, add_generation_prompt=False, **special)
+        template = ChatTemplate.of(folder, tokenizer_config)
+        text = None if template is None else template.render(SHORT, add_generation_prompt=False)
     except Exception:  # templates are programs and may raise any exception
         return None
-    _, found, after = text.partition(MARKER)
+    _, found, after = (text or "").partition(MARKER)
     return after if found else None
 
 
@@ -72,6 +103,10 @@ def _spelled(token: Any) -> Any:
 def _as_condition(tag: re.Match[str]) -> str:
     before, closes, after = tag.groups()
     return f"{{%{before} {'endif' if closes else 'if true'} {after}%}}"
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _refuse(message: str) -> None:

@@ -8,14 +8,14 @@ Characters split over several tokens need no special handling, and a token costs
 import json
 import re
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from skyrl.errors import StorageError
-from skyrl.utils.chat_template import text_after_answer
+from skyrl.utils.chat_template import ChatTemplate, text_after_answer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -36,13 +36,21 @@ class Tokenizer:
         decoder = self._tokenizer.decoder
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self._added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, added in self._added.items() if added.special)
+        """Ids of special tokens, such as those around turns, which are no part of a text."""
         self._bytes: dict[int, bytes] = {}
         config = _json(folder / "tokenizer_config.json")
+        self._folder, self._config = folder, config
         self._named_ids = _named_ids(folder, _id_of(self._tokenizer, config.get("eos_token")))
         self.end_of_turn = self._first_added(text_after_answer(folder, config))
         """Special token that the chat template puts after an answer; None if there is no template or no such token."""
         self.eos_ids = frozenset().union(*self._named_ids.values(), self._of_template)
         """Ids that end a sequence: those named by files of the folder, and `end_of_turn`. May be empty."""
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The folder's chat template; None if it has none. Raises `TemplateError` for one that is invalid."""
+        return ChatTemplate.of(self._folder, self._config)
 
     @property
     def disagreement(self) -> str | None:
@@ -56,12 +64,12 @@ class Tokenizer:
             "eos_token_id in generation_config.json"
         )
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without added special tokens.
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of `text`. Special tokens spelled in `text` are recognised.
 
-        Special tokens spelled in `text` are recognised.
+        `add_special_tokens`: add those that the tokenizer puts around a text, such as a beginning-of-sequence token.
         """
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids` with special tokens spelled out. Bytes that are not UTF-8 become U+FFFD."""

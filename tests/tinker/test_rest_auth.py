@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import httpx
 import jwt
 import pytest
 import tinker
@@ -135,3 +136,21 @@ def test_secret_is_the_same_for_racing_starts(tmp_path):
 
     first, second = asyncio.run(both())
     assert first == second and len(first) == 64
+
+
+def get_model(server: LiveServer, key: str, path: str = "") -> httpx.Response:
+    return httpx.get(f"{server.url}/v1/models{path}", headers={"Authorization": f"Bearer {key}"}, timeout=60)
+
+
+def test_a_key_is_sent_as_a_bearer_token_too(locked):
+    assert get_model(locked, "tml-a").status_code == 200
+    refused = get_model(locked, "tml-wrong")
+    assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+
+
+def test_a_checkpoint_of_another_key_is_no_model(as_a):
+    model = as_a.model(as_a.session())
+    saved = as_a.run("/save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "mine"})["path"]
+    assert get_model(as_a, "tml-a", f"/{saved}").json()["id"] == saved
+    refused = get_model(as_a, "tml-b", f"/{saved}")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")

@@ -11,6 +11,7 @@ from skyrl.tinker.http import openapi, operators, probes
 from skyrl.tinker.http.body_limit import BodyLimit
 from skyrl.tinker.http.errors import add_error_handlers, error_response
 from skyrl.tinker.http.middleware import LocalOnly, Measured
+from skyrl.tinker.http.openai import chat, completions
 from skyrl.tinker.http.routes import (
     accounts,
     checkpoints,
@@ -28,8 +29,10 @@ from skyrl.tinker.operations.operation import SMALL_BODY
 from skyrl.tinker.operations.table import OPERATIONS
 from skyrl.tinker.processes.engine_supervisor import EngineSupervisor
 from skyrl.tinker.server import TinkerServer
+from skyrl.tinker.wire.json_numbers import MAX_REST_BYTES
 
 PREFIX = "/api/v1"
+OPENAI_PREFIXES = "/v1", "/oai/api/v1"
 
 
 def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervisor) -> FastAPI:
@@ -70,6 +73,9 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
     for router in routers:
         app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)
     openapi.complete(app, PREFIX, routers)
+    for prefix in OPENAI_PREFIXES:
+        for module in (completions, chat):
+            app.include_router(module.router, prefix=prefix, include_in_schema=False)
     app.include_router(probes.router)
     app.include_router(operators.router, responses=openapi.ERRORS)
     add_error_handlers(app)
@@ -81,6 +87,8 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
     def limit_of(path: str) -> int:
         if path.startswith(PREFIX + held_checkpoints.UPLOADS.partition("{")[0]):
             return held_checkpoints.MAX_FILE_BYTES
+        if path.startswith(tuple(f"{prefix}/" for prefix in OPENAI_PREFIXES)):
+            return min(MAX_REST_BYTES, config.max_body_bytes)
         return min(limits.get(path, SMALL_BODY) or config.max_body_bytes, config.max_body_bytes)
 
     def has_place(path: str) -> bool:

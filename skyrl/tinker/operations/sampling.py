@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from skyrl.algorithms.checks.requests import check_sample
 from skyrl.algorithms.checks.scores import check_scores
-from skyrl.backends.operations import Sample
+from skyrl.backends.operations import NO_OPTIONS, Sample
 from skyrl.errors import RequestError
 from skyrl.tinker.checkpoints.surplus_versions import limit_that_removed
 from skyrl.tinker.config import EngineConfig
@@ -18,7 +18,7 @@ from skyrl.tinker.operations.admission import Accepted, Admission
 from skyrl.tinker.operations.operation import operation, refuse_unserved
 from skyrl.tinker.wire import codec, json_numbers, schemas
 from skyrl.tinker.wire.parsing import Body, Limits, Parsed, SamplerAddress, describe_faults, json_object, read_address
-from skyrl.types import TokenMatrix
+from skyrl.types import SamplingOptions, TokenMatrix
 
 LARGE_PROMPTS = 64 * 2**20
 
@@ -29,7 +29,11 @@ class SampleInput:
 
     request: schemas.SampleRequest
     prompt: np.ndarray
-    targets: TokenMatrix | None
+    targets: TokenMatrix | None = None
+    options: SamplingOptions = NO_OPTIONS
+    """Options that the Tinker API does not have."""
+    reports_progress: bool = False
+    routing_key: str | None = None
 
 
 def _parse_sample(body: Body, limits: Limits) -> Parsed:
@@ -93,7 +97,10 @@ async def sample(admission: Admission, given: SampleInput) -> Accepted:
         path=None if folder is None else service.path_of(folder),
         prompt=prompt,
         params=params.model_copy(update={"max_tokens": max_tokens, "seed": seed}),
+        options=given.options,
         num_samples=request.num_samples,
+        reports_progress=given.reports_progress,
+        routing_key=given.routing_key,
         prompt_logprobs=request.prompt_logprobs,
         topk_prompt_logprobs=request.topk_prompt_logprobs,
         topk_sample_logprobs=request.topk_sample_logprobs,

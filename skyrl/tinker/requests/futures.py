@@ -207,6 +207,11 @@ class Futures:
             future.interrupt()
         return future
 
+    @property
+    def closing(self) -> bool:
+        """True once the server stops: waits end without an outcome."""
+        return self._closing
+
     def get(self, request_id: str) -> PendingFuture | None:
         return self._by_id.get(request_id)
 

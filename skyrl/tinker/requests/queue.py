@@ -15,7 +15,17 @@ from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles
 from skyrl.tinker.database.retrying_writer import RetryingWriter
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import CUSTOM_LOSS, created_custom_loss, is_sample
-from skyrl.tinker.processes.messages import Done, FromEngine, Held, Parked, Ready, Running, Snapshotted, Stored
+from skyrl.tinker.processes.messages import (
+    Done,
+    FromEngine,
+    Held,
+    NewTokens,
+    Parked,
+    Ready,
+    Running,
+    Snapshotted,
+    Stored,
+)
 from skyrl.tinker.requests.futures import Futures
 from skyrl.tinker.requests.samples import SampleQueue
 from skyrl.tinker.requests.training import TrainingQueue
@@ -71,6 +81,8 @@ class EngineEvents:
                 self._service.crash_record.acquit(request_id)
                 self._futures.done(request_id)
                 (self._samples if is_sample(request_id) else self._training).done(request_id, result, device_s)
+            case NewTokens(progress=progress):
+                self._samples.progress(progress)
             case Snapshotted():
                 self._service.metrics.engine.snapshots.inc()
                 self._service.metrics.engine.snapshot_bytes.inc(frame.size_bytes)

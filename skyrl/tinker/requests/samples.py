@@ -7,13 +7,14 @@ client that resubmits a sample after a restart of the server resubmits the same 
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
-from skyrl.backends.operations import Sample
+from skyrl.backends.operations import Progress, Sample
 from skyrl.errors import UnknownName
 from skyrl.tinker.context import Service
 from skyrl.tinker.database.ledger import charges
@@ -22,7 +23,7 @@ from skyrl.tinker.database.queries.sample_counts import SampleCounts
 from skyrl.tinker.identity import ids
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import client_of
-from skyrl.tinker.operations.admission import Accepted, Admission
+from skyrl.tinker.operations.admission import Accepted, Admission, locate
 from skyrl.tinker.operations.operation import QueuedOperation
 from skyrl.tinker.operations.submission import Refused, accept, admit
 from skyrl.tinker.processes.messages import Cancel, Enqueue
@@ -51,6 +52,18 @@ TOGETHER = 2
 """Number of engine crashes during a sample after which the sample is sent alone."""
 STOP_BYTES = 64
 """Bytes of a stop token or string in memory, in addition to its size in the body."""
+
+
+class Listener(Protocol):
+    """Receiver of a sample's tokens as they are generated."""
+
+    def tokens(self, report: Progress) -> None:
+        """Handle new tokens of one sequence."""
+        ...
+
+    def restart(self) -> None:
+        """Handle the exit of the engine: the next engine reports all tokens again, from the first."""
+        ...
 
 
 @dataclass(eq=False)
@@ -89,6 +102,8 @@ class SampleQueue:
         """Number and bytes of the samples in `_pending`."""
         self._read = Quota("unread samples of {} bytes")
         """Memory quota of samples whose bodies are being read."""
+        self._listeners: dict[str, Listener] = {}
+        """Listeners of samples in `_pending`."""
         self._alone: str | None = None
         """Suspect that the engine runs alone."""
         self._counts = SampleCounts(service.database)
@@ -102,14 +117,41 @@ class SampleQueue:
 
     async def _read_and_take_in(self, operation: QueuedOperation, body: Body, caller: Caller) -> tuple[str, int]:
         admission, parsed = await admit(self._service, operation, body, caller)
+        request_id, count = await self._take_parsed(operation, body, admission, parsed)
+        return request_id, count
+
+    async def submit_parsed(
+        self, operation: QueuedOperation, body: Body, parsed: Parsed, caller: Caller, listener: "Listener | None" = None
+    ) -> str:
+        """Accept a sample whose request is not `body` itself, but made of it. Returns its request id.
+
+        `listener` gets its tokens as they are generated. Raises the same errors as `submit`.
+        """
+        target = await locate(self._service, caller, parsed.address)
+        admission = Admission(self._service, caller, target, "")
+        request_id, _ = await self._take_parsed(operation, body, admission, parsed, listener)
+        return request_id
+
+    async def _take_parsed(
+        self,
+        operation: QueuedOperation,
+        body: Body,
+        admission: Admission,
+        parsed: Parsed,
+        listener: "Listener | None" = None,
+    ) -> tuple[str, int]:
         assert isinstance(parsed.address, SamplerAddress)
         key, count = (parsed.address.sampling_session_id, parsed.address.seq_id), parsed.address.num_samples
         request_id = ids.sample_id(*key)
         admission = replace(admission, request_id=request_id)
+        if listener is not None:
+            self._listeners[request_id] = listener
         try:
             return await self._take_in(operation, body, admission, parsed, key), count
         finally:
             self._service.version_use.taken_in(request_id)
+            if request_id not in self._pending:
+                self._listeners.pop(request_id, None)
 
     async def _take_in(
         self, operation: QueuedOperation, body: Body, admission: Admission, parsed: Parsed, key: tuple[str, int]
@@ -154,6 +196,22 @@ class SampleQueue:
             if isinstance(result, SampleOutput):
                 self._count(entry.sample, result)
             self._tasks.start(self._finish(request_id, entry, result, device_s))
+
+    def progress(self, reports: Iterable[Progress]) -> None:
+        """Pass new tokens to the listeners of their samples."""
+        for report in reports:
+            if (listener := self._listeners.get(report.request_id)) is not None:
+                listener.tokens(report)
+
+    def forget(self, request_id: str) -> None:
+        """Drop the outcome of a sample, which nobody reads any more, or the sample itself, if it is pending."""
+        future = self._futures.get(request_id)
+        if future is None or future.key is None:
+            return
+        if request_id in self._pending:
+            self._drop(request_id, "the sample was cancelled by its client")
+        self._futures.drop(request_id)
+        self._futures.completions.drop(client_of(future.key), request_id)
 
     async def ended(self, request: schemas.RetrieveFuturesRequest, caller: Caller) -> schemas.RetrieveFuturesResponse:
         """Return the finished samples of a client. Raises `UnknownName` for an unknown sampler."""
@@ -213,6 +271,8 @@ class SampleQueue:
                 self._futures.set(request_id, Failure(error, "server"))
                 self._service.crash_record.acquit(request_id)
         self._unsent.clear()
+        for listener in self._listeners.values():
+            listener.restart()
         for request_id, waiting in self._pending.items():
             self._wait(request_id, waiting)
 
@@ -263,6 +323,7 @@ class SampleQueue:
     def _remove(self, request_id: str) -> WaitingSample | None:
         self._unsent.remove(request_id)
         waiting = self._pending.pop(request_id, None)
+        self._listeners.pop(request_id, None)
         if waiting is not None:
             self._service.version_use.ended(waiting.sample)
             self._number.remove(waiting.sharer, 1)

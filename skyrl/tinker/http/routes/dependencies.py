@@ -18,6 +18,7 @@ from skyrl.tinker.http.body_limit import UNTIL_ANSWERED
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.requests.queue import RequestQueue
+from skyrl.tinker.sampling.drawing import Draws
 from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.wire.parsing import BEGINNING_BYTES, Body, describe_faults, json_object
 from skyrl.tinker.wire.sharing import Reservation, announced_length
@@ -34,14 +35,19 @@ async def _service(request: Request) -> Service:
     return _server(request).service
 
 
+async def _draws(request: Request) -> Draws:
+    return _server(request).draws
+
+
 async def _queue(request: Request) -> RequestQueue:
     return _server(request).queue
 
 
 async def _caller(request: Request) -> Caller:
+    """Return the caller by its key, in X-API-Key or, as clients of OpenAI and Prometheus send it, as a bearer token."""
     keys, address = _server(request).service.keys, _address(request)
     try:
-        caller = replace(keys.caller(request.headers.get("x-api-key")), address=address)
+        caller = replace(keys.caller(_key(request)), address=address)
     except BadKey as error:
         raise _wrong_key(request, error) from error
     request.scope[TENANT] = caller.display_name
@@ -49,15 +55,18 @@ async def _caller(request: Request) -> Caller:
 
 
 async def operator(request: Request) -> None:
-    """Require an operator key, in X-API-Key or, as Prometheus sends it, in `Authorization: Bearer`."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    key = request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
+    """Require an operator key."""
     try:
-        may = _server(request).service.keys.is_operator(key)
+        may = _server(request).service.keys.is_operator(_key(request))
     except BadKey as error:
         raise _wrong_key(request, error) from error
     if not may:
         raise HTTPException(403, "this is for operators: send a key of the server's --operator-keys-file")
+
+
+def _key(request: Request) -> str | None:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
 
 
 def _address(request: Request) -> str:
@@ -76,6 +85,7 @@ async def _path(run_id: str, kind: CheckpointKind, name: str) -> TinkerPath:
 
 
 ServiceDependency = Annotated[Service, Depends(_service)]
+DrawsDependency = Annotated[Draws, Depends(_draws)]
 QueueDependency = Annotated[RequestQueue, Depends(_queue)]
 CallerDependency = Annotated[Caller, Depends(_caller)]
 

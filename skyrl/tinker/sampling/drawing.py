@@ -1,0 +1,199 @@
+"""Samples of named models, in the queue of all samples.
+
+The samples of a caller and its model belong to a session that the server makes, so limits, fair sharing, usage and
+retention are those of the Tinker API. Such a session is idle, and later ends, when its model is sampled no more.
+"""
+
+import asyncio
+import pickle
+import uuid
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+from sqlmodel import Session
+
+from skyrl.backends.operations import NO_OPTIONS, Progress
+from skyrl.errors import RequestError, UnknownName
+from skyrl.tinker.context import Service
+from skyrl.tinker.database.tables import SessionRow
+from skyrl.tinker.errors import SampleFailed
+from skyrl.tinker.identity import ids
+from skyrl.tinker.identity.callers import EVERYBODY, Caller
+from skyrl.tinker.operations.sampling import SampleInput
+from skyrl.tinker.operations.table import OPERATIONS
+from skyrl.tinker.requests.queue import RequestQueue
+from skyrl.tinker.results import Answer, Failure
+from skyrl.tinker.sampling.models import NamedModel
+from skyrl.tinker.sampling.samplers import join_sampler, make_sampler
+from skyrl.tinker.wire import schemas
+from skyrl.tinker.wire.parsing import Body, Parsed, SamplerAddress
+from skyrl.types import SampleOutput, SamplingOptions, SamplingParams
+
+OPERATION = replace(OPERATIONS[ids.SAMPLE], encode=pickle.dumps)
+"""The sampling operation. Its results stay in this process, as they are."""
+SESSIONS = uuid.UUID("0f0a7a34-6d1b-5b43-9a55-6f2b1a0a1c55")
+"""Namespace of the ids of the server's sessions."""
+WAIT_S = 60.0
+"""Seconds after which a wait for an outcome begins again."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A prompt and what to sample after it."""
+
+    prompt: np.ndarray
+    """int32 `[prompt]`."""
+    params: SamplingParams
+    options: SamplingOptions = NO_OPTIONS
+    num_samples: int = 1
+    alternatives: int = 0
+    """Number of most likely tokens to report at each generated position."""
+    routing_key: str | None = None
+    """See `Sample.routing_key`."""
+    prompt_alternatives: int | None = None
+    """The same for the prompt, whose log-probabilities are then reported, too. None: they are not."""
+
+
+class Drawing:
+    """Samples of one prompt that are being drawn. Made by `Draws.draw`."""
+
+    def __init__(self, queue: RequestQueue):
+        self._queue = queue
+        self.request_id = ""
+        self._reports: deque[Progress] = deque()
+        self._arrived = asyncio.Event()
+        self._reported: Counter[int] = Counter()
+        """Tokens of each sequence that were reported so far."""
+        self._to_skip: Counter[int] = Counter()
+        """Tokens of each sequence that the next engine reports again."""
+
+    def tokens(self, report: Progress) -> None:
+        """Note new tokens."""
+        known = min(self._to_skip[report.number], len(report.tokens))
+        self._to_skip[report.number] -= known
+        if known < len(report.tokens):
+            self._reported[report.number] += len(report.tokens) - known
+            self._reports.append(replace(report, tokens=report.tokens[known:], logprobs=report.logprobs[known:]))
+            self._arrived.set()
+
+    def restart(self) -> None:
+        """Expect all tokens again: draws of a seed are repeatable."""
+        self._to_skip = self._reported.copy()
+
+    async def result(self) -> SampleOutput:
+        """Wait for the samples.
+
+        Raises:
+            RequestError: The request cannot be served.
+            SampleFailed: The server failed.
+        """
+        outcome = None
+        while outcome is None:
+            future = self._queue.futures.get(self.request_id)
+            if future is None or self._queue.futures.closing:
+                raise SampleFailed("the server is stopping, or has no memory for the answer; send the request again")
+            outcome = await future.wait(WAIT_S)
+        if isinstance(outcome, Answer):
+            self._queue.handed_out(self.request_id)
+            return pickle.loads(outcome.body)
+        if isinstance(outcome, Failure) and outcome.category == "user":
+            raise RequestError(outcome.error)
+        raise SampleFailed(outcome.error if isinstance(outcome, Failure) else "the answer is gone; send it again")
+
+    async def reports(self) -> AsyncIterator[Progress | SampleOutput]:
+        """Yield all tokens as they are generated, then the result. Raises the same errors as `result`.
+
+        Tokens of backends that report no progress are yielded when all samples are complete.
+        """
+        ended = asyncio.ensure_future(self.result())
+        ended.add_done_callback(lambda _: self._arrived.set())
+        try:
+            while not ended.done() or self._reports:
+                await self._arrived.wait()
+                self._arrived.clear()
+                while self._reports:
+                    yield self._reports.popleft()
+            output = ended.result()
+            for number, sequence in enumerate(output.sequences):
+                if (first := self._reported[number]) < len(sequence.tokens):
+                    yield Progress(self.request_id, number, sequence.tokens[first:], sequence.logprobs[first:])
+            yield output
+        finally:
+            ended.cancel()
+
+
+class Draws:
+    """Queues samples of named models. All methods are called on the event loop."""
+
+    def __init__(self, service: Service, queue: RequestQueue):
+        self._service = service
+        self._queue = queue
+        self._clients: dict[str, tuple[str, int]] = {}
+        """Sampler and client number of this process, by the sampler's session."""
+        self._drawn: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def draw(self, caller: Caller, model: NamedModel, draw: Draw, body: Body) -> AsyncIterator[Drawing]:
+        """Queue samples. At the end of the block they are dropped, also if they are not complete.
+
+        `body` is the request that they are of, whose size counts. Raises `Busy`, and the same errors as
+        `Drawing.result`.
+        """
+        drawing = Drawing(self._queue)
+        request = schemas.SampleRequest.model_construct(
+            sampling_params=draw.params,
+            num_samples=draw.num_samples,
+            topk_sample_logprobs=draw.alternatives,
+            prompt_logprobs=draw.prompt_alternatives is not None,
+            topk_prompt_logprobs=draw.prompt_alternatives or 0,
+        )
+        given = SampleInput(
+            request, draw.prompt, options=draw.options, reports_progress=True, routing_key=draw.routing_key
+        )
+        sampler_id, seq_id = await self._next(caller, model)
+        address = SamplerAddress(sampling_session_id=sampler_id, seq_id=seq_id, num_samples=draw.num_samples)
+        parsed = Parsed(address, given)
+        drawing.request_id = await self._queue.samples.submit_parsed(OPERATION, body, parsed, caller, drawing)
+        try:
+            yield drawing
+        finally:
+            self._queue.samples.forget(drawing.request_id)
+
+    async def _next(self, caller: Caller, model: NamedModel) -> tuple[str, int]:
+        """Return the (sampler, seq_id) of the next request of a caller to a model."""
+        session_id = str(uuid.uuid5(SESSIONS, f"{caller.name} {self._service.info.base_model} {model.source}"))
+        if session_id in self._clients:
+            sampler_id = self._clients[session_id][0]
+            try:
+                session = await self._service.directory.session(session_id, EVERYBODY)
+                await self._service.directory.sampler(sampler_id, EVERYBODY)
+                if session.finished_at is not None:
+                    del self._clients[session_id]
+            except UnknownName:  # its session has ended and was removed
+                del self._clients[session_id]
+        if session_id not in self._clients:
+            owner = await self._session(session_id, caller, model)
+            sampler_id = await make_sampler(self._service, owner, 0, model.path)
+            assert sampler_id is not None, "the session is of this model alone"
+            self._clients[session_id] = sampler_id, await join_sampler(self._service, sampler_id)
+        sampler_id, client = self._clients[session_id]
+        self._drawn[sampler_id] += 1
+        return sampler_id, client * ids.CLIENT_BLOCK + self._drawn[sampler_id]
+
+    async def _session(self, session_id: str, caller: Caller, model: NamedModel) -> SessionRow:
+        """Return the server's session for a caller and a model. Opens it, if necessary again."""
+
+        def insert(session: Session) -> None:
+            row = session.get(SessionRow, session_id)
+            if row is None:
+                name = f"OpenAI routes: {model.name}"
+                session.add(SessionRow(session_id=session_id, tenant=caller.tenant_of(session_id), display_name=name))
+            else:
+                row.finished_at = row.finish_reason = None
+
+        await self._service.database.write(insert)
+        self._service.directory.forget(session_id)
+        return await self._service.directory.session(session_id, caller)
