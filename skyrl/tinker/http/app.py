@@ -11,7 +11,7 @@ from skyrl.tinker.http import openapi, operators, probes
 from skyrl.tinker.http.body_limit import BodyLimit
 from skyrl.tinker.http.errors import add_error_handlers, error_response
 from skyrl.tinker.http.middleware import LocalOnly, Measured
-from skyrl.tinker.http.openai import chat, completions
+from skyrl.tinker.http.openai import chat, completions, generate
 from skyrl.tinker.http.routes import (
     accounts,
     checkpoints,
@@ -76,6 +76,7 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
     for prefix in OPENAI_PREFIXES:
         for module in (completions, chat):
             app.include_router(module.router, prefix=prefix, include_in_schema=False)
+    app.include_router(generate.router, include_in_schema=False)
     app.include_router(probes.router)
     app.include_router(operators.router, responses=openapi.ERRORS)
     add_error_handlers(app)
@@ -87,7 +88,7 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
     def limit_of(path: str) -> int:
         if path.startswith(PREFIX + held_checkpoints.UPLOADS.partition("{")[0]):
             return held_checkpoints.MAX_FILE_BYTES
-        if path.startswith(tuple(f"{prefix}/" for prefix in OPENAI_PREFIXES)):
+        if path == generate.PATH or path.startswith(tuple(f"{prefix}/" for prefix in OPENAI_PREFIXES)):
             return min(MAX_REST_BYTES, config.max_body_bytes)
         return min(limits.get(path, SMALL_BODY) or config.max_body_bytes, config.max_body_bytes)
 

@@ -182,7 +182,7 @@ def _rendered(tokenizer: Tokenizer, request: ChatRequest) -> tuple[AnswerFormat,
     if request.reasoning_effort is not None:
         if "reasoning_effort" not in template.source:
             raise RequestError(
-                f"reasoning_effort={request.reasoning_effort!r}: the model's chat template does not read it; leave it out"
+                f"reasoning_effort={request.reasoning_effort!r}: the chat template does not read it; leave it out"
             )
         variables["reasoning_effort"] = request.reasoning_effort
     given = [_accepted(message) for message in request.messages]

@@ -194,3 +194,25 @@ class ChatRequest(SampledRequest):
             raise RequestError(f"modalities={self.modalities!r}: only ['text'] is served; leave it out")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError(f"top_logprobs={self.top_logprobs} needs logprobs=true; send both")
+
+
+class GenerateRequest(SampledRequest):
+    """Request of /inference/v1/generate. Parameters of sampling are in `sampling_params`."""
+
+    UNSERVED = SampledRequest.UNSERVED | {
+        "features": "is not served: models here read text; leave it out",
+        "content_parts": "is not served; send token_ids",
+    }
+
+    token_ids: list[Token]
+    logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    cache_salt: str | None = None
+    """Nothing depends on it: a cached prefix is never used for another tenant or other weights."""
+    priority: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flatten(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(given := value.get("sampling_params"), dict):
+            return {name: child for name, child in value.items() if name != "sampling_params"} | given
+        return value
