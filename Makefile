@@ -96,6 +96,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_dispatch.py
 	$(BIN)/python benchmarks/bench_fairness.py
 	$(BIN)/python benchmarks/bench_sampling.py
+	$(BIN)/python benchmarks/bench_openai.py
 	$(BIN)/python benchmarks/bench_rl.py
 	$(BIN)/python benchmarks/bench_trainer.py
 	$(BIN)/python benchmarks/bench_codec.py

@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all`: tests marked `full`, but for cases marked `gate`.
+"""Selection of `make test`: it leaves tests marked `full` to `make test-all`, but for cases marked `gate`.
 
 @pytest.mark.full                           all cases
 @pytest.mark.full("jax", "tied-bfloat16")   cases with this id, this beginning or this part between hyphens

@@ -155,7 +155,8 @@ class AnswerReader:
         calls = self._form.read_calls(self._text) if self._at == "calls" else None
         if calls is None and self._text:
             text = self._text.lstrip() if self._trims else self._text
-            parts += [("reasoning" if self._at == "reasoning" else "content", text)] if text else []
+            if text:
+                parts.append(("reasoning", text) if self._at == "reasoning" else ("content", text))
         self._text = ""
         return parts, calls or []
 
@@ -169,17 +170,14 @@ class AnswerReader:
                 return
             self._at, self._text, self._trims, self._said = "content", after, True, False
         if self._at == "content":
-            if self._opening is not None and self._opens_here():
+            if self._opens_here():
                 return
-            before, opened, after = self._text.partition(self._opening) if self._may_open else (self._text, "", "")
-            yield from self._said_of("content", before if opened else None, self._opening if self._may_open else None)
+            marker = self._opening if self._form.anywhere else None
+            before, opened, after = (self._text, "", "") if marker is None else self._text.partition(marker)
+            yield from self._said_of("content", before if opened else None, marker)
             if opened:
                 space = before[len(before.rstrip()) :]  # part of the content, if the calls are malformed
                 self._at, self._text = "calls", f"{space}{opened}{after}"
-
-    @property
-    def _may_open(self) -> bool:
-        return self._opening is not None and self._form.anywhere
 
     def _begin(self) -> bool:
         """Decide whether an answer begins with reasoning. Returns False if that is not known yet."""
@@ -192,10 +190,9 @@ class AnswerReader:
 
     def _opens_here(self) -> bool:
         """Return True if an answer in a format without content beside calls may consist of calls."""
-        if self._form.anywhere or self._said:
+        if self._opening is None or self._form.anywhere or self._said:
             return False
         text = self._text.lstrip()
-        assert self._opening is not None
         if text.startswith((self._opening, PYTHON_TAG)):
             self._at = "calls"
         return not text or self._at == "calls" or PYTHON_TAG.startswith(text)

@@ -21,7 +21,7 @@ def renderer(live_server):
 
 
 def generated(server, renderer, **options):
-    """What the client of `renderers` reads from an answer."""
+    """Return what the client of `renderers` reads from an answer."""
 
     async def main():
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, max_retries=0) as client:

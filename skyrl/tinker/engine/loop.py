@@ -127,7 +127,7 @@ class TinkerEngine:
         backend.on_wake = channel.wake.set
         backend.on_quantum = self._about_to_run
         backend.on_stored = self._version_stored
-        backend.on_progress = self._progress.append
+        backend.on_progress = self._note_progress
 
     def run(self) -> None:
         """Run until a `Shutdown` frame arrives or the other process exits; then finish background writes.
@@ -215,6 +215,9 @@ class TinkerEngine:
                 self.channel.send(Done(completion.request_id, completion.result, completion.device_s))
         while self._stored:  # after the request that published it
             self.channel.send(self._stored.popleft())
+
+    def _note_progress(self, progress: operations.Progress) -> None:
+        self._progress.append(progress)
 
     def _take_progress(self) -> Iterator[operations.Progress]:
         while self._progress:

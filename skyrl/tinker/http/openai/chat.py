@@ -1,6 +1,5 @@
 """The chat route: messages in; text, reasoning and tool calls out."""
 
-from functools import cached_property
 from typing import Annotated, Any
 from uuid import uuid4
 
@@ -120,7 +119,7 @@ class Chat(Answer):
             choice |= {"prompt_token_ids": prompt.tolist(), "token_ids": tokens}
         return choice
 
-    @cached_property
+    @property
     def in_pieces(self) -> bool:
         return not self.request.top_logprobs
 

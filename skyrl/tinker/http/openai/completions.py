@@ -1,6 +1,5 @@
 """Models, and the completions route: texts or tokens in, texts and tokens out."""
 
-from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
@@ -110,7 +109,7 @@ class Completion(Answer):
             choice |= {"prompt_token_ids": prompt.tolist(), "token_ids": []}
         return choice
 
-    @cached_property
+    @property
     def in_pieces(self) -> bool:
         return not (self.request.logprobs or self.request.echo)
 

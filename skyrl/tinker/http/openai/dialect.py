@@ -1,10 +1,10 @@
-"""What routes in OpenAI's form share: errors, streams of events, and clients that go."""
+"""Shared parts of routes in OpenAI's form: errors, streams of events, and clients that go."""
 
 import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -75,7 +75,7 @@ def _response(status: int, message: str, code: str | None = None, headers: Any =
     return JSONResponse({"error": error}, status, headers)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """Return the result of `work`. Raises `ClientGone` and cancels `work` if the client closes its connection first."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:

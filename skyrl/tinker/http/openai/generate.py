@@ -61,9 +61,9 @@ class Generation(Answer):
         }
         if self.request.logprobs is not None:
             content = _entries(sequence.tokens, sequence.logprobs)
-            for place, entry in enumerate(content if sequence.topk_logprobs is not None else []):
-                ids, logprobs = sequence.topk_logprobs or ()
-                entry["top_logprobs"] = _entries(ids[place], logprobs[place])
+            if (top := sequence.topk_logprobs) is not None:
+                for place, entry in enumerate(content):
+                    entry["top_logprobs"] = _entries(top[0][place], top[1][place])
             choice["logprobs"] = {"content": content}
         return choice
 
