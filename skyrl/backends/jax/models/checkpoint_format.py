@@ -44,7 +44,7 @@ from skyrl.tx.models.decoder import Decoder
 from skyrl.types import LoraConfig
 from skyrl.utils.adapters.plain import rank_of
 from skyrl.utils.files.atomic_folders import Content, read_folder
-from skyrl.utils.files.hf_files import WEIGHTS
+from skyrl.utils.files.hf_files import CONFIG, WEIGHTS
 from skyrl.utils.files.tensor_file import Tensor, read_tensors
 
 if TYPE_CHECKING:
@@ -154,7 +154,8 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
     def _whole_model(self, files: dict[str, bytes]) -> Any:
         """Parameters of a model in Hugging Face format, with the structure and dtypes of the base model."""
         with TemporaryDirectory() as folder:
-            Path(folder, WEIGHTS).write_bytes(files[WEIGHTS])
+            for name in (WEIGHTS, CONFIG):
+                Path(folder, name).write_bytes(files[name])
             return nnx.split(with_weights(self.model, folder))[1]
 
     def _model_files(self, adapter: Adapter) -> dict[str, Content]:
