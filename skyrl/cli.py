@@ -117,6 +117,13 @@ def usage(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def chat(argv: Sequence[str]) -> int:
+    """talk with a model of a running server (skyrl chat --help)"""
+    from skyrl.admin.chat import main
+
+    return main(argv)
+
+
 def make_model(argv: Sequence[str]) -> int:
     """create a model with random weights, for tests and benchmarks"""
     parser = ArgumentParser(
@@ -221,6 +228,7 @@ COMMANDS: dict[str, Command] = {
     "requests": requests,
     "keys": keys,
     "usage": usage,
+    "chat": chat,
     "train": train,
     "data": data,
     "adapter": adapter,

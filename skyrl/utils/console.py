@@ -8,10 +8,10 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
 
 
-def say(text: object, *, flush: bool = False) -> None:
+def say(text: object, *, end: str = "\n", flush: bool = False) -> None:
     """Print a text on standard output. Characters that its encoding does not have are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(printable(str(text)).encode(encoding, "backslashreplace").decode(encoding), flush=flush)
+    print(printable(str(text)).encode(encoding, "backslashreplace").decode(encoding), end=end, flush=flush)
 
 
 def say_error(text: object, *, flush: bool = False) -> None:
