@@ -27,7 +27,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
     "age": ["tinker/checkpoints/transfer/age_encryption.py"],
     "buckets": ["utils/files/object_store.py"],
-    "demo": ["demos/two_adapters.py", "tinker/local_server.py"],
+    "demo": ["demos/two_adapters.py", "tinker/local_server.py", "utils/captures.py"],
     "search": ["envs/services/retrieval.py"],
     "torch": ["backends/torch/", "backends/common/models/checkpoint_folder.py", "utils/machine.py"],
     "train": ["backends/torch/workers/ray_", "train/data/files.py", "train/tracking/plots.py"],

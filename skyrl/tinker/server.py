@@ -24,6 +24,7 @@ from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.identity.callers import Keys
 from skyrl.tinker.identity.tokens import Signer
 from skyrl.tinker.requests.queue import RequestQueue
+from skyrl.tinker.sampling.capture import Captures
 from skyrl.tinker.sampling.drawing import Draws
 from skyrl.utils.backoff import pause_s
 
@@ -36,6 +37,7 @@ class TinkerServer:
     service: Service
     queue: RequestQueue
     draws: Draws
+    captures: Captures
 
     def __init__(self, config: EngineConfig, make_engine: EngineFactory):
         self.config = config
@@ -85,6 +87,7 @@ class TinkerServer:
         start = partial(first_cursor, now=time.time_ns() // 1000)
         self.queue = RequestQueue(self.service)
         self.draws = Draws(self.service, self.queue)
+        self.captures = Captures()
         self.queue.futures.completions.begin(await self._patient.write(start, "the first cursor"))
         self.service.engine = self._make_engine(
             self.config,

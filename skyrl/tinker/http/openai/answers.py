@@ -4,7 +4,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -25,6 +25,7 @@ from skyrl.types import GeneratedSequence, SampleOutput
 from skyrl.utils.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
+NOTHING = nullcontext()
 
 
 class Answer(ABC):
@@ -82,6 +83,9 @@ class Answer(ABC):
         self, index: int, text: str, prompt: np.ndarray, output: SampleOutput, sequence: GeneratedSequence
     ) -> Choice:
         """Return the last piece of a choice. `text` is what is left of the text."""
+
+    def complete(self, outputs: list[SampleOutput]) -> None:  # noqa: B027
+        """Note that all choices are complete. Called before the client gets the end of the answer."""
 
     def first(self, index: int) -> Choice | None:
         """Return the first piece of a choice, before all text. None: there is none."""
@@ -146,6 +150,8 @@ class Answer(ABC):
                     begun.add(index)
                 if isinstance(report, SampleOutput):
                     outputs[number] = report
+                    if None not in outputs:
+                        self.complete([output for output in outputs if output is not None])
                     for choice in self._ends(number, report):
                         yield self._event([choice]) | {"system_fingerprint": self.fingerprint([report])}
                 elif self.in_pieces:
@@ -175,25 +181,28 @@ async def respond(
     body: Body,
     request: SampledRequest,
     make: Callable[[NamedModel, Tokenizer, int], Answer],
+    call: AbstractContextManager[object] = NOTHING,
 ) -> Response:
     """Sample what a request asks for, and answer it.
 
     `make` returns the request's `Answer`, given the model, its tokenizer and the length of its context. It runs in a
-    thread.
+    thread. `call` is a context that ends with the answer, or with its error.
     """
-    request.usage_in_stream()
-    info = await service.wait_until_ready()
-    model = await find_model(service, caller, request.model)
-    tokenizer = await service.tokenizer()
-    answer = await service.decode_pool.run(
-        caller.sharer, len(body.data), lambda: make(model, tokenizer, info.max_context_length)
-    )
     async with AsyncExitStack() as stack:
+        stack.enter_context(call)
+        request.usage_in_stream()
+        info = await service.wait_until_ready()
+        model = await find_model(service, caller, request.model)
+        tokenizer = await service.tokenizer()
+        answer = await service.decode_pool.run(
+            caller.sharer, len(body.data), lambda: make(model, tokenizer, info.max_context_length)
+        )
         wanted = [answer.draw(prompt) for prompt in answer.prompts]
         drawings = [await stack.enter_async_context(draws.draw(caller, model, draw, body)) for draw in wanted]
         if request.stream:
             return await stream(http, answer.events(stack.pop_all(), drawings))
         outputs = await unless_gone(http, _results(drawings))
+        answer.complete(outputs)
         return JSONResponse(answer.whole(outputs))
 
 

@@ -1,6 +1,6 @@
 """The chat route: messages in; text, reasoning and tool calls out."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -10,22 +10,26 @@ from jinja2 import TemplateError
 
 from skyrl.backends.operations import Progress
 from skyrl.errors import ConfigError, RequestError
-from skyrl.tinker.http.openai.answers import Answer, Choice, respond
+from skyrl.tinker.http.openai.answers import NOTHING, Answer, Choice, respond
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
 from skyrl.tinker.http.openai.schemas import ChatRequest
 from skyrl.tinker.http.routes.dependencies import (
     BodyDependency,
     CallerDependency,
+    CapturesDependency,
     DrawsDependency,
     ServiceDependency,
     json_body,
 )
+from skyrl.tinker.sampling.capture import Captures, Node, Plan
 from skyrl.tinker.sampling.drawing import Draw
 from skyrl.tinker.sampling.models import NamedModel
 from skyrl.tinker.sampling.text import SampledText, token_text
 from skyrl.types import GeneratedSequence, SampleOutput, TokenTable
-from skyrl.utils.answer_formats import THINK, AnswerFormat, AnswerReader, Kind, ToolCall, format_of
-from skyrl.utils.chats import read_chat, read_tools
+from skyrl.utils.answer_formats import THINK, AnswerReader, Kind, ToolCall, format_of
+from skyrl.utils.chat_template import ChatTemplate
+from skyrl.utils.chats import Message, read_chat, read_tools
+from skyrl.utils.quota import Busy
 from skyrl.utils.template_form import TemplateForm
 from skyrl.utils.tokenizer import Tokenizer
 
@@ -33,6 +37,8 @@ router = APIRouter(route_class=OpenAIRoute)
 
 REASONING = "reasoning_content"
 """Field of an answer with the model's reasoning, as vLLM and DeepSeek name it."""
+REASONING_TOKENS = 16
+"""Tokens at the end of a prompt in which the start of reasoning is searched."""
 
 
 class Chat(Answer):
@@ -42,14 +48,38 @@ class Chat(Answer):
     OBJECTS = "chat.completion", "chat.completion.chunk"
     request: ChatRequest
 
-    def __init__(self, request: ChatRequest, model: NamedModel, tokenizer: Tokenizer, longest: int):
+    def __init__(
+        self, request: ChatRequest, model: NamedModel, tokenizer: Tokenizer, longest: int, call: "Call | None" = None
+    ):
         request.check_form()
-        self.form, text = _rendered(tokenizer, request)
-        self._reasons = text.rstrip().endswith(THINK)
-        prompt = np.asarray(tokenizer.encode(text), np.int32)
+        self._conversation = read = Conversation.of(tokenizer, request)
+        self.form = format_of(read.template.source)
+        self._call = call
+        self._plan: Plan | None = None
+        try:
+            if call is None:
+                text = read.template.render(read.messages, read.tools, **read.variables)
+                prompt = np.asarray(tokenizer.encode(text), np.int32)
+            else:
+                self._plan = call.session.plan(tokenizer, *read)
+                prompt = self._plan.prompt
+        except Exception as error:  # templates are programs and may raise any exception
+            raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
+        self._reasons = tokenizer.decode(prompt[-REASONING_TOKENS:].tolist()).rstrip().endswith(THINK)
         super().__init__(request, model, tokenizer, [prompt], longest)
         self._readers = [self._reader() for _ in range(self.count)]
         """Readers of a stream's choices."""
+
+    def complete(self, outputs: list[SampleOutput]) -> None:
+        if self._call is None or self._plan is None:
+            return
+        read, version = self._conversation, self.fingerprint(outputs)
+        for sequence in outputs[0].sequences:
+            node = self._call.session.add(self._plan, sequence.tokens, sequence.logprobs, version)
+            message, _ = self._message(sequence)
+            answer = read_chat([{name: value for name, value in message.items() if name != REASONING}], "answer")
+            self._call.session.note(node, [*read.messages, *answer], read.tools, read.variables)
+            self._call.nodes.append(node)
 
     def draw(self, prompt: np.ndarray) -> Draw:
         request = self.request
@@ -69,17 +99,7 @@ class Chat(Answer):
         return SampledText(tokenizer, params, request.stop_token_ids or (), request.skip_special_tokens, kept)
 
     def choice(self, index: int, prompt: np.ndarray, output: SampleOutput, sequence: GeneratedSequence) -> Choice:
-        reader = self._reader()
-        parts = reader.push(self.said(sequence))
-        more, calls = reader.end()
-        texts: dict[Kind, str] = {}
-        for kind, text in parts + more:
-            texts[kind] = texts.get(kind, "") + text
-        message: dict[str, Any] = {"role": "assistant", "content": texts.get("content", None if calls else "")}
-        if "reasoning" in texts:
-            message[REASONING] = texts["reasoning"]
-        if calls := self._shown(calls):
-            message["tool_calls"] = calls
+        message, calls = self._message(sequence)
         choice: Choice = {
             "index": index,
             "message": message,
@@ -89,6 +109,22 @@ class Chat(Answer):
         if self.request.return_token_ids:
             choice |= {"prompt_token_ids": prompt.tolist(), "token_ids": sequence.tokens.tolist()}
         return choice
+
+    def _message(self, sequence: GeneratedSequence) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the message of a complete answer, and its calls of tools."""
+        reader = self._reader()
+        parts = reader.push(self.said(sequence))
+        more, calls = reader.end()
+        texts: dict[Kind, str] = {}
+        for kind, text in parts + more:
+            texts[kind] = texts.get(kind, "") + text
+        shown = self._shown(calls)
+        message: dict[str, Any] = {"role": "assistant", "content": texts.get("content", None if shown else "")}
+        if "reasoning" in texts:
+            message[REASONING] = texts["reasoning"]
+        if shown:
+            message["tool_calls"] = shown
+        return message, shown
 
     def first(self, index: int) -> Choice | None:
         delta = {"role": "assistant", "content": ""}
@@ -169,34 +205,59 @@ def _finish(sequence: GeneratedSequence, calls: list[Any]) -> str:
     return "tool_calls" if calls and sequence.stop_reason == "stop" else sequence.stop_reason
 
 
-def _rendered(tokenizer: Tokenizer, request: ChatRequest) -> tuple[AnswerFormat, str]:
-    """Return the format of the model's answers, and the text of the chat. Raises `RequestError`."""
-    try:
-        template = tokenizer.chat_template
-    except TemplateError as error:
-        raise RequestError(f"messages: the model's chat template is invalid ({error}); use /v1/completions") from error
-    if template is None:
-        raise RequestError("messages: this model has no chat template; use /v1/completions")
-    variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        if "reasoning_effort" not in template.source:
+class Conversation(NamedTuple):
+    """A chat as the model's template reads it."""
+
+    template: ChatTemplate
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    variables: dict[str, Any]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, request: ChatRequest) -> "Conversation":
+        """Read the chat of a request. Raises `RequestError`."""
+        try:
+            template = tokenizer.chat_template
+        except TemplateError as error:
             raise RequestError(
-                f"reasoning_effort={request.reasoning_effort!r}: the chat template does not read it; leave it out"
-            )
-        variables["reasoning_effort"] = request.reasoning_effort
-    given = [_accepted(message) for message in request.messages]
-    try:
-        tools = read_tools(request.given_tools, "tools")
-        messages = read_chat(given, "messages")
-        fitted = TemplateForm(lambda chat, known: template.render(chat, known, **variables)).fit(
-            messages, "messages", tools
-        )
-    except ConfigError as error:
-        raise RequestError(str(error)) from error
-    try:
-        return format_of(template.source), template.render(fitted, tools, **variables)
-    except Exception as error:  # templates are programs and may raise any exception
-        raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
+                f"messages: the model's chat template is invalid ({error}); use /v1/completions"
+            ) from error
+        if template is None:
+            raise RequestError("messages: this model has no chat template; use /v1/completions")
+        variables = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None:
+            if "reasoning_effort" not in template.source:
+                raise RequestError(
+                    f"reasoning_effort={request.reasoning_effort!r}: the chat template does not read it; leave it out"
+                )
+            variables["reasoning_effort"] = request.reasoning_effort
+
+        def render(chat: list[Message], known: Any) -> str:
+            return template.render(chat, known, **variables)
+
+        given = [_accepted(message) for message in request.messages]
+        try:
+            tools, messages = read_tools(request.given_tools, "tools"), read_chat(given, "messages")
+            return cls(template, TemplateForm(render).fit(messages, "messages", tools), tools, variables)
+        except ConfigError as error:
+            raise RequestError(str(error)) from error
+
+
+class Call:
+    """A request of a captured session, as a context. It is lost if it ends without an answer after it began to draw."""
+
+    def __init__(self, captures: Captures, owner: str, name: str):
+        self._captures = captures
+        self._owner = owner
+        self.session = captures.begin(owner, name)
+        self.nodes: list[Node] = []
+
+    def __enter__(self) -> "Call":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        rejected = kind is not None and issubclass(kind, RequestError | Busy)
+        self._captures.end(self._owner, self.session, self.nodes, lost=not (self.nodes or rejected))
 
 
 def _accepted(message: dict[str, Any]) -> dict[str, Any]:
@@ -213,13 +274,16 @@ async def create_chat_completion(
     http: Request,
     service: ServiceDependency,
     draws: DrawsDependency,
+    captures: CapturesDependency,
     caller: CallerDependency,
     body: BodyDependency,
     request: Annotated[ChatRequest, json_body(ChatRequest)],
 ) -> Response:
     """Answer a chat."""
+    name = http.path_params.get("session") or http.headers.get("x-session-id")
+    call = None if name is None else Call(captures, caller.name, name)
 
     def make(model: NamedModel, tokenizer: Tokenizer, longest: int) -> Chat:
-        return Chat(request, model, tokenizer, longest)
+        return Chat(request, model, tokenizer, longest, call)
 
-    return await respond(http, service, draws, caller, body, request, make)
+    return await respond(http, service, draws, caller, body, request, make, call or NOTHING)
