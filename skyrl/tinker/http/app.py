@@ -11,7 +11,7 @@ from skyrl.tinker.http import openapi, operators, probes
 from skyrl.tinker.http.body_limit import BodyLimit
 from skyrl.tinker.http.errors import add_error_handlers, error_response
 from skyrl.tinker.http.middleware import LocalOnly, Measured
-from skyrl.tinker.http.openai import captures, chat, completions, generate
+from skyrl.tinker.http.openai import captures, chat, completions, generate, messages
 from skyrl.tinker.http.routes import (
     accounts,
     checkpoints,
@@ -32,8 +32,8 @@ from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.wire.json_numbers import MAX_REST_BYTES
 
 PREFIX = "/api/v1"
-OPENAI_PATHS = "/v1/", "/oai/api/v1/", "/sessions/"
-OPENAI_PREFIXES = "/v1", "/oai/api/v1", "/sessions/{session}/v1"
+OPENAI_PATHS = "/v1/", "/oai/api/v1/", "/anthropic/api/v1/", "/sessions/"
+OPENAI_PREFIXES = "/v1", "/oai/api/v1", "/anthropic/api/v1", "/sessions/{session}/v1"
 
 
 def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervisor) -> FastAPI:
@@ -75,7 +75,7 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
         app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)
     openapi.complete(app, PREFIX, routers)
     for prefix in OPENAI_PREFIXES:
-        for module in (completions, chat, captures):
+        for module in (completions, chat, messages, captures):
             app.include_router(module.router, prefix=prefix, include_in_schema=False)
     app.include_router(generate.router, include_in_schema=False)
     app.include_router(probes.router)

@@ -37,6 +37,8 @@ class SampledText:
         """Bytes at the end that may be the beginning of a stop string, and are not in the text yet."""
         self._bytes = b""
         """Text that is held back."""
+        self.stop: str | None = None
+        """Stop string that has ended the text, once `end` was called."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, tokens: Sequence[int] | np.ndarray) -> str:
@@ -52,6 +54,8 @@ class SampledText:
     def end(self, stopped: bool) -> str:
         """Return the rest of the text. `stopped`: a stop token or string has ended the sequence."""
         at = self._first_stop() if stopped else None
+        if at is not None:
+            self.stop = next(stop for stop in self._stops if self._bytes.startswith(stop, at)).decode()
         return self._decoder.decode(self._bytes if at is None else self._bytes[:at], final=True)
 
     def bytes_of(self, token: int) -> bytes:

@@ -21,6 +21,7 @@ from skyrl.tinker.http.routes.dependencies import (
     ServiceDependency,
     json_body,
 )
+from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.sampling.capture import Captures, Node, Plan
 from skyrl.tinker.sampling.drawing import Draw
 from skyrl.tinker.sampling.models import NamedModel
@@ -252,6 +253,12 @@ class Call:
         self.session = captures.begin(owner, name)
         self.nodes: list[Node] = []
 
+    @classmethod
+    def of(cls, captures: Captures, caller: Caller, http: Request) -> "Call | None":
+        """Begin the call of the session that a request names in its path or header; None if it names none."""
+        name = http.path_params.get("session") or http.headers.get("x-session-id")
+        return None if name is None else cls(captures, caller.name, name)
+
     def __enter__(self) -> "Call":
         return self
 
@@ -280,8 +287,7 @@ async def create_chat_completion(
     request: Annotated[ChatRequest, json_body(ChatRequest)],
 ) -> Response:
     """Answer a chat."""
-    name = http.path_params.get("session") or http.headers.get("x-session-id")
-    call = None if name is None else Call(captures, caller.name, name)
+    call = Call.of(captures, caller, http)
 
     def make(model: NamedModel, tokenizer: Tokenizer, longest: int) -> Chat:
         return Chat(request, model, tokenizer, longest, call)

@@ -13,7 +13,6 @@ from fastapi.routing import APIRoute
 
 from skyrl.errors import UnknownName
 from skyrl.tinker.errors import SampleFailed
-from skyrl.tinker.http.errors import error_response
 from skyrl.utils.log import REQUEST_ID
 
 log = logging.getLogger(__name__)
@@ -24,6 +23,14 @@ KEEPALIVE_S = 15.0
 """Seconds without an event after which a stream sends a comment, so that proxies keep the connection."""
 _PARAMETER = re.compile(r"(\w+)(?:[=:\[.]| has | is empty| with )")
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 CONTEXT = "context_length_exceeded"
 _TOO_LONG = re.compile(r"exceeds the model's context|leaves no room to generate|holds sequences of at most")
 
@@ -48,31 +55,39 @@ class OpenAIRoute(APIRoute):
 
 
 async def error_of(request: Request, error: Exception) -> JSONResponse:
-    """Return the response for an exception, with the status that it has for other routes."""
+    """Return the response for an exception, with the status that it has for other routes, in the form of its route."""
+    status, message, headers = await _explained(request, error)
+    if is_anthropic(request):
+        kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return JSONResponse({"type": "error", "error": {"type": kind, "message": message}}, status, headers)
+    named = _PARAMETER.match(message)
+    code = "model_not_found" if isinstance(error, UnknownName) else CONTEXT if _TOO_LONG.search(message) else None
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    said = {"message": message, "type": kind, "param": named[1] if named and status == 400 else None, "code": code}
+    return JSONResponse({"error": said}, status, headers)
+
+
+def is_anthropic(request: Request) -> bool:
+    """Return True if the route is one of Anthropic's API."""
+    return request.url.path.rpartition("/v1/")[2].startswith("messages")
+
+
+async def _explained(request: Request, error: Exception) -> tuple[int, str, dict[str, str]]:
+    """Return the status, message and headers for an exception."""
     if isinstance(error, ClientGone):
-        return error_response(499, "the client has gone")
+        return 499, "the client has gone", {}
     if isinstance(error, SampleFailed):
-        return _response(500, str(error))
+        return 500, str(error), {}
     handlers = request.app.exception_handlers
     kinds = [kind for kind in type(error).__mro__ if kind in handlers and kind is not Exception]
     if not kinds:
         log.error("internal error in %s", request.url.path, exc_info=error)
-        return _response(500, f"internal error; the server's log has the details at request {REQUEST_ID.get()}")
+        return 500, f"internal error; the server's log has the details at request {REQUEST_ID.get()}", {}
     response: Any = handlers[kinds[0]](request, error)
     if asyncio.iscoroutine(response):
         response = await response
-    detail = json.loads(bytes(response.body))["detail"]
-    code = "model_not_found" if isinstance(error, UnknownName) else None
     kept = {name: value for name, value in response.headers.items() if name in ("retry-after", "www-authenticate")}
-    return _response(response.status_code, detail, code, kept)
-
-
-def _response(status: int, message: str, code: str | None = None, headers: Any = None) -> JSONResponse:
-    named = _PARAMETER.match(message)
-    code = code or (CONTEXT if _TOO_LONG.search(message) else None)
-    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    error = {"message": message, "type": kind, "param": named[1] if named and status == 400 else None, "code": code}
-    return JSONResponse({"error": error}, status, headers)
+    return response.status_code, json.loads(bytes(response.body))["detail"], kept
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -95,25 +110,26 @@ async def _disconnected(request: Request) -> None:
 
 
 async def stream(request: Request, events: AsyncIterator[Any]) -> Response:
-    """Return a response that streams events as JSON, and `[DONE]` after the last.
+    """Return a response that streams events as JSON. Anthropic's events have names; OpenAI's end with `[DONE]`.
 
     The first event decides the status: an error before it is an ordinary one. A later error is an event, the last.
     """
-    first = await unless_gone(request, anext(events))
+    first, named = await unless_gone(request, anext(events)), is_anthropic(request)
 
     async def lines() -> AsyncIterator[str]:
-        yield _line(first)
+        yield _line(first, named)
         coming: asyncio.Future[Any] | None = None
         try:
             while True:
                 coming = asyncio.ensure_future(anext(events))
                 while not (await asyncio.wait({coming}, timeout=KEEPALIVE_S))[0]:
                     yield ": keep-alive\n\n"
-                yield _line(coming.result())
+                yield _line(coming.result(), named)
         except StopAsyncIteration:
-            yield "data: [DONE]\n\n"
+            if not named:
+                yield "data: [DONE]\n\n"
         except Exception as error:
-            yield f"data: {bytes((await error_of(request, error)).body).decode()}\n\n"
+            yield _line(json.loads(bytes((await error_of(request, error)).body)), named)
         finally:
             if coming is not None:
                 coming.cancel()
@@ -123,5 +139,6 @@ async def stream(request: Request, events: AsyncIterator[Any]) -> Response:
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-def _line(event: Any) -> str:
-    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _line(event: Any, named: bool) -> str:
+    name = f"event: {event['type']}\n" if named else ""
+    return f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
