@@ -11,7 +11,7 @@ from skyrl.tinker.http import openapi, operators, probes
 from skyrl.tinker.http.body_limit import BodyLimit
 from skyrl.tinker.http.errors import add_error_handlers, error_response
 from skyrl.tinker.http.middleware import LocalOnly, Measured
-from skyrl.tinker.http.openai import captures, chat, completions, generate, messages
+from skyrl.tinker.http.openai import captures, chat, completions, generate, messages, responses
 from skyrl.tinker.http.routes import (
     accounts,
     checkpoints,
@@ -75,7 +75,7 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
         app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)
     openapi.complete(app, PREFIX, routers)
     for prefix in OPENAI_PREFIXES:
-        for module in (completions, chat, messages, captures):
+        for module in (completions, chat, messages, responses, captures):
             app.include_router(module.router, prefix=prefix, include_in_schema=False)
     app.include_router(generate.router, include_in_schema=False)
     app.include_router(probes.router)

@@ -110,11 +110,14 @@ async def _disconnected(request: Request) -> None:
 
 
 async def stream(request: Request, events: AsyncIterator[Any]) -> Response:
-    """Return a response that streams events as JSON. Anthropic's events have names; OpenAI's end with `[DONE]`.
+    """Return a response that streams events as JSON.
+
+    Events of Messages and Responses have names; others end with `[DONE]`.
 
     The first event decides the status: an error before it is an ordinary one. A later error is an event, the last.
     """
-    first, named = await unless_gone(request, anext(events)), is_anthropic(request)
+    first = await unless_gone(request, anext(events))
+    named = is_anthropic(request) or request.url.path.endswith("/v1/responses")
 
     async def lines() -> AsyncIterator[str]:
         yield _line(first, named)
@@ -140,5 +143,5 @@ async def stream(request: Request, events: AsyncIterator[Any]) -> Response:
 
 
 def _line(event: Any, named: bool) -> str:
-    name = f"event: {event['type']}\n" if named else ""
+    name = f"event: {event.get('type', 'error')}\n" if named else ""
     return f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -14,7 +14,7 @@ from skyrl.errors import RequestError
 from skyrl.tinker.http.openai.answers import NOTHING, respond, together
 from skyrl.tinker.http.openai.chat import REASONING, Call, Chat, Conversation
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
-from skyrl.tinker.http.openai.schemas import ChatRequest
+from skyrl.tinker.http.openai.schemas import ChatRequest, chat_request
 from skyrl.tinker.http.routes.dependencies import (
     BodyDependency,
     CallerDependency,
@@ -83,7 +83,7 @@ class CountRequest(BaseModel):
                     "chat template has it"
                 )
             given["chat_template_kwargs"] = {"enable_thinking": False}
-        return ChatRequest.model_validate(given | self._sampling())
+        return chat_request(given | self._sampling())
 
     def _sampling(self) -> dict[str, Any]:
         return {}

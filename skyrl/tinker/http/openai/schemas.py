@@ -3,9 +3,10 @@
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from skyrl.errors import RequestError
+from skyrl.tinker.wire.parsing import describe_faults
 from skyrl.types import SamplingOptions, SamplingParams
 
 MOST_PROMPTS = 1024
@@ -194,6 +195,14 @@ class ChatRequest(SampledRequest):
             raise RequestError(f"modalities={self.modalities!r}: only ['text'] is served; leave it out")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError(f"top_logprobs={self.top_logprobs} needs logprobs=true; send both")
+
+
+def chat_request(given: dict[str, Any]) -> ChatRequest:
+    """Return a request of another API as one of the chat route. Raises `RequestError`."""
+    try:
+        return ChatRequest.model_validate(given)
+    except ValidationError as error:
+        raise RequestError(describe_faults(error)) from error
 
 
 class GenerateRequest(SampledRequest):
