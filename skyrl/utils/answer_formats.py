@@ -37,20 +37,23 @@ class AnswerFormat:
     """True if calls may follow content. Otherwise an answer is content, or calls."""
 
 
-def _call(value: Any) -> ToolCall | None:
+def _call(value: Any, with_arguments: bool) -> ToolCall | None:
     """Return the call in a parsed JSON object, whose arguments may be called parameters; None if it is no call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
+    if with_arguments and not value.keys() & {"arguments", "parameters"}:
+        return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        f"{value['name']}{text}".encode()  # or a half of a surrogate pair could not be sent
+    except (ValueError, RecursionError):
+        return None
+    return ToolCall(value["name"], text) if isinstance(arguments, dict) else None
 
 
-def _calls(texts: list[str]) -> list[ToolCall] | None:
+def _calls(texts: list[str], with_arguments: bool = False) -> list[ToolCall] | None:
     """Return the calls in JSON texts; None if one is malformed."""
     calls = []
     for text in texts:
@@ -58,7 +61,7 @@ def _calls(texts: list[str]) -> list[ToolCall] | None:
             value = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        calls += [_call(one) for one in (value if isinstance(value, list) else [value])]
+        calls += [_call(one, with_arguments) for one in (value if isinstance(value, list) else [value])]
     known = [call for call in calls if call is not None]
     return known if known and len(known) == len(calls) else None
 
@@ -89,7 +92,7 @@ def _llama(text: str) -> list[ToolCall] | None:
             return None
         calls.append(text[at:end])
         at = end + len(text[end:]) - len(text[end:].lstrip(" ;\n"))
-    return _calls(calls)
+    return _calls(calls, with_arguments=True)
 
 
 _DEEPSEEK_CALL = re.compile(

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,23 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         self._special = {name: _spelled(value) for name, value in tokenizer_config.items() if name.endswith("_token")}
         self._template = environment.from_string(_GENERATION.sub(_as_condition, source))
+
+    @cache  # noqa: B019 (a process has few templates)
+    def renders(self, role: str) -> bool:
+        """Return True unless messages of a role, system or tool, are left out without an error."""
+        call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+        probes = {
+            "system": [{"role": "system", "content": MARKER}, SHORT[0]],
+            "tool": [
+                SHORT[0],
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": MARKER},
+            ],
+        }
+        try:
+            return MARKER in self.render(probes[role], [TOOL] if role == "tool" else None)
+        except Exception:  # templates are programs; the request's own chat may be one that it takes
+            return True
 
     @classmethod
     def of(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> "ChatTemplate | None":

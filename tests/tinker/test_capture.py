@@ -38,10 +38,9 @@ class Agent:
             tokens = [*self.tokenizer.encode(said), self.tokenizer.end_of_turn]
         self.drawn.append(list(tokens))
         scores = np.full(len(tokens), -len(self.drawn), np.float32)
-        node = self.session.add(plan, np.asarray(tokens, np.int32), scores, f"v{len(self.drawn)}")
         answer = {"role": "assistant", "content": self.tokenizer.decode(tokens)} if shown is None else shown
+        node = self.session.add(plan, answer, np.asarray(tokens, np.int32), scores, f"v{len(self.drawn)}")
         messages = [*messages, answer]
-        self.session.note(node, messages, tools, variables)
         return messages, node
 
 
@@ -88,7 +87,7 @@ def test_an_answer_that_was_cut_off_is_closed(tokenizer):
     [
         {"role": "assistant", "content": "b", "reasoning_content": "because"},
         {"role": "assistant", "content": "b"},
-        {"role": "assistant", "content": "b", "name": "me"},
+        {"role": "assistant", "content": "b", "annotations": [], "refusal": None},
     ],
 )
 def test_reasoning_may_be_sent_back_or_not(tokenizer, sent):
@@ -171,7 +170,7 @@ def test_every_drawn_token_is_trained_on_once_whatever_the_agent_does(tokenizer,
 def test_sessions_belong_to_their_owner_and_end(monkeypatch):
     captures = Captures()
     session = captures.begin("a", "s")
-    captures.end("a", session, [], lost=False)
+    captures.end("a", session, [], lost=True)
     assert captures.get("a", "s") is session and captures.names("a") == ["s"] and not captures.names("b")
     with pytest.raises(UnknownName):
         captures.get("b", "s")
@@ -179,6 +178,12 @@ def test_sessions_belong_to_their_owner_and_end(monkeypatch):
     monkeypatch.setattr(capture, "TIME_TO_LIVE_S", -1.0)
     with pytest.raises(UnknownName, match="kept for"):
         captures.get("a", "s")
+
+
+def test_a_session_of_rejected_requests_is_none():
+    captures = Captures()
+    captures.end("a", captures.begin("a", "s"), [], lost=False)
+    assert not captures.names("a")
 
 
 def test_a_call_without_an_answer_makes_a_session_incomplete():
@@ -198,7 +203,7 @@ def test_a_bad_name_is_refused(name):
 def test_an_owner_takes_no_more_than_its_part(tokenizer, monkeypatch):
     monkeypatch.setattr(capture, "MAX_BYTES", 3 * capture.NODE_BYTES)
     captures, agent = Captures(), Agent(tokenizer)
-    session = captures.begin("a", "s")
+    session = agent.session = captures.begin("a", "s")
     _, node = agent.ask([ASK])
     captures.end("a", session, [node], lost=False)
     with pytest.raises(Busy, match="delete some"):

@@ -98,6 +98,17 @@ def test_a_stop_string_is_cut_off(client, parrot, stop):
     assert "".join(event.choices[0].text for event in events) == expected
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_that_comes_too_early_stays_in_the_text(client, parrot, stream):
+    request = {"temperature": 0, "max_tokens": 20, "stop": " is", **extra(min_tokens=len(parrot[2]) - 1)}
+    answers = (
+        streamed(client, parrot[0], "Who is it?", **request)
+        if stream
+        else [complete(client, parrot[0], "Who is it?", **request)]
+    )
+    assert "".join(answer.choices[0].text for answer in answers) == " It is é."
+
+
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 7, "n": 2}, {"seed": 7, "logprobs": 0}])
 def test_a_stream_says_what_a_whole_answer_says(client, live_server, options):
     whole = complete(client, live_server.base_model, max_tokens=50, **options, **extra(return_token_ids=True))
@@ -121,6 +132,23 @@ def test_most_likely_tokens_are_streamed_at_the_end_of_a_choice(client, live_ser
     whole = complete(client, live_server.base_model, seed=1, logprobs=3)
     (event,) = streamed(client, live_server.base_model, seed=1, logprobs=3)
     assert event.choices[0].logprobs == whole.choices[0].logprobs
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_the_places_of_tokens_in_the_text(client, parrot, stream):
+    request = {"temperature": 0, "max_tokens": 20, "logprobs": 0}
+    answers = (
+        streamed(client, parrot[0], "Who is it?", **request)
+        if stream
+        else [complete(client, parrot[0], "Who is it?", **request)]
+    )
+    choices = [answer.choices[0] for answer in answers]
+    text = "".join(choice.text for choice in choices)
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
+    offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset]
+    for token, offset in zip(tokens[:-1], offsets[:-1], strict=True):  # the last one ends the text and is not in it
+        assert token.startswith("bytes:") or text.startswith(token, offset)
+    assert offsets[-1] == len(text)
 
 
 def test_an_echoed_prompt_is_scored_as_the_tinker_sdk_scores_it(client, live_server, service_client):
@@ -190,6 +218,8 @@ def test_models_are_listed_with_the_length_of_their_context(client, live_server,
         ({"logit_bias": {"5": 1.0}}, 400, "logit_bias", None),
         ({"suffix": "."}, 400, "suffix", None),
         ({"best_of": 3}, 400, "best_of", None),
+        ({"n": 10**9}, 400, "n", None),
+        ({"n": 4096, "prompt": ["a", "b"]}, 400, "n", None),
         ({"min_p": 2.0}, 400, "min_p", None),
         ({"max_tokens": 0}, 400, "max_tokens", None),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options", None),

@@ -135,6 +135,9 @@ def test_a_session_is_captured(live_server):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": []}, "messages"),
+        ({"input": [{"type": "reasoning", "content": [5]}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "no JSON"}]}, "messages"),
+        ({"reasoning": {"context": "x"}}, "reasoning"),
         ({"reasoning": {"effort": "high"}}, "reasoning_effort"),
     ],
 )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from skyrl.utils.answer_formats import FORMATS, AnswerReader, ToolCall, format_of
 
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 BY_NAME = {form.name: form for form in FORMATS}
 DEEPSEEK = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>"
@@ -34,6 +35,14 @@ ANSWERS = [
     ("llama3", '{"name": "f", "parameters": {"a": 1}}', "", "", [F]),
     ("llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', "", "", [F, G]),
     ("llama3", 'I say {"name": "f"}', "", 'I say {"name": "f"}', []),
+    ("llama3", '{"name": "Alice", "age": 3}', "", '{"name": "Alice", "age": 3}', []),
+    (
+        "qwen",
+        '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>',
+        "",
+        '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>',
+        [],
+    ),
     ("llama3", "{oops", "", "{oops", []),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "", "", [F, G]),
     ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', "", "", [F, G]),
@@ -74,7 +83,7 @@ def test_without_tools_calls_are_text():
     assert read(AnswerReader(BY_NAME["qwen"], calls=False), [text]) == ("", text, [])
 
 
-@given(st.dictionaries(st.text(), st.none() | st.integers() | st.text()))
+@given(st.dictionaries(TEXTS, st.none() | st.integers() | TEXTS))
 def test_arguments_come_back_as_they_were(arguments):
     text = f"<tool_call>{json.dumps({'name': 'f', 'arguments': arguments})}</tool_call>"
     ((call,),) = read(AnswerReader(BY_NAME["qwen"]), [text])[2:]

@@ -20,6 +20,7 @@ from skyrl.tinker.context import Service
 from skyrl.tinker.database.ledger import charges
 from skyrl.tinker.database.ledger.sample_charges import SampleCharges
 from skyrl.tinker.database.queries.sample_counts import SampleCounts
+from skyrl.tinker.errors import SampleFailed
 from skyrl.tinker.identity import ids
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import client_of
@@ -128,6 +129,9 @@ class SampleQueue:
         `listener` gets its tokens as they are generated. Raises the same errors as `submit`.
         """
         target = await locate(self._service, caller, parsed.address)
+        assert isinstance(parsed.address, SamplerAddress)
+        if self._futures.sample_with((parsed.address.sampling_session_id, parsed.address.seq_id)) is not None:
+            raise SampleFailed("another client uses the sampler of these routes; send the request again")
         admission = Admission(self._service, caller, target, "")
         request_id, _ = await self._take_parsed(operation, body, admission, parsed, listener)
         return request_id

@@ -27,7 +27,7 @@ import numpy as np
 
 from skyrl.errors import RequestError, UnknownName
 from skyrl.utils.chat_template import MARKER, SHORT, ChatTemplate
-from skyrl.utils.chats import REASONING_NAMES, Message
+from skyrl.utils.chats import Message
 from skyrl.utils.quota import Busy, Quota
 from skyrl.utils.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ MAX_BYTES = 2**30
 MAX_NODES = 100_000
 """Maximum number of answers of a session."""
 NODE_BYTES = 2048
-"""Bytes that a node counts for in addition to its arrays and messages."""
+"""Bytes that a session counts for, and each of its answers in addition to its arrays."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -74,6 +74,10 @@ class Plan:
     parent: Node | None
     reason: str
     prompt: np.ndarray
+    history: "History"
+    """The conversation that the answer will end."""
+    setting: str
+    """Hash of tools and variables."""
 
 
 class Session:
@@ -104,7 +108,10 @@ class Session:
         variables: Mapping[str, Any],
     ) -> Plan:
         """Return the prompt of a request. Raises what the template raises."""
-        setting, histories = _text([tools or [], dict(variables)]), _histories(messages)
+        setting, history, histories = _setting(tools, variables), History(), []
+        for message in messages:
+            history.add(message)
+            histories.append(history.hash)
         answered = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         reason = self._reason([histories[place] for place in answered], setting)
         for place in reversed(answered):
@@ -117,53 +124,35 @@ class Session:
                 break
             if len(node.tokens) and after[0] == node.tokens[-1]:
                 after = after[1:]
-            return Plan(node, "", np.concatenate([node.whole, np.asarray(after, np.int32)]))
-        text = template.render(messages, tools, **variables)
-        return Plan(None, reason, np.asarray(tokenizer.encode(text), np.int32))
+            prompt = np.concatenate([node.whole, np.asarray(after, np.int32)])
+            return Plan(node, "", prompt, history, setting)
+        prompt = np.asarray(tokenizer.encode(template.render(messages, tools, **variables)), np.int32)
+        return Plan(None, reason, prompt, history, setting)
 
-    def add(self, plan: Plan, tokens: np.ndarray, logprobs: np.ndarray, version: str) -> Node:
-        """Add an answer to a planned request."""
+    def add(self, plan: Plan, answer: Message, tokens: np.ndarray, logprobs: np.ndarray, version: str) -> Node:
+        """Add an answer to a planned request, so that later requests can continue it."""
         node = Node(plan.parent, plan.reason, plan.prompt, tokens, logprobs, version)
         (self.roots if plan.parent is None else plan.parent.children).append(node)
         self.nodes += 1
+        history = plan.history.copy()
+        history.add(answer)
+        self._by_history[history.hash, plan.setting] = node
+        self._settings.setdefault(history.hash, set()).add(plan.setting)
         return node
 
-    def note(
-        self, node: Node, messages: Sequence[Message], tools: Sequence[Any] | None, variables: Mapping[str, Any]
-    ) -> None:
-        """Note the conversation that a node's answer ends, so that later requests can continue it."""
-        setting, history = _text([tools or [], dict(variables)]), _histories(messages)[-1]
-        self._by_history[history, setting] = node
-        self._settings.setdefault(history, set()).add(setting)
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a row for each conversation: a path from a first answer to a last one.
-
-        An answer that several conversations share is trained on in the first of them only.
-        """
-        seen: set[Node] = set()
+    def freeze(self) -> "Frozen":
+        """Return the conversations as they are now."""
+        paths = []
         for leaf in self._leaves():
             path = [leaf]
             while (parent := path[-1].parent) is not None:
                 path.append(parent)
-            tokens = leaf.whole
-            mask, logprobs = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.float32)
-            versions = []
-            for node in reversed(path):
-                span = slice(len(node.prompt), len(node.prompt) + len(node.tokens))
-                if node not in seen:
-                    mask[span], logprobs[span] = True, node.logprobs
-                    seen.add(node)
-                versions.append({"first": len(node.prompt), "version": node.version})
-            yield {
-                "tokens": tokens.tolist(),
-                "mask": mask.tolist(),
-                "logprobs": logprobs.tolist(),
-                "versions": versions,
-                "reward": self.reward,
-                "branch": path[-1].reason,
-                "complete": self.complete,
-            }
+            paths.append(path[::-1])
+        return Frozen(paths, self.reward, self.complete)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each conversation."""
+        return list(self.freeze().rows())
 
     @property
     def branches(self) -> dict[str, int]:
@@ -192,6 +181,41 @@ class Session:
         return "rewritten" if answered else "parallel"
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """Conversations of a session at one moment: paths from a first answer to a last one."""
+
+    paths: list[list[Node]]
+    reward: float | None
+    complete: bool
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a row for each conversation.
+
+        An answer that several conversations share is trained on in the first of them only.
+        """
+        seen: set[Node] = set()
+        for path in self.paths:
+            tokens = path[-1].whole
+            mask, logprobs = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.float32)
+            versions = []
+            for node in path:
+                span = slice(len(node.prompt), len(node.prompt) + len(node.tokens))
+                if node not in seen:
+                    mask[span], logprobs[span] = True, node.logprobs
+                    seen.add(node)
+                versions.append({"first": len(node.prompt), "version": node.version})
+            yield {
+                "tokens": tokens.tolist(),
+                "mask": mask.tolist(),
+                "logprobs": logprobs.tolist(),
+                "versions": versions,
+                "reward": self.reward,
+                "branch": path[0].reason,
+                "complete": self.complete,
+            }
+
+
 class Captures:
     """Sessions of all keys. They are kept in memory, and end with the server."""
 
@@ -213,12 +237,15 @@ class Captures:
             )
         self._expire()
         key = owner, name
-        session = self._sessions.get(key) or Session(name)
-        if session.nodes >= MAX_NODES:
+        session = self._sessions.get(key)
+        if session is not None and session.nodes >= MAX_NODES:
             raise RequestError(f"X-Session-ID={name!r}: has {MAX_NODES} answers; begin another session")
         if not self._bytes.has_room(owner, NODE_BYTES, MAX_BYTES):
             raise Busy("the captured sessions of this sender take too much memory; read and delete some")
-        self._sessions[key] = session
+        if session is None:
+            session = self._sessions[key] = Session(name)
+            session.bytes = NODE_BYTES
+            self._bytes.add(owner, NODE_BYTES)
         self._sessions.move_to_end(key)
         session.used_at = time.time()
         session.running += 1
@@ -230,8 +257,11 @@ class Captures:
         session.lost += lost
         if self._sessions.get((owner, session.name)) is session:
             size = sum(NODE_BYTES + node.prompt.nbytes + node.tokens.nbytes + node.logprobs.nbytes for node in nodes)
-            self._bytes.add(owner, size)
-            session.bytes += size
+            if size:
+                self._bytes.add(owner, size)
+                session.bytes += size
+            if not (session.nodes or session.lost or session.running):  # of rejected requests only
+                self.drop(owner, session.name)
 
     def get(self, owner: str, name: str) -> Session:
         """Return a session. Raises `UnknownName`."""
@@ -253,15 +283,13 @@ class Captures:
         """Forget a session. Raises `UnknownName`."""
         session = self.get(owner, name)
         del self._sessions[owner, name]
-        if session.bytes:
-            self._bytes.remove(owner, session.bytes)
+        self._bytes.remove(owner, session.bytes)
 
     def _expire(self) -> None:
         limit = time.time() - TIME_TO_LIVE_S
         while self._sessions and next(iter(self._sessions.values())).used_at < limit:
             (owner, _), session = self._sessions.popitem(last=False)
-            if session.bytes:
-                self._bytes.remove(owner, session.bytes)
+            self._bytes.remove(owner, session.bytes)
 
 
 def _continuation(
@@ -277,7 +305,11 @@ def _continuation(
     """
     texts = []
     for before in (SHORT, LONG):
-        _, found, after = template.render([*before, *messages], tools, **variables).partition(MARKER)
+        try:
+            text = template.render([*before, *messages], tools, **variables)
+        except Exception:  # templates are programs, and this one may ask for a call before the answer of a tool
+            return None
+        _, found, after = text.partition(MARKER)
         texts.append(after if found else None)
     if texts[0] is None or texts[0] != texts[1]:
         return None
@@ -285,21 +317,38 @@ def _continuation(
     return tokens if tokens[:1] == [tokenizer.end_of_turn] else None
 
 
-def _histories(messages: Sequence[Message]) -> list[str]:
-    """Return a hash of the conversation up to and with each message."""
-    histories, before = [], ""
-    for message in messages:
-        before = hashlib.sha256(f"{before}{_text(_canonical(message))}".encode()).hexdigest()
-        histories.append(before)
-    return histories
+def _setting(tools: Sequence[Any] | None, variables: Mapping[str, Any]) -> str:
+    """Return a hash of tools and template variables."""
+    return hashlib.sha256(_text([tools or [], dict(variables)]).encode()).hexdigest()
 
 
-def _canonical(message: Message) -> dict[str, Any]:
-    """Return what identifies a message: its reasoning, ids of calls and the spelling of arguments may change."""
-    kept = {name: value for name, value in message.items() if name not in (*REASONING_NAMES, "tool_call_id", "name")}
-    kept["content"] = kept.get("content") or ""
-    calls = [call.get("function", call) for call in kept.pop("tool_calls", None) or []]
-    return kept | {"calls": [[call["name"], _parsed(call["arguments"])] for call in calls]}
+@dataclass
+class History:
+    """Hash of a conversation: of what identifies its messages.
+
+    The reasoning of an answer, fields that a client adds to it, ids of calls and the spelling of arguments may change.
+    """
+
+    hash: str = ""
+    _places: dict[Any, int] = field(default_factory=dict)
+    """Places of the last calls of tools, by their ids."""
+
+    def copy(self) -> "History":
+        return History(self.hash, dict(self._places))
+
+    def add(self, message: Message) -> None:
+        """Append a message."""
+        known: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
+        if message["role"] == "assistant":
+            calls = message.get("tool_calls") or []
+            self._places = {call.get("id"): place for place, call in enumerate(calls)}
+            functions = [call.get("function", call) for call in calls]
+            known["calls"] = [[one["name"], _parsed(one["arguments"])] for one in functions]
+        elif message["role"] == "tool":
+            known["call"] = self._places.get(message.get("tool_call_id"))
+        else:
+            known["name"] = message.get("name")
+        self.hash = hashlib.sha256(f"{self.hash}{_text(known)}".encode()).hexdigest()
 
 
 def _parsed(arguments: Any) -> Any:

@@ -7,7 +7,7 @@ retention are those of the Tinker API. Such a session is idle, and later ends, w
 import asyncio
 import pickle
 import uuid
-from collections import Counter, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +36,8 @@ OPERATION = replace(OPERATIONS[ids.SAMPLE], encode=pickle.dumps)
 """The sampling operation. Its results stay in this process, as they are."""
 SESSIONS = uuid.UUID("0f0a7a34-6d1b-5b43-9a55-6f2b1a0a1c55")
 """Namespace of the ids of the server's sessions."""
+MOST_CLIENTS = 10_000
+"""Maximum number of samplers that are remembered. A forgotten one is looked up again."""
 WAIT_S = 60.0
 """Seconds after which a wait for an outcome begins again."""
 
@@ -65,23 +67,30 @@ class Drawing:
         self.request_id = ""
         self._reports: deque[Progress] = deque()
         self._arrived = asyncio.Event()
-        self._reported: Counter[int] = Counter()
+        self._reported: defaultdict[int, list[int]] = defaultdict(list)
         """Tokens of each sequence that were reported so far."""
-        self._to_skip: Counter[int] = Counter()
-        """Tokens of each sequence that the next engine reports again."""
+        self._again: Counter[int] = Counter()
+        """Number of these tokens that the present engine has reported, too, if there was another before."""
+        self._differs = False
+        """True if an engine has drawn other tokens than the one before."""
 
     def tokens(self, report: Progress) -> None:
         """Note new tokens."""
-        known = min(self._to_skip[report.number], len(report.tokens))
-        self._to_skip[report.number] -= known
-        if known < len(report.tokens):
-            self._reported[report.number] += len(report.tokens) - known
-            self._reports.append(replace(report, tokens=report.tokens[known:], logprobs=report.logprobs[known:]))
+        known, tokens = self._reported[report.number], report.tokens.tolist()
+        at = self._again[report.number]
+        old = len(known) - at
+        self._again[report.number] += len(tokens)
+        if tokens[:old] != known[at : at + len(tokens)]:
+            self._differs = True
+            self._arrived.set()
+        if old < len(tokens):
+            known += tokens[old:]
+            self._reports.append(replace(report, tokens=report.tokens[old:], logprobs=report.logprobs[old:]))
             self._arrived.set()
 
     def restart(self) -> None:
         """Expect all tokens again: draws of a seed are repeatable."""
-        self._to_skip = self._reported.copy()
+        self._again.clear()
 
     async def result(self) -> SampleOutput:
         """Wait for the samples.
@@ -103,6 +112,10 @@ class Drawing:
             raise RequestError(outcome.error)
         raise SampleFailed(outcome.error if isinstance(outcome, Failure) else "the answer is gone; send it again")
 
+    def _check(self) -> None:
+        if self._differs:
+            raise SampleFailed("the engine has ended, and the next one draws other tokens; send the request again")
+
     async def reports(self) -> AsyncIterator[Progress | SampleOutput]:
         """Yield all tokens as they are generated, then the result. Raises the same errors as `result`.
 
@@ -114,15 +127,30 @@ class Drawing:
             while not ended.done() or self._reports:
                 await self._arrived.wait()
                 self._arrived.clear()
+                self._check()
                 while self._reports:
                     yield self._reports.popleft()
             output = ended.result()
             for number, sequence in enumerate(output.sequences):
-                if (first := self._reported[number]) < len(sequence.tokens):
+                known = self._reported[number]
+                self._differs |= sequence.tokens[: len(known)].tolist() != known
+                if self._differs:
+                    break
+                if (first := len(known)) < len(sequence.tokens):
                     yield Progress(self.request_id, number, sequence.tokens[first:], sequence.logprobs[first:])
+            self._check()
             yield output
         finally:
             ended.cancel()
+
+
+@dataclass
+class _Client:
+    """This process as a client of a sampler, with a number of its own."""
+
+    sampler_id: str
+    number: int
+    drawn: int = 0
 
 
 class Draws:
@@ -131,9 +159,8 @@ class Draws:
     def __init__(self, service: Service, queue: RequestQueue):
         self._service = service
         self._queue = queue
-        self._clients: dict[str, tuple[str, int]] = {}
-        """Sampler and client number of this process, by the sampler's session."""
-        self._drawn: Counter[str] = Counter()
+        self._clients: OrderedDict[str, _Client] = OrderedDict()
+        """This process as a client of samplers, by the sampler's session; the longest unused first."""
 
     @asynccontextmanager
     async def draw(self, caller: Caller, model: NamedModel, draw: Draw, body: Body) -> AsyncIterator[Drawing]:
@@ -165,23 +192,29 @@ class Draws:
     async def _next(self, caller: Caller, model: NamedModel) -> tuple[str, int]:
         """Return the (sampler, seq_id) of the next request of a caller to a model."""
         session_id = str(uuid.uuid5(SESSIONS, f"{caller.name} {self._service.info.base_model} {model.source}"))
-        if session_id in self._clients:
-            sampler_id = self._clients[session_id][0]
-            try:
-                session = await self._service.directory.session(session_id, EVERYBODY)
-                await self._service.directory.sampler(sampler_id, EVERYBODY)
-                if session.finished_at is not None:
-                    del self._clients[session_id]
-            except UnknownName:  # its session has ended and was removed
-                del self._clients[session_id]
-        if session_id not in self._clients:
+        client = self._clients.get(session_id)
+        if client is not None and not await self._is_open(session_id, client.sampler_id):
+            client = None
+        if client is None:
             owner = await self._session(session_id, caller, model)
             sampler_id = await make_sampler(self._service, owner, 0, model.path)
             assert sampler_id is not None, "the session is of this model alone"
-            self._clients[session_id] = sampler_id, await join_sampler(self._service, sampler_id)
-        sampler_id, client = self._clients[session_id]
-        self._drawn[sampler_id] += 1
-        return sampler_id, client * ids.CLIENT_BLOCK + self._drawn[sampler_id]
+            client = _Client(sampler_id, await join_sampler(self._service, sampler_id))
+            self._clients[session_id] = client
+        if session_id in self._clients:
+            self._clients.move_to_end(session_id)
+        while len(self._clients) > MOST_CLIENTS:
+            self._clients.popitem(last=False)
+        client.drawn += 1
+        return client.sampler_id, client.number * ids.CLIENT_BLOCK + client.drawn
+
+    async def _is_open(self, session_id: str, sampler_id: str) -> bool:
+        """Return True if a session and its sampler can be used. They are removed some time after their last use."""
+        try:
+            await self._service.directory.sampler(sampler_id, EVERYBODY)
+            return (await self._service.directory.session(session_id, EVERYBODY)).finished_at is None
+        except UnknownName:
+            return False
 
     async def _session(self, session_id: str, caller: Caller, model: NamedModel) -> SessionRow:
         """Return the server's session for a caller and a model. Opens it, if necessary again."""

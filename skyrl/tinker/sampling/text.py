@@ -37,17 +37,20 @@ class SampledText:
         """Bytes at the end that may be the beginning of a stop string, and are not in the text yet."""
         self._bytes = b""
         """Text that is held back."""
+        self._last = 0
+        """Number of bytes at its end that are of the last token. A stop string ends in it, or it ended no sequence."""
         self.stop: str | None = None
         """Stop string that has ended the text, once `end` was called."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text that these tokens add for certain."""
-        for token in map(int, tokens):
-            if token not in self._ends:
-                self._bytes += self.bytes_of(token)
+        pieces = [b"" if token in self._ends else self.bytes_of(token) for token in map(int, tokens)]
+        self._bytes += b"".join(pieces)
+        self._last = len(pieces[-1]) if pieces else self._last
         at = self._first_stop()
-        cut = max(0, len(self._bytes) - self._held) if at is None else at
+        cut = max(0, len(self._bytes) - max(self._held, 0))
+        cut = cut if at is None else min(cut, at)
         text, self._bytes = self._bytes[:cut], self._bytes[cut:]
         return self._decoder.decode(text)
 
@@ -63,8 +66,10 @@ class SampledText:
         return b"" if token in self._skipped else self._tokenizer.token_bytes(token)
 
     def _first_stop(self) -> int | None:
-        found = [at for stop in self._stops if (at := self._bytes.find(stop)) >= 0]
-        return min(found, default=None)
+        """Return where the first stop string begins that ends in the last token; None if there is none."""
+        least = len(self._bytes) - self._last
+        found = [at for stop in self._stops if (at := self._bytes.find(stop, max(0, least - len(stop) + 1))) >= 0]
+        return min(found, default=None) if self._last else None
 
 
 def token_text(tokenizer: Tokenizer, token: int, as_id: bool = False) -> str:

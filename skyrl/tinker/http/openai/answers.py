@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from functools import cached_property
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -12,7 +13,9 @@ import numpy as np
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from skyrl.algorithms.checks.requests import MAX_NUM_SAMPLES
 from skyrl.backends.operations import Progress
+from skyrl.errors import RequestError
 from skyrl.tinker.context import Service
 from skyrl.tinker.http.openai.dialect import stream, unless_gone
 from skyrl.tinker.http.openai.schemas import SampledRequest
@@ -26,6 +29,8 @@ from skyrl.utils.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
 NOTHING = nullcontext()
+LARGE_BYTES = 2**15
+"""Bytes of results above which an answer is made in a thread."""
 
 
 class Answer(ABC):
@@ -58,8 +63,15 @@ class Answer(ABC):
         self.prompts = prompts
         self.longest = longest
         self._head = {"id": f"{self.PREFIX}-{uuid4().hex}", "created": int(time.time()), "model": model.name}
-        self._texts = [self.text() for _ in range(len(prompts) * self.count)]
+        if len(prompts) * self.count > MAX_NUM_SAMPLES:
+            raise RequestError(
+                f"n={self.count} for {len(prompts)} prompts: at most {MAX_NUM_SAMPLES} choices in all; ask for fewer"
+            )
+
+    @cached_property
+    def _texts(self) -> list[SampledText]:
         """Texts of a stream's choices."""
+        return [self.text() for _ in range(len(self.prompts) * self.count)]
 
     @property
     def count(self) -> int:
@@ -83,6 +95,12 @@ class Answer(ABC):
         self, index: int, text: str, prompt: np.ndarray, output: SampleOutput, sequence: GeneratedSequence
     ) -> Choice:
         """Return the last piece of a choice. `text` is what is left of the text."""
+
+    def submitting(self) -> None:  # noqa: B027
+        """Note that samples are about to be queued."""
+
+    def sent(self) -> None:  # noqa: B027
+        """Note that the client has got a part of the answer."""
 
     def complete(self, outputs: list[SampleOutput]) -> None:  # noqa: B027
         """Note that all choices are complete. Called before the client gets the end of the answer."""
@@ -148,6 +166,7 @@ class Answer(ABC):
                     if index not in begun and (first := self.first(index)) is not None:
                         yield self._event([first])
                     begun.add(index)
+                self.sent()
                 if isinstance(report, SampleOutput):
                     outputs[number] = report
                     if None not in outputs:
@@ -198,12 +217,17 @@ async def respond(
             caller.sharer, len(body.data), lambda: make(model, tokenizer, info.max_context_length)
         )
         wanted = [answer.draw(prompt) for prompt in answer.prompts]
+        if len(wanted) > 1:
+            body = Body(b"")  # each counts for its own prompt
+        answer.submitting()
         drawings = [await stack.enter_async_context(draws.draw(caller, model, draw, body)) for draw in wanted]
         if request.stream:
             return await stream(http, answer.events(stack.pop_all(), drawings))
         outputs = await unless_gone(http, _results(drawings))
         answer.complete(outputs)
-        return JSONResponse(answer.whole(outputs))
+        if sum(output.nbytes for output in outputs) < LARGE_BYTES:
+            return JSONResponse(answer.whole(outputs))
+        return await asyncio.to_thread(lambda: JSONResponse(answer.whole(outputs)))
 
 
 async def _results(drawings: list[Drawing]) -> list[SampleOutput]:

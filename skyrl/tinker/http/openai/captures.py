@@ -36,10 +36,10 @@ async def list_captures(captures: CapturesDependency, caller: CallerDependency) 
 @router.get("/captures/{name}", response_model=None)
 async def get_capture(name: str, captures: CapturesDependency, caller: CallerDependency) -> StreamingResponse:
     """The rows of a session, as JSON lines."""
-    rows = list(captures.get(caller.name, name).rows())
+    frozen = captures.get(caller.name, name).freeze()
 
-    def lines() -> Iterator[str]:
-        for row in rows:
+    def lines() -> Iterator[str]:  # in a thread
+        for row in frozen.rows():
             yield f"{json.dumps(row, separators=(',', ':'))}\n"
 
     return StreamingResponse(lines(), media_type=LINES)

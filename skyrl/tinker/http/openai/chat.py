@@ -1,5 +1,8 @@
 """The chat route: messages in; text, reasoning and tool calls out."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 from uuid import uuid4
 
@@ -53,33 +56,40 @@ class Chat(Answer):
         self, request: ChatRequest, model: NamedModel, tokenizer: Tokenizer, longest: int, call: "Call | None" = None
     ):
         request.check_form()
-        self._conversation = read = Conversation.of(tokenizer, request)
+        read = Conversation.of(tokenizer, request)
         self.form = format_of(read.template.source)
         self._call = call
         self._plan: Plan | None = None
-        try:
-            if call is None:
-                text = read.template.render(read.messages, read.tools, **read.variables)
-                prompt = np.asarray(tokenizer.encode(text), np.int32)
-            else:
+        if call is None:
+            prompt = np.asarray(tokenizer.encode(read.render()), np.int32)
+        else:
+            with _template_errors():
                 self._plan = call.session.plan(tokenizer, *read)
-                prompt = self._plan.prompt
-        except Exception as error:  # templates are programs and may raise any exception
-            raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
+            prompt = self._plan.prompt
         self._reasons = tokenizer.decode(prompt[-REASONING_TOKENS:].tolist()).rstrip().endswith(THINK)
         super().__init__(request, model, tokenizer, [prompt], longest)
-        self._readers = [self._reader() for _ in range(self.count)]
+
+    @cached_property
+    def _readers(self) -> list[AnswerReader]:
         """Readers of a stream's choices."""
+        return [self._reader() for _ in range(self.count)]
+
+    def submitting(self) -> None:
+        if self._call is not None:
+            self._call.submitted = True
+
+    def sent(self) -> None:
+        if self._call is not None:
+            self._call.sent = True
 
     def complete(self, outputs: list[SampleOutput]) -> None:
         if self._call is None or self._plan is None:
             return
-        read, version = self._conversation, self.fingerprint(outputs)
+        version = self.fingerprint(outputs)
         for sequence in outputs[0].sequences:
-            node = self._call.session.add(self._plan, sequence.tokens, sequence.logprobs, version)
             message, _ = self._message(sequence)
-            answer = read_chat([{name: value for name, value in message.items() if name != REASONING}], "answer")
-            self._call.session.note(node, [*read.messages, *answer], read.tools, read.variables)
+            (answer,) = read_chat([{name: value for name, value in message.items() if name != REASONING}], "answer")
+            node = self._call.session.add(self._plan, answer, sequence.tokens, sequence.logprobs, version)
             self._call.nodes.append(node)
 
     def draw(self, prompt: np.ndarray) -> Draw:
@@ -239,9 +249,36 @@ class Conversation(NamedTuple):
         given = [_accepted(message) for message in request.messages]
         try:
             tools, messages = read_tools(request.given_tools, "tools"), read_chat(given, "messages")
-            return cls(template, TemplateForm(render).fit(messages, "messages", tools), tools, variables)
+            fitted = TemplateForm(render).fit(messages, "messages", tools)
+            if tools and render(fitted, tools) == render(fitted, None):
+                raise RequestError("tools: the model's chat template does not render them; leave them out")
+            for role in sorted({message["role"] for message in fitted} & {"system", "tool"}):
+                if not template.renders(role):
+                    raise RequestError(
+                        f"messages: the model's chat template does not render messages of the role {role}; put their "
+                        "text into one of the user"
+                    )
+            return cls(template, fitted, tools, variables)
+        except RequestError:
+            raise
         except ConfigError as error:
             raise RequestError(str(error)) from error
+        except Exception as error:  # templates are programs and may raise any exception
+            raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
+
+    def render(self) -> str:
+        """Return the text of the chat, up to the start of the answer. Raises `RequestError`."""
+        with _template_errors():
+            return self.template.render(self.messages, self.tools, **self.variables)
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """Context in which an exception is a `RequestError`: templates are programs and may raise any."""
+    try:
+        yield
+    except Exception as error:
+        raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
 
 
 class Call:
@@ -252,6 +289,10 @@ class Call:
         self._owner = owner
         self.session = captures.begin(owner, name)
         self.nodes: list[Node] = []
+        self.submitted = False
+        """True once samples may have been queued."""
+        self.sent = False
+        """True once the client may have got a part of the answer."""
 
     @classmethod
     def of(cls, captures: Captures, caller: Caller, http: Request) -> "Call | None":
@@ -264,7 +305,8 @@ class Call:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         rejected = kind is not None and issubclass(kind, RequestError | Busy)
-        self._captures.end(self._owner, self.session, self.nodes, lost=not (self.nodes or rejected))
+        lost = not self.nodes and (self.sent or (self.submitted and not rejected))
+        self._captures.end(self._owner, self.session, self.nodes, lost)
 
 
 def _accepted(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """Models, and the completions route: texts or tokens in, texts and tokens out."""
 
+import codecs
+from collections import defaultdict
+from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
@@ -20,7 +23,7 @@ from skyrl.tinker.http.routes.dependencies import (
 )
 from skyrl.tinker.sampling.drawing import Draw
 from skyrl.tinker.sampling.models import NamedModel, find_model
-from skyrl.tinker.sampling.text import token_text
+from skyrl.tinker.sampling.text import SampledText, token_text
 from skyrl.types import GeneratedSequence, SampleOutput, TokenTable
 from skyrl.utils.tokenizer import Tokenizer
 
@@ -94,7 +97,7 @@ class Completion(Answer):
     def piece(self, index: int, text: str, report: Progress) -> Choice:
         choice: Choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
         if self.request.logprobs is not None:
-            choice["logprobs"] = self._listed((report.tokens, report.logprobs, None))
+            choice["logprobs"] = self._listed((report.tokens, report.logprobs, None), place=self._places[index])
         if self.request.return_token_ids:
             choice["token_ids"] = report.tokens.tolist()
         return choice
@@ -136,28 +139,53 @@ class Completion(Answer):
             parts.insert(0, (prompt, output.prompt_logprobs, output.topk_prompt_logprobs))
         return self._listed(*parts)
 
-    def _listed(self, *parts: tuple[np.ndarray, np.ndarray, TokenTable | None]) -> dict[str, Any]:
+    def _listed(
+        self, *parts: tuple[np.ndarray, np.ndarray, TokenTable | None], place: "_Place | None" = None
+    ) -> dict[str, Any]:
         """Return lists of tokens, log-probabilities (None for NaN), most likely tokens and places in the text."""
         texts: list[str] = []
         values: list[float | None] = []
         top: list[dict[str, float] | None] = []
-        offsets, length = [], 0
+        offsets: list[int] = []
+        place_in_text = place or _Place()
         for tokens, logprobs, likely in parts:
-            for place, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+            for row, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
                 known = logprob == logprob
                 texts.append(self._text(token))
                 values.append(logprob if known else None)
-                offsets.append(length)
-                length += len(self.tokenizer.decode([token]))
-                top.append(None if likely is None or not known else self._likely(likely, place) | {texts[-1]: logprob})
+                offsets.append(place_in_text.after(self._shown.bytes_of(token)))
+                top.append(None if likely is None or not known else self._likely(likely, row) | {texts[-1]: logprob})
         wanted = top if self.request.logprobs else None
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": wanted, "text_offset": offsets}
+
+    @cached_property
+    def _shown(self) -> SampledText:
+        return self.text()
+
+    @cached_property
+    def _places(self) -> defaultdict[int, "_Place"]:
+        """Places of the next tokens in the texts of a stream's choices."""
+        return defaultdict(_Place)
 
     def _likely(self, table: TokenTable, place: int) -> dict[str, float]:
         return dict(zip(map(self._text, table[0][place].tolist()), table[1][place].tolist(), strict=True))
 
     def _text(self, token: int) -> str:
         return token_text(self.tokenizer, token, self.request.return_tokens_as_token_ids)
+
+
+class _Place:
+    """Place in a text, in characters."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def after(self, token: bytes) -> int:
+        """Return where a token begins, and go to its end."""
+        begin = self._characters
+        self._characters += len(self._decoder.decode(token))
+        return begin
 
 
 @router.post("/completions", response_model=None)

@@ -61,7 +61,8 @@ async def error_of(request: Request, error: Exception) -> JSONResponse:
         kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         return JSONResponse({"type": "error", "error": {"type": kind, "message": message}}, status, headers)
     named = _PARAMETER.match(message)
-    code = "model_not_found" if isinstance(error, UnknownName) else CONTEXT if _TOO_LONG.search(message) else None
+    unknown = isinstance(error, UnknownName) and message.startswith("model=")
+    code = "model_not_found" if unknown else CONTEXT if _TOO_LONG.search(message) else None
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     said = {"message": message, "type": kind, "param": named[1] if named and status == 400 else None, "code": code}
     return JSONResponse({"error": said}, status, headers)

@@ -3,9 +3,8 @@
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -100,7 +99,7 @@ class MessagesRequest(CountRequest):
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     """Facts about the client's own user. Nothing here depends on them, nor on the next one."""
-    service_tier: str | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
 
     def _sampling(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stream")}
@@ -112,7 +111,11 @@ def _messages(message: dict[str, Any], at: str) -> Iterator[dict[str, Any]]:
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise RequestError(f"{at}.role={role!r}: known: user, assistant; a system message is the parameter system")
-    blocks: list[Block] = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    if not isinstance(content, str | list):
+        raise RequestError(f"{at}.content: give text, or a list of blocks")
+    if role == "user" and not content:
+        raise RequestError(f"{at}.content is empty; send text")
+    blocks: list[Block] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -121,7 +124,7 @@ def _messages(message: dict[str, Any], at: str) -> Iterator[dict[str, Any]]:
         if kind == "text":
             texts += _texts([block], where)
         elif kind == "tool_result" and role == "user":
-            given = block.get("content") or ""
+            given = "" if block.get("content") is None else block["content"]
             text = given if isinstance(given, str) else "".join(_texts(given, f"{where}.content"))
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
         elif kind == "tool_use" and role == "assistant":
@@ -140,7 +143,9 @@ def _messages(message: dict[str, Any], at: str) -> Iterator[dict[str, Any]]:
         yield said
 
 
-def _texts(blocks: list[Block], at: str) -> list[str]:
+def _texts(blocks: Any, at: str) -> list[str]:
+    if not isinstance(blocks, list):
+        raise RequestError(f"{at}: give text, or a list of blocks of text")
     for block in blocks:
         if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             raise RequestError(f"{at}: only blocks of text are served; models here read text")
@@ -185,6 +190,7 @@ class Message(Chat):
                     begun = True
                     read = {"input_tokens": len(self.prompts[0]), "output_tokens": 0}
                     yield {"type": "message_start", "message": self._shell([], read) | NOT_ENDED}
+                self.sent()
                 if not isinstance(report, SampleOutput):
                     for event in blocks.add(reader.push(text.push(report.tokens))):
                         yield event
@@ -310,8 +316,7 @@ async def count_tokens(
     tokenizer = await service.tokenizer()
 
     def count() -> int:
-        read = Conversation.of(tokenizer, chat)
-        return len(np.asarray(tokenizer.encode(read.template.render(read.messages, read.tools, **read.variables))))
+        return len(tokenizer.encode(Conversation.of(tokenizer, chat).render()))
 
     number = await service.decode_pool.run(caller.sharer, len(body.data), count)
     return JSONResponse({"input_tokens": number})

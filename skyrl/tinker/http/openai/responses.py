@@ -1,5 +1,6 @@
 """The route of OpenAI's Responses API: the chat route in another form. Nothing is stored."""
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from typing import Annotated, Any
@@ -31,7 +32,7 @@ from skyrl.utils.tokenizer import Tokenizer
 router = APIRouter(route_class=OpenAIRoute)
 
 Item = dict[str, Any]
-PARTS = ("input_text", "output_text", "text")
+PARTS = ("input_text", "output_text", "text", "reasoning_text")
 """Types of parts of a message that contain text."""
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -66,7 +67,7 @@ class ResponsesRequest(BaseModel):
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, Any] | None = None
     """Facts about the client's own user. Nothing here depends on them, nor on the next two."""
@@ -91,6 +92,12 @@ class ResponsesRequest(BaseModel):
             value = getattr(self, name)
             if value is not None and value not in harmless:
                 raise RequestError(f"{name}={value!r}: is not served, and nothing is stored; leave it out")
+        if unknown := (self.reasoning or {}).keys() - {"effort", "summary", "generate_summary"}:
+            raise RequestError(f"reasoning.{min(unknown)}: is not served; leave it out")
+        try:
+            json.dumps([self.metadata, self.tools, self.tool_choice], allow_nan=False)  # as the answer has them
+        except ValueError as error:
+            raise RequestError("metadata, tools and tool_choice: must be JSON, without NaN and infinity") from error
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
@@ -138,7 +145,7 @@ def _messages(items: list[Item]) -> list[dict[str, Any]]:
             text = _text(item.get("output"), f"{at}.output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         elif kind == "reasoning":
-            text = "".join(part.get("text") or "" for part in item.get("content") or [])
+            text = _text(item.get("content") or [], f"{at}.content")
             messages.append({"role": "assistant", "content": None} | ({REASONING: text} if text else {}))
         else:
             raise RequestError(
@@ -161,8 +168,6 @@ def _text(content: Any, at: str) -> str:
 def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise RequestError(f"{at}.type={tool.get('type')!r}: is not served here; send functions")
-    if tool.get("strict"):
-        raise RequestError(f"{at}.strict=True: nothing here forces a model to call well; send false")
     kept = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": kept}
 
@@ -197,6 +202,7 @@ class Answered(Chat):
                     begun = self._response([], None)
                     for kind in ("response.created", "response.in_progress"):
                         yield numbered({"type": kind, "response": begun})
+                self.sent()
                 if not isinstance(report, SampleOutput):
                     for event in items.add(reader.push(text.push(report.tokens))):
                         yield numbered(event)

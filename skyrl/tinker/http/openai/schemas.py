@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from skyrl.algorithms.checks.requests import MAX_NUM_SAMPLES
 from skyrl.errors import RequestError
 from skyrl.tinker.wire.parsing import describe_faults
 from skyrl.types import SamplingOptions, SamplingParams
@@ -49,7 +50,7 @@ class SampledRequest(BaseModel):
     ignore_eos: bool = False
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
-    n: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MAX_NUM_SAMPLES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -223,5 +224,8 @@ class GenerateRequest(SampledRequest):
     @classmethod
     def _flatten(cls, value: Any) -> Any:
         if isinstance(value, dict) and isinstance(given := value.get("sampling_params"), dict):
-            return {name: child for name, child in value.items() if name != "sampling_params"} | given
+            rest = {name: child for name, child in value.items() if name != "sampling_params"}
+            if twice := rest.keys() & given.keys():
+                raise RequestError(f"sampling_params.{min(twice)}: is given beside sampling_params, too; send it once")
+            return rest | given
         return value
