@@ -3,8 +3,8 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -18,6 +18,7 @@ from skyrl.backends.operations import Progress
 from skyrl.errors import RequestError
 from skyrl.tinker.context import Service
 from skyrl.tinker.http.openai.dialect import stream, unless_gone
+from skyrl.tinker.http.openai.retries import Retries
 from skyrl.tinker.http.openai.schemas import SampledRequest
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.sampling.drawing import Draw, Drawing, Draws
@@ -155,7 +156,7 @@ class Answer(ABC):
         bases = [origin.base for output in outputs for sequence in output.sequences for origin in sequence.origins]
         return self.model.fingerprint(bases[0] if bases else "")
 
-    async def events(self, stack: AsyncExitStack, drawings: list[Drawing]) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, stack: AsyncExitStack, drawings: list[Drawing]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a stream: pieces of choices, and the usage if it is wanted. Closes `stack`."""
         outputs: list[SampleOutput | None] = [None] * len(drawings)
         begun: set[int] = set()
@@ -207,7 +208,10 @@ async def respond(
     `make` returns the request's `Answer`, given the model, its tokenizer and the length of its context. It runs in a
     thread. `call` is a context that ends with the answer, or with its error.
     """
-    async with AsyncExitStack() as stack:
+    retries: Retries = http.app.state.retries
+    key = http.headers.get("idempotency-key")
+
+    async def begin(stack: AsyncExitStack) -> tuple[Answer, list[Drawing]]:
         stack.enter_context(call)
         request.usage_in_stream()
         info = await service.wait_until_ready()
@@ -217,17 +221,40 @@ async def respond(
             caller.sharer, len(body.data), lambda: make(model, tokenizer, info.max_context_length)
         )
         wanted = [answer.draw(prompt) for prompt in answer.prompts]
-        if len(wanted) > 1:
-            body = Body(b"")  # each counts for its own prompt
+        counted = body if len(wanted) == 1 else Body(b"")  # of several, each counts for its own prompt
         answer.submitting()
-        drawings = [await stack.enter_async_context(draws.draw(caller, model, draw, body)) for draw in wanted]
-        if request.stream:
-            return await stream(http, answer.events(stack.pop_all(), drawings))
-        outputs = await unless_gone(http, _results(drawings))
-        answer.complete(outputs)
-        if sum(output.nbytes for output in outputs) < LARGE_BYTES:
-            return JSONResponse(answer.whole(outputs))
-        return await asyncio.to_thread(lambda: JSONResponse(answer.whole(outputs)))
+        return answer, [await stack.enter_async_context(draws.draw(caller, model, draw, counted)) for draw in wanted]
+
+    async def events() -> AsyncGenerator[Any, None]:
+        async with AsyncExitStack() as stack:
+            answer, drawings = await begin(stack)
+            if request.stream:
+                async with aclosing(answer.events(stack.pop_all(), drawings)) as pieces:
+                    async for event in pieces:
+                        yield event
+            else:
+                yield await _whole(answer, drawings)
+
+    if key is None:
+        produced = events()
+    else:
+        kept, is_new = retries.answer(caller.name, caller.sharer, http.url.path, key, body.data, events)
+        if not is_new:
+            with call:  # a session's request that is a retry ends here
+                pass
+        produced = kept.read()
+    if request.stream:
+        return await stream(http, produced)
+    async with aclosing(produced):
+        return JSONResponse(await unless_gone(http, anext(produced)))
+
+
+async def _whole(answer: Answer, drawings: list[Drawing]) -> dict[str, Any]:
+    outputs = await _results(drawings)
+    answer.complete(outputs)
+    if sum(output.nbytes for output in outputs) < LARGE_BYTES:
+        return answer.whole(outputs)
+    return await asyncio.to_thread(answer.whole, outputs)
 
 
 async def _results(drawings: list[Drawing]) -> list[SampleOutput]:

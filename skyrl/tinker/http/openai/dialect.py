@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -110,7 +110,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def stream(request: Request, events: AsyncIterator[Any]) -> Response:
+async def stream(request: Request, events: AsyncGenerator[Any, None]) -> Response:
     """Return a response that streams events as JSON.
 
     Events of Messages and Responses have names; others end with `[DONE]`.
@@ -138,7 +138,7 @@ async def stream(request: Request, events: AsyncIterator[Any]) -> Response:
             if coming is not None:
                 coming.cancel()
                 await asyncio.wait({coming})
-            await events.aclose()  # pyright: ignore[reportAttributeAccessIssue] (a generator)
+            await events.aclose()
 
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 

@@ -1,7 +1,7 @@
 """The routes of Anthropic's Messages API: the chat route in another form."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -181,7 +181,7 @@ class Message(Chat):
         content += [_use(call) for call in calls]
         return self._shell(content, self._usage(outputs)) | self._end(sequence, calls)
 
-    async def events(self, stack: AsyncExitStack, drawings: list[Drawing]) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, stack: AsyncExitStack, drawings: list[Drawing]) -> AsyncGenerator[dict[str, Any], None]:
         text, reader, blocks = self.text(), self._reader(), _Blocks()
         begun = False
         async with stack:

@@ -1,7 +1,7 @@
 """The route of OpenAI's Responses API: the chat route in another form. Nothing is stored."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack
 from typing import Annotated, Any
 from uuid import uuid4
@@ -188,7 +188,7 @@ class Answered(Chat):
             items.append(_message(message["content"]))
         return self._response(items + [_called(call) for call in calls], outputs)
 
-    async def events(self, stack: AsyncExitStack, drawings: list[Drawing]) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, stack: AsyncExitStack, drawings: list[Drawing]) -> AsyncGenerator[dict[str, Any], None]:
         text, reader, items, number = self.text(), self._reader(), _Items(), 0
 
         def numbered(event: dict[str, Any]) -> dict[str, Any]:
