@@ -144,7 +144,7 @@ def test_a_session_is_captured(live_server, client):
     with anthropic.Anthropic(base_url=f"{live_server.url}/sessions/anthropic", api_key=API_KEY) as client:
         messages = list(HELLO)
         for _ in range(2):
-            answer = client.messages.create(model=live_server.base_model, messages=messages, max_tokens=5)
+            answer = client.messages.create(model=live_server.base_model, messages=messages, max_tokens=5, **GREEDY)
             said = "".join(block.text for block in answer.content)
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
     lines = httpx.get(f"{live_server.url}/v1/captures/anthropic").text.splitlines()

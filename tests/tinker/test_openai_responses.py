@@ -112,11 +112,26 @@ def test_an_answer_is_that_of_the_chat_route(client, live_server):
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
+@pytest.fixture(scope="module")
+def silent(live_server):
+    return adapter(live_server, HELLO, "<|im_end|>")
+
+
+def test_an_empty_answer_is_a_message(client, silent):
+    request = {"model": silent, "input": HELLO, "temperature": 0}
+    response = client.responses.create(**request)
+    (message,) = response.output
+    assert message.type == "message" and response.output_text == ""
+    end, _ = streamed(client, **request)
+    assert told(end) == told(response)
+
+
 def test_a_session_is_captured(live_server):
     with openai.OpenAI(base_url=f"{live_server.url}/sessions/responses/v1", api_key=API_KEY) as client:
         items = list(HELLO)
         for _ in range(2):
-            response = client.responses.create(model=live_server.base_model, input=items, max_output_tokens=5)
+            request = {"model": live_server.base_model, "input": items, "max_output_tokens": 5, "temperature": 0}
+            response = client.responses.create(**request)
             items += [item.model_dump(exclude_none=True) for item in response.output]
             items.append({"role": "user", "content": "And?"})
     lines = httpx.get(f"{live_server.url}/v1/captures/responses").text.splitlines()

@@ -184,8 +184,8 @@ class Answered(Chat):
         items: list[Item] = []
         if REASONING in message:
             items.append(_reasoning(message[REASONING]))
-        if message["content"]:
-            items.append(_message(message["content"]))
+        if message["content"] or not (items or calls):  # an empty answer is a part of the conversation, too
+            items.append(_message(message["content"] or ""))
         return self._response(items + [_called(call) for call in calls], outputs)
 
     async def events(self, stack: AsyncExitStack, drawings: list[Drawing]) -> AsyncGenerator[dict[str, Any], None]:
@@ -211,7 +211,12 @@ class Answered(Chat):
                 (sequence,) = report.sequences
                 parts = reader.push(text.end(sequence.stop_reason == "stop"))
                 more, calls = reader.end()
-                for event in [*items.add(parts + more), *items.close(), *items.called(self._shown(calls))]:
+                for event in items.add(parts + more):
+                    yield numbered(event)
+                if not (items.begun or calls):
+                    for event in items.add([("content", "")]):
+                        yield numbered(event)
+                for event in [*items.close(), *items.called(self._shown(calls))]:
                     yield numbered(event)
                 response = self._response(items.done, [report])
                 yield numbered({"type": f"response.{response['status']}", "response": response})
@@ -309,6 +314,11 @@ class _Items:
             yield self._event("response.function_call_arguments.done", arguments=arguments, name=item["name"])
             yield self._of_item("done", item)
             self.done.append(item)
+
+    @property
+    def begun(self) -> bool:
+        """True if there is an item, complete or not."""
+        return bool(self.done) or self._kind is not None
 
     @property
     def _name(self) -> str:
