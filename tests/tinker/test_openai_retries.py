@@ -83,3 +83,13 @@ def test_a_retry_of_a_session_is_one_answer(live_server, key):
         assert client.chat.completions.create(**request) == client.chat.completions.create(**request)
     (facts,) = [one for one in httpx.get(f"{live_server.url}/v1/captures").json()["data"] if one["id"] == "retried"]
     assert (facts["answers"], facts["complete"]) == (1, True)
+
+
+def test_a_key_that_is_refused_leaves_a_session_complete(live_server, key):
+    with openai.OpenAI(base_url=f"{live_server.url}/sessions/refused/v1", api_key=API_KEY, max_retries=0) as client:
+        request = {"model": live_server.base_model, "max_tokens": 2, "extra_headers": key}
+        client.chat.completions.create(messages=ASK, **request)
+        with pytest.raises(openai.BadRequestError, match="used for another request"):
+            client.chat.completions.create(messages=[*ASK, *ASK], **request)
+    (facts,) = [one for one in httpx.get(f"{live_server.url}/v1/captures").json()["data"] if one["id"] == "refused"]
+    assert (facts["running"], facts["complete"]) == (0, True)

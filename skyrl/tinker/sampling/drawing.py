@@ -57,6 +57,8 @@ class Draw:
     """See `Sample.routing_key`."""
     prompt_alternatives: int | None = None
     """The same for the prompt, whose log-probabilities are then reported, too. None: they are not."""
+    reports_progress: bool = False
+    """Report tokens as they are generated."""
 
 
 class Drawing:
@@ -178,7 +180,11 @@ class Draws:
             topk_prompt_logprobs=draw.prompt_alternatives or 0,
         )
         given = SampleInput(
-            request, draw.prompt, options=draw.options, reports_progress=True, routing_key=draw.routing_key
+            request,
+            draw.prompt,
+            options=draw.options,
+            reports_progress=draw.reports_progress,
+            routing_key=draw.routing_key,
         )
         sampler_id, seq_id = await self._next(caller, model)
         address = SamplerAddress(sampling_session_id=sampler_id, seq_id=seq_id, num_samples=draw.num_samples)

@@ -4,7 +4,8 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, aclosing, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -220,7 +221,7 @@ async def respond(
         answer = await service.decode_pool.run(
             caller.sharer, len(body.data), lambda: make(model, tokenizer, info.max_context_length)
         )
-        wanted = [answer.draw(prompt) for prompt in answer.prompts]
+        wanted = [replace(answer.draw(prompt), reports_progress=bool(request.stream)) for prompt in answer.prompts]
         counted = body if len(wanted) == 1 else Body(b"")  # of several, each counts for its own prompt
         answer.submitting()
         return answer, [await stack.enter_async_context(draws.draw(caller, model, draw, counted)) for draw in wanted]
@@ -238,10 +239,11 @@ async def respond(
     if key is None:
         produced = events()
     else:
-        kept, is_new = retries.answer(caller.name, caller.sharer, http.url.path, key, body.data, events)
-        if not is_new:
-            with call:  # a session's request that is a retry ends here
-                pass
+        with ExitStack() as refused:
+            refused.enter_context(call)  # of a retry, and of a key that is refused, it ends here
+            kept, is_new = retries.answer(caller.name, caller.sharer, http.url.path, key, body.data, events)
+            if is_new:
+                refused.pop_all()
         produced = kept.read()
     if request.stream:
         return await stream(http, produced)
