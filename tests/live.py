@@ -93,6 +93,16 @@ def teach(trainer, tokens: list[int], prompt: int, steps: int = 200) -> None:
     raise AssertionError(f"not learned in {steps} steps: {output.metrics}")
 
 
+def answering_adapter(server: LocalServer, messages: list[dict], answer: str, tools: list[dict] | None = None) -> str:
+    """Path of a fresh adapter that has learned to answer a chat with a text, under greedy decoding."""
+    with service(server) as client:
+        trainer = new_trainer(client, server, rank=16)
+        tokenizer = trainer.get_tokenizer()
+        prompt = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        teach(trainer, prompt + tokenizer.encode(answer), len(prompt), steps=400)
+        return trainer.save_weights_for_sampler("taught").result().path
+
+
 def sample(sampler, prompt: list[int], num_samples: int = 1, include_prompt_logprobs=False, topk=0, **params):
     """A sample request's response; `params` are those of `SamplingParams`."""
     params.setdefault("max_tokens", 8)

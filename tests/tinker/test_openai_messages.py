@@ -4,7 +4,7 @@ import anthropic
 import openai
 import pytest
 
-from live import API_KEY, new_trainer, service, teach
+from live import API_KEY, answering_adapter, new_trainer, service
 
 GREEDY = {"extra_body": {"temperature": 0}}
 HELLO = [{"role": "user", "content": "Hello <you> é?"}]
@@ -29,24 +29,14 @@ def tokenizer(live_server):
         yield new_trainer(client, live_server).get_tokenizer()
 
 
-def adapter(live_server, tokenizer, messages, answer: str, tools=None) -> str:
-    """Path of an adapter that answers these messages so."""
-    with service(live_server) as client:
-        trainer = new_trainer(client, live_server, rank=16)
-        options = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
-        prompt = tokenizer.apply_chat_template(messages, **options)
-        teach(trainer, prompt + tokenizer.encode(answer), len(prompt), steps=400)
-        return trainer.save_weights_for_sampler("taught").result().path
+@pytest.fixture(scope="module")
+def thinker(live_server):
+    return answering_adapter(live_server, HELLO, "<think>\nWho?\n</think>\n\nHi there!<|im_end|>")
 
 
 @pytest.fixture(scope="module")
-def thinker(live_server, tokenizer):
-    return adapter(live_server, tokenizer, HELLO, "<think>\nWho?\n</think>\n\nHi there!<|im_end|>")
-
-
-@pytest.fixture(scope="module")
-def caller(live_server, tokenizer):
-    return adapter(live_server, tokenizer, WEATHER, f"I look.\n{CALL}<|im_end|>", [OPENAI_TOOL])
+def caller(live_server):
+    return answering_adapter(live_server, WEATHER, f"I look.\n{CALL}<|im_end|>", [OPENAI_TOOL])
 
 
 def streamed(client, **request):

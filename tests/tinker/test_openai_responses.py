@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from live import API_KEY, new_trainer, service, teach
+from live import API_KEY, answering_adapter
 
 HELLO = [{"role": "user", "content": "Hello <you> é?"}]
 WEATHER = [{"role": "user", "content": "Weather in Rome?"}]
@@ -21,25 +21,14 @@ def client(live_server):
         yield client
 
 
-def adapter(live_server, messages, answer: str, tools=None) -> str:
-    """Path of an adapter that answers these messages so."""
-    with service(live_server) as client:
-        trainer = new_trainer(client, live_server, rank=16)
-        tokenizer = trainer.get_tokenizer()
-        options = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
-        prompt = tokenizer.apply_chat_template(messages, **options)
-        teach(trainer, prompt + tokenizer.encode(answer), len(prompt), steps=400)
-        return trainer.save_weights_for_sampler("taught").result().path
-
-
 @pytest.fixture(scope="module")
 def thinker(live_server):
-    return adapter(live_server, HELLO, "<think>\nWho?\n</think>\n\nHi there!<|im_end|>")
+    return answering_adapter(live_server, HELLO, "<think>\nWho?\n</think>\n\nHi there!<|im_end|>")
 
 
 @pytest.fixture(scope="module")
 def caller(live_server):
-    return adapter(live_server, WEATHER, f"I look.\n{CALL}<|im_end|>", [CHAT_TOOL])
+    return answering_adapter(live_server, WEATHER, f"I look.\n{CALL}<|im_end|>", [CHAT_TOOL])
 
 
 def told(response) -> list:
@@ -114,7 +103,7 @@ def test_an_answer_is_that_of_the_chat_route(client, live_server):
 
 @pytest.fixture(scope="module")
 def silent(live_server):
-    return adapter(live_server, HELLO, "<|im_end|>")
+    return answering_adapter(live_server, HELLO, "<|im_end|>")
 
 
 def test_an_empty_answer_is_a_message(client, silent):
