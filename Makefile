@@ -20,7 +20,7 @@ help:
 	@echo "setup      install into $(VENV)"
 	@echo "demo       train two adapters through the Tinker SDK against a local server"
 	@echo "demo-rl    teach a small model to add: examples first, then GRPO; minutes on two cores"
-	@echo "test       the tests that show each fact once, in three processes (JOBS=0: in one); about 10 minutes on two cores"
+	@echo "test       the tests that show each fact once, in three processes (JOBS=0: in one); about 15 minutes on two cores"
 	@echo "test-all   all tests that are not marked slow, with random inputs; about 40 minutes"
 	@echo "test-slow  the tests marked slow: kills of a server, long random histories, each way of training; an hour and more"
 	@echo "test-vllm  the cases of sampling engines against vLLM on the CPU, in build/vllm (3.5 GB, once), or in VLLM_PYTHON"
