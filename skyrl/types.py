@@ -4,6 +4,7 @@ Objects that users write as JSON are pydantic models with the names and defaults
 arrays are frozen dataclasses of NumPy arrays. This module imports neither jax nor torch.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -252,6 +253,11 @@ class OptimStepOutput:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+def version_hash(version: str) -> str:
+    """Return the hash of a published version, in 16 hexadecimal digits. Versions are never published again."""
+    return hashlib.sha256(version.encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class Origin:
     """Weights that generated a run of consecutive tokens, as recorded by the sampler."""
@@ -265,6 +271,11 @@ class Origin:
     engine: str | None = None
     """Address of the engine that generated the tokens; None: the backend itself."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the weights: that of the base model and, for a version, `version_hash` after a hyphen."""
+        return self.base if self.version is None else f"{self.base}-{version_hash(self.version)}"
+
 
 @dataclass(frozen=True)
 class GeneratedSequence:
@@ -276,6 +287,12 @@ class GeneratedSequence:
     topk_logprobs: TokenTable | None = None
     """The k most likely tokens at each position, most likely first; log-probabilities at temperature 1. `[n, k]`."""
     origins: tuple[Origin, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Hashes of the weights that generated the tokens, in this order, with commas between them."""
+        return ",".join(dict.fromkeys(origin.fingerprint for origin in self.origins))
+
     """Weights of each run of tokens, in order. Not sent to clients of the API."""
 
 

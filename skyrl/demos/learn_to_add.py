@@ -132,10 +132,9 @@ def template_options(prefix: str, files: Files) -> list[str]:
 
 def backend_options(settings: Settings) -> tuple[str, str]:
     """Return the options that select the backend. They fit both trainers and lack a section prefix (`trainer.`)."""
-    from skyrl.train.strategy.registry import SERVED
+    from skyrl.backends.registry import TORCH_NAMES
 
-    name = next(name for name, each in SERVED.items() if settings.backend in (name, each.backend))
-    section = SERVED[name].name
+    name = section = "torch" if settings.backend in TORCH_NAMES else settings.backend
     options = "train_tile_tokens: 512, sample_max_num_sequences: 128"
     return f"strategy={name}", f"{section}={{{options}{', warm_up: false' if section == 'jax' else ''}}}"
 

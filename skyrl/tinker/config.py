@@ -156,7 +156,8 @@ class EngineConfig(BaseModel):
     """Maximum size of requests between two snapshots of a model, in MiB."""
 
     result_retention_sec: int = Field(24 * 3600, ge=600)
-    """Seconds for which the result of a training request can be read again."""
+    """Seconds for which the result of a training request can be read again, and for which a captured session is kept
+    after its last request."""
 
     max_results_gib: float = Field(4, ge=0, allow_inf_nan=False)
     """Maximum size of results in the database, in GiB. Above this size, the oldest results are removed, except those

@@ -14,6 +14,8 @@ class Answer:
 
     body: bytes
     media_type: str = JSON
+    fingerprint: str | None = None
+    """Hash of the weights that generated a sample."""
 
     @property
     def size(self) -> int:

@@ -15,6 +15,7 @@ from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.context import EngineFactory, Service
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.fence import Superseded
+from skyrl.tinker.database.ledger.sample_charges import refund_unanswered
 from skyrl.tinker.database.log.request_log import try_lost_models_again
 from skyrl.tinker.database.queries import last_seen
 from skyrl.tinker.database.queries.lookup import server_secret
@@ -24,8 +25,10 @@ from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.identity.callers import Keys
 from skyrl.tinker.identity.tokens import Signer
 from skyrl.tinker.requests.queue import RequestQueue
-from skyrl.tinker.sampling.capture import Captures
+from skyrl.tinker.sampling.capture_store import Captures
 from skyrl.tinker.sampling.drawing import Draws
+from skyrl.tinker.sampling.retries import Retries
+from skyrl.utils.async_tasks import Tasks
 from skyrl.utils.backoff import pause_s
 
 log = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ class TinkerServer:
     queue: RequestQueue
     draws: Draws
     captures: Captures
+    retries: Retries
 
     def __init__(self, config: EngineConfig, make_engine: EngineFactory):
         self.config = config
@@ -47,6 +51,8 @@ class TinkerServer:
         self.again = False
         """True if the failure may be limited to this API process, so that a new process may succeed."""
         self.failed = asyncio.Event()
+        self.answering = Tasks()
+        """Stores of answers of OpenAI's form."""
         self._make_engine = make_engine
         self.started = False
         """True once the engine was started. `stop` must then be called."""
@@ -87,7 +93,10 @@ class TinkerServer:
         start = partial(first_cursor, now=time.time_ns() // 1000)
         self.queue = RequestQueue(self.service)
         self.draws = Draws(self.service, self.queue)
-        self.captures = Captures()
+        self.captures = Captures(database, self.config.result_retention_sec)
+        self.retries = Retries(database)
+        await self._patient.write(refund_unanswered, "the refunds of samples that were not answered")
+        await self._patient.read(self.retries.load, "the answers that were not sent")
         self.queue.futures.completions.begin(await self._patient.write(start, "the first cursor"))
         self.service.engine = self._make_engine(
             self.config,
@@ -164,6 +173,8 @@ class TinkerServer:
         self.queue.stop()
         await self.service.engine.stop()
         await self.queue.drain()
+        for left in (self.answering, self.captures, self.retries):
+            await left.drain()
         await self._store_activity()
         self.service.crash_record.close()
         await asyncio.to_thread(self.service.database.close)

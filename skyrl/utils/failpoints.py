@@ -17,6 +17,7 @@ CRASH_POINTS = {
     "api: result received, not stored",
     "api: result stored, not answered",
     "api: sample charged, not answered",
+    "api: answer stored, not sent",
     "api: snapshot reported, not recorded",
     "api: snapshot recorded, older files still there",
     "api: revival read, not sent",

@@ -348,9 +348,9 @@ def test_folders_without_a_name_are_warned_of(site, capsys):
 
 
 def test_an_older_database_is_warned_of_and_stays_as_it_is(site, capsys, monkeypatch):
-    monkeypatch.setattr("skyrl.tinker.database.read_only.KNOWN", ["0011", "0012"])
+    monkeypatch.setattr("skyrl.tinker.database.read_only.KNOWN", ["0011", "0012", "0013"])
     [warned] = [one for one in site.examined(capsys) if one["level"] != "ok"]
-    assert warned["check"] == "database" and "the next start brings it to 0012" in warned["seen"]
+    assert warned["check"] == "database" and "the next start brings it to 0013" in warned["seen"]
     assert [one for one in site.examined(capsys) if one["level"] != "ok"] == [warned]
 
 

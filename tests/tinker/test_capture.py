@@ -1,6 +1,8 @@
 """Trees of captured sessions: random agents, whose drawn tokens must come back as they were."""
 
+import asyncio
 import string
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl.errors import RequestError, UnknownName
-from skyrl.tinker.sampling import capture
-from skyrl.tinker.sampling.capture import Captures, Session
+from skyrl.tinker.database.database import Database
+from skyrl.tinker.sampling import capture, capture_store
+from skyrl.tinker.sampling.capture import Session
+from skyrl.tinker.sampling.capture_store import Call, Captures
 from skyrl.tx.synthetic.make_model import builtin_model
 from skyrl.utils.quota import Busy
 from skyrl.utils.tokenizer import Tokenizer
@@ -39,7 +43,8 @@ class Agent:
         self.drawn.append(list(tokens))
         scores = np.full(len(tokens), -len(self.drawn), np.float32)
         answer = {"role": "assistant", "content": self.tokenizer.decode(tokens)} if shown is None else shown
-        node = self.session.add(plan, answer, np.asarray(tokens, np.int32), scores, f"v{len(self.drawn)}")
+        node = plan.node(answer, np.asarray(tokens, np.int32), scores, f"v{len(self.drawn)}")
+        self.session.attach(node)
         messages = [*messages, answer]
         return messages, node
 
@@ -167,47 +172,165 @@ def test_every_drawn_token_is_trained_on_once_whatever_the_agent_does(tokenizer,
         assert len(rows) == min(1, len(moves))
 
 
-def test_sessions_belong_to_their_owner_and_end(monkeypatch):
-    captures = Captures()
-    session = captures.begin("a", "s")
-    captures.end("a", session, [], lost=True)
-    assert captures.get("a", "s") is session and captures.names("a") == ["s"] and not captures.names("b")
-    with pytest.raises(UnknownName):
-        captures.get("b", "s")
-    assert captures.begin("b", "s") is not session
-    monkeypatch.setattr(capture, "TIME_TO_LIVE_S", -1.0)
-    with pytest.raises(UnknownName, match="kept for"):
-        captures.get("a", "s")
+@pytest.fixture
+def stored(tmp_path, tokenizer):
+    """Runs a program on the captures of a new server on the same database, once for each call."""
+
+    def run(program, lifetime_s=100.0):
+        database = Database(f"sqlite:///{tmp_path / 'server.db'}")
+
+        async def begin():
+            captures = Captures(database, lifetime_s)
+            try:
+                return await program(captures)
+            finally:
+                await captures.drain()
+
+        try:
+            return asyncio.run(begin())
+        finally:
+            database.close()
+
+    def ask(captures, messages, said="b", kills=False, fails=None, owner="a", name="s"):
+        """Send a request, whose model draws a text."""
+
+        async def request():
+            async with Call(captures, owner, name) as call:
+                call.plan = call.session.plan(tokenizer, tokenizer.chat_template, messages, None, {})
+                await call.open()
+                if fails:
+                    raise fails
+                tokens = np.asarray([*tokenizer.encode(said), tokenizer.end_of_turn], np.int32)
+                answer = {"role": "assistant", "content": said}
+                node = call.plan.node(answer, tokens, np.full(len(tokens), -1, np.float32), "v")
+
+                async def commit(job):
+                    if kills:
+                        raise KeyboardInterrupt
+                    await captures._database.write(job)
+
+                await call.answer([node], commit)
+                return [*messages, answer, ASK]
+
+        return request()
+
+    return SimpleNamespace(run=run, ask=ask)
 
 
-def test_a_session_of_rejected_requests_is_none():
-    captures = Captures()
-    captures.end("a", captures.begin("a", "s"), [], lost=False)
-    assert not captures.names("a")
+def test_a_conversation_goes_on_after_a_restart(stored, tokenizer):
+    async def first(captures):
+        messages = await stored.ask(captures, [ASK])
+        return messages, (await captures.get("a", "s")).rows()
+
+    async def second(captures):
+        assert (await captures.get("a", "s")).rows() == rows
+        await stored.ask(captures, messages, said="c")
+        return (await captures.get("a", "s")).rows()
+
+    messages, rows = stored.run(first)
+    (row,) = stored.run(second)
+    assert row["tokens"][: len(rows[0]["tokens"])] == rows[0]["tokens"] and row["complete"]
+    ((tokens, _),) = spans([row])
+    assert tokenizer.decode(tokens) == "b<|im_end|>c<|im_end|>"
 
 
-def test_a_call_without_an_answer_makes_a_session_incomplete():
-    captures = Captures()
-    session = captures.begin("a", "s")
-    assert not session.complete
-    captures.end("a", session, [], lost=True)
-    assert not session.complete and session.lost == 1
+def test_sessions_belong_to_their_owner_and_end(stored):
+    async def program(captures):
+        await stored.ask(captures, [ASK])
+        assert [one["id"] for one in await captures.list("a")] == ["s"] and not await captures.list("b")
+        with pytest.raises(UnknownName):
+            await captures.get("b", "s")
+        await stored.ask(captures, [ASK], owner="b")
+        await captures.drop("b", "s")
+        assert not await captures.list("b") and await captures.list("a")
+
+    async def later(captures):
+        with pytest.raises(UnknownName, match="kept for"):
+            await captures.get("a", "s")
+        await stored.ask(captures, [ASK])
+        return (await captures.begin("a", "s")).nodes
+
+    stored.run(program)
+    assert stored.run(later, lifetime_s=-1.0) == 0
+
+
+def test_a_rejected_request_leaves_no_session(stored):
+    async def program(captures):
+        with pytest.raises(Busy):
+            await stored.ask(captures, [ASK], fails=Busy("no room"))
+        await captures.drain()
+        return await captures.list("a")
+
+    assert stored.run(program) == []
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("again", [ASK, {"role": "user", "content": "other"}])
+def test_a_lost_request_is_made_good_by_an_answer_to_the_same_conversation(stored, restarts, again):
+    async def lose(captures):
+        with pytest.raises(ConnectionError):
+            await stored.ask(captures, [ASK], fails=ConnectionError())
+        facts = captures.facts(await captures.get("a", "s"))
+        assert (facts["lost"], facts["complete"]) == (1, False)
+        return None if restarts else await answer(captures)
+
+    async def answer(captures):
+        await stored.ask(captures, [again])
+        (listed,) = await captures.list("a")
+        assert listed == captures.facts(await captures.get("a", "s"))
+        return listed
+
+    facts = stored.run(lose)
+    if restarts:
+        facts = stored.run(answer)
+    assert (facts["answers"], facts["complete"]) == (1, again is ASK)
+
+
+def test_requests_side_by_side_are_all_stored(stored):
+    async def program(captures):
+        await asyncio.gather(*(stored.ask(captures, [ASK], said=f"b{number}") for number in range(20)))
+        (facts,) = await captures.list("a")
+        assert (facts["answers"], facts["complete"], facts["branches"]) == (20, True, {"first": 20})
+        return (await captures.get("a", "s")).rows()
+
+    async def read(captures):
+        return (await captures.get("a", "s")).rows()
+
+    assert len(rows := stored.run(program)) == 20 and stored.run(read) == rows
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "é", "-a", "a" * 129])
-def test_a_bad_name_is_refused(name):
-    with pytest.raises(RequestError, match="X-Session-ID"):
-        Captures().begin("a", name)
+def test_a_bad_name_is_refused(stored, name):
+    async def program(captures):
+        with pytest.raises(RequestError, match="X-Session-ID"):
+            await stored.ask(captures, [ASK], name=name)
+
+    stored.run(program)
 
 
-def test_an_owner_takes_no_more_than_its_part(tokenizer, monkeypatch):
-    monkeypatch.setattr(capture, "MAX_BYTES", 3 * capture.NODE_BYTES)
-    captures, agent = Captures(), Agent(tokenizer)
-    session = agent.session = captures.begin("a", "s")
-    _, node = agent.ask([ASK])
-    captures.end("a", session, [node], lost=False)
-    with pytest.raises(Busy, match="delete some"):
-        captures.begin("a", "t")
-    captures.begin("b", "t")
-    captures.drop("a", "s")
-    captures.begin("a", "t")
+def test_a_key_has_a_maximum_of_bytes(stored, monkeypatch):
+    monkeypatch.setattr(capture_store, "MAX_BYTES", 2 * capture.NODE_BYTES)
+
+    async def program(captures):
+        messages = await stored.ask(captures, [ASK])
+        await stored.ask(captures, messages)
+        with pytest.raises(Busy, match="delete some"):
+            await stored.ask(captures, [ASK], name="t")
+        await stored.ask(captures, [ASK], owner="b")
+
+    stored.run(program)
+
+
+def test_sessions_that_are_not_in_use_leave_memory(stored, monkeypatch):
+    monkeypatch.setattr(capture_store, "MAX_CACHED_BYTES", 0)
+
+    async def program(captures):
+        messages = await stored.ask(captures, [ASK])
+        first = await captures.get("a", "s")
+        await stored.ask(captures, [ASK], name="t")
+        assert await captures.get("a", "s") is not first
+        await stored.ask(captures, messages)
+        (row,) = (await captures.get("a", "s")).rows()
+        return row["versions"]
+
+    assert len(stored.run(program)) == 2

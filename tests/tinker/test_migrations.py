@@ -14,7 +14,7 @@ NEXT = """
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision = "0012", "0011"
+revision, down_revision = "0013", "0012"
 
 
 def upgrade():
@@ -34,9 +34,9 @@ def file(tmp_path: Path) -> Path:
 def next_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later version of the server, with one more revision."""
     folder = Path(shutil.copytree(database.MIGRATIONS, tmp_path / "migrations"))
-    (folder / "versions" / "r0012_next.py").write_text(NEXT)
+    (folder / "versions" / "r0013_next.py").write_text(NEXT)
     monkeypatch.setattr(database, "MIGRATIONS", folder)
-    monkeypatch.setattr(database, "KNOWN", [*database.KNOWN, "0012"])
+    monkeypatch.setattr(database, "KNOWN", [*database.KNOWN, "0013"])
 
 
 def run(file: Path, statement: str) -> list[tuple[object, ...]]:
@@ -49,7 +49,7 @@ def run(file: Path, statement: str) -> list[tuple[object, ...]]:
 def test_earlier_revision_is_upgraded_at_startup_and_keeps_its_rows(file, next_revision):
     Database(f"sqlite:///{file}").close()
     assert run(file, "SELECT * FROM settings WHERE name = 'a'") == [("a", "b", None)]
-    assert run(file, "SELECT version_num FROM alembic_version") == [("0012",)]
+    assert run(file, "SELECT version_num FROM alembic_version") == [("0013",)]
 
 
 def test_dry_run_refuses_a_database_that_has_to_be_upgraded(file, next_revision):

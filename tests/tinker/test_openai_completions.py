@@ -186,6 +186,30 @@ def test_tokens_found_in_the_cache_are_told(client, live_server):
     assert 60 <= second.prompt_tokens_details.cached_tokens < 70
 
 
+def test_the_hash_of_the_weights_is_the_same_everywhere(client, live_server, parrot):
+    path, headers = parrot[0], {"X-API-Key": API_KEY}
+    told = complete(client, path, max_tokens=1).system_fingerprint
+    ask = {"model": path, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    assert httpx.post(f"{live_server.url}/v1/messages", json=ask, headers=headers).json()["system_fingerprint"] == told
+    with httpx.Client(base_url=f"{live_server.url}/api/v1", headers=headers) as tinker_api:
+        session = tinker_api.post("/create_session", json={"tags": [], "sdk_version": "0.38.0"}).json()["session_id"]
+        sampler = tinker_api.post(
+            "/create_sampling_session",
+            json={"session_id": session, "sampling_session_seq_id": 0, "model_path": path},
+        ).json()["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+        sample = {"sampling_session_id": sampler, "seq_id": 1, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+        request_id = tinker_api.post("/asample", json=sample).json()["request_id"]
+        for accept in ("application/x-protobuf", "application/json"):
+            response = tinker_api.post(
+                "/retrieve_future", json={"request_id": request_id}, headers={"Accept": accept}, timeout=60
+            )
+            assert (response.status_code, response.headers.get("x-system-fingerprint")) == (200, told)
+        listed = tinker_api.get("/checkpoints").json()["checkpoints"]
+    (found,) = [one for one in listed if one["tinker_path"] == path]
+    assert found["version_hash"] == told.rpartition("-")[2]
+
+
 def test_a_path_means_the_newest_save_of_its_name(client, live_server, service_client):
     trainer = new_trainer(service_client, live_server)
     path = trainer.save_weights_for_sampler("newest").result().path

@@ -1,13 +1,22 @@
-"""Retries with `Idempotency-Key`: the same answer, and nothing is sampled twice."""
+"""Retries: the same answer, and nothing is sampled twice."""
 
+import asyncio
 import contextlib
+import json
+import sqlite3
 import uuid
+from contextlib import closing
+from functools import partial
 
 import httpx
 import openai
 import pytest
 
 from live import API_KEY
+from skyrl.tinker.database.database import Database
+from skyrl.tinker.sampling.retries import Asked, Retries
+from skyrl.tx.synthetic.make_model import builtin_model
+from tests.tinker.processes import running
 
 ASK = [{"role": "user", "content": "Hello?"}]
 
@@ -93,3 +102,111 @@ def test_a_key_that_is_refused_leaves_a_session_complete(live_server, key):
             client.chat.completions.create(messages=[*ASK, *ASK], **request)
     (facts,) = [one for one in httpx.get(f"{live_server.url}/v1/captures").json()["data"] if one["id"] == "refused"]
     assert (facts["running"], facts["complete"]) == (0, True)
+
+
+# -- without a key ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answers(tmp_path):
+    """Runs a program on the stored answers of a new server on the same database, once for each call."""
+
+    def run(program):
+        database = Database(f"sqlite:///{tmp_path / 'server.db'}")
+
+        async def begin():
+            retries = Retries(database)
+            await database.read(retries.load)
+            try:
+                return await program(retries, partial(ask, database, retries))
+            finally:
+                await retries.drain()
+
+        try:
+            return asyncio.run(begin())
+        finally:
+            database.close()
+
+    async def ask(database, retries, draws, body=b"{}", retry=True, end=Retries.sent):
+        """The answer to a request, which is `draws` unless it is stored. `end`: what becomes of the connection."""
+        asked = Asked("owner", "/v1/completions", body, retry=retry)
+
+        async def begin():
+            await database.write(retries.job(asked, [draws], is_stream=False))
+            retries.stored(asked)
+            yield draws
+
+        (event,) = [event async for event in await retries.events(asked, begin)]
+        end(retries, asked)
+        await retries.drain()
+        return event
+
+    return run
+
+
+def test_an_answer_whose_connection_broke_goes_to_one_retry_of_the_same_body(answers):
+    async def program(_, ask):
+        for draws in "ab":
+            assert await ask(draws, retry=False, end=Retries.broke) == draws
+        assert await ask("c", retry=False) == "c"
+        assert await ask("d", body=b"[]") == "d"
+        assert [await ask("e") for _ in range(3)] == ["a", "b", "e"]
+
+    answers(program)
+
+
+def test_an_answer_that_was_sent_goes_to_nobody_else(answers):
+    async def program(_, ask):
+        return [await ask("a"), await ask("b")]
+
+    assert answers(program) == ["a", "b"]
+    assert answers(program) == ["a", "b"]
+
+
+def test_an_answer_that_a_killed_server_did_not_send_goes_to_a_retry(answers):
+    async def killed(_, ask):
+        return [await ask(draws, retry=False, end=lambda *_: None) for draws in "ab"]
+
+    async def after(_, ask):
+        return [await ask("c", end=Retries.broke) for _ in range(2)] + [await ask("d")]
+
+    assert answers(killed) == ["a", "b"]
+    assert answers(after) == ["a", "b", "a"]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A server that is started again after each kill, and the folder of its crash points."""
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "points").mkdir()
+    options = {"backend": "jax", "base_model": builtin_model(), "model_aliases": "tiny"}
+    with running(folder, env={"SKYRL_CRASH_POINTS": str(folder / "points")}, **options) as server:
+        yield server, folder
+
+
+def charged(folder) -> int:
+    """Sampled tokens in the ledger."""
+    with closing(sqlite3.connect(folder / "server.db")) as database:
+        return database.execute("SELECT coalesce(sum(sampled_tokens), 0) FROM usage").fetchone()[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("point", ["answer stored, not sent", "sample charged, not answered"])
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "k"}])
+def test_a_retry_over_a_kill_is_drawn_captured_and_charged_once(killed, point, headers):
+    server, folder = killed
+    before, name = charged(folder), uuid.uuid4().hex
+    headers = dict.fromkeys(headers, name)
+    with openai.OpenAI(base_url=f"{server.url}/sessions/{name}/v1", api_key=API_KEY, max_retries=20) as client:
+        (folder / "points" / f"api: {point}").touch()
+        request = {"model": "tiny", "messages": ASK, "max_tokens": 8, "extra_headers": headers}
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        answer = client.chat.completions.create(**request, extra_body=extra)
+        assert not list((folder / "points").iterdir()), "the server was killed there"
+        if headers:
+            assert client.chat.completions.create(**request, extra_body=extra) == answer
+    rows = httpx.get(f"{server.url}/v1/captures/{name}", headers={"X-API-Key": API_KEY}).text.splitlines()
+    (row,) = map(json.loads, rows)
+    trained = [token for token, mask in zip(row["tokens"], row["mask"], strict=True) if mask]
+    assert row["complete"] and trained == answer.choices[0].token_ids
+    assert charged(folder) - before == len(trained) == 8

@@ -24,10 +24,12 @@ from skyrl.tinker.checkpoints.disk_budget import DEPTH, KINDS, folders_of_kinds
 from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.database.ledger.audit import SERVER
 from skyrl.tinker.database.log.replay_log import folders_to_load, release
+from skyrl.tinker.database.queries.capture_rows import remove_captures
 from skyrl.tinker.database.queries.checkpoint_rows import UnreferencedFiles, delete_checkpoint
 from skyrl.tinker.database.tables import (
     DONE,
     WITH_BODY,
+    CaptureRow,
     CheckpointRow,
     CustomLossRow,
     ModelRow,
@@ -52,6 +54,8 @@ HEARD_WITHIN_S = 3600
 """Minimum seconds after startup before a session can count as silent. Clients send a heartbeat every 10 seconds."""
 RESULT_AGE_S = 600
 """Minimum lifetime of a result in seconds, even if the results exceed `max_results_gib`."""
+NOT_SERVED_S = 3600
+"""Seconds from which a captured session is served no more until it is removed."""
 ORPHAN_AGE_S = 3600
 QUARANTINE_S = 7 * DAY_S
 FOLDERS = 10
@@ -117,6 +121,15 @@ def results(session: Session, rules: Rules, now: float) -> list[Removal]:
     if ids:
         session.execute(delete(ResultRow).where(col(ResultRow.request_id).in_(ids)))
     return [Removal(f"{len(ids)} results of old requests", total)] if ids else []
+
+
+def old_captures(session: Session, rules: Rules, now: float) -> list[Removal]:
+    """Delete captured sessions that were used long ago. They are not served before that, so nobody uses them now."""
+    before = now - rules.config.result_retention_sec - NOT_SERVED_S
+    found = session.exec(select(col(CaptureRow.id)).where(CaptureRow.used_at < before).limit(FOLDERS)).all()
+    if found:
+        remove_captures(session, found)
+    return [Removal(f"{len(found)} old captured sessions")] if found else []
 
 
 def oldest_result(session: Session, max_bytes: float) -> float:
@@ -458,6 +471,7 @@ def old_sessions(session: Session, rules: Rules, now: float) -> list[Removal]:
 
 OFTEN = (
     results,
+    old_captures,
     bodies,
     expired_checkpoints,
     surplus_checkpoints,

@@ -72,15 +72,25 @@ class Answers:
             reading.exception()  # marks the exception as retrieved; callers that still wait for the task get it
 
 
+FINGERPRINT = "X-System-Fingerprint"
+"""Header with the hash of the weights that generated a sample, as in answers of OpenAI's form."""
+
+
 def sent(answer: Answer) -> Response:
     """Return an answer as a response.
 
     A large answer is sent in pieces as its client reads, without a copy per connection.
     """
+    headers = fingerprint_of(answer)
     if len(answer.body) <= PIECE_BYTES:
-        return Response(answer.body, media_type=answer.media_type)
-    length = {"Content-Length": str(len(answer.body))}
-    return StreamingResponse(_pieces(answer), media_type=answer.media_type, headers=length)
+        return Response(answer.body, media_type=answer.media_type, headers=headers)
+    headers["Content-Length"] = str(len(answer.body))
+    return StreamingResponse(_pieces(answer), media_type=answer.media_type, headers=headers)
+
+
+def fingerprint_of(answer: Answer) -> dict[str, str]:
+    """Return the header of a sample with the hash of its weights."""
+    return {} if answer.fingerprint is None else {FINGERPRINT: answer.fingerprint}
 
 
 async def _pieces(answer: Answer) -> AsyncIterator[memoryview]:

@@ -332,3 +332,48 @@ class ResultRow(SQLModel, table=True):
     """Bytes of `body`."""
     finished_at: float
     body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
+
+
+class CaptureRow(SQLModel, table=True):
+    """A captured session of an agent."""
+
+    __tablename__ = "captures"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (
+        UniqueConstraint("owner", "name", name="capture_name"),
+        Index("captures_by_size", "owner", "size_bytes"),
+        Index("captures_by_use", "used_at"),
+    )
+
+    id: int | None = Field(default=None, primary_key=True)
+    owner: str
+    name: str
+    reward: float | None = None
+    open: list[str] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
+    """Hashes of requests that run, and of those that ended without an answer after they had begun to draw."""
+    answers: int = 0
+    branches: dict[str, int] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+    """Number of branches by reason."""
+    size_bytes: int = Field(sa_column=Column(BigInteger, nullable=False))
+    used_at: float
+    """Time of the last request."""
+
+
+class CaptureAnswerRow(SQLModel, table=True):
+    """An answer of a captured session, see `skyrl.tinker.sampling.capture.Node`."""
+
+    __tablename__ = "capture_answers"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (Index("capture_answers_of", "capture_id"),)
+
+    id: int | None = Field(default=None, primary_key=True)
+    capture_id: int
+    parent_id: int | None = None
+    reason: str
+    history: str
+    setting: str
+    version: str
+    added: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
+    """int32 tokens."""
+    tokens: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
+    """int32 tokens."""
+    logprobs: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
+    """float32."""

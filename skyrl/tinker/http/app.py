@@ -12,7 +12,6 @@ from skyrl.tinker.http.body_limit import BodyLimit
 from skyrl.tinker.http.errors import add_error_handlers, error_response
 from skyrl.tinker.http.middleware import LocalOnly, Measured
 from skyrl.tinker.http.openai import captures, chat, completions, generate, messages, responses
-from skyrl.tinker.http.openai.retries import Retries
 from skyrl.tinker.http.routes import (
     accounts,
     checkpoints,
@@ -57,7 +56,6 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
     # FastAPI's pages of the document load scripts from other servers.
     app = FastAPI(title="SkyRL Tinker server", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    app.state.retries = Retries()
     # Routes are matched in this order, so the most frequent ones come first.
     modules = (
         queued,

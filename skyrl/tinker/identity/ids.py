@@ -9,7 +9,7 @@ import re
 import secrets
 from dataclasses import dataclass
 from typing import Literal
-from uuid import uuid4
+from uuid import UUID, uuid4, uuid5
 
 from skyrl.errors import RequestError
 
@@ -24,6 +24,8 @@ MAX_NAME = 180
 """Maximum characters of a checkpoint's name. Storage adds characters, and the total is limited to 255."""
 KEY_PREFIX = "key-"
 """Prefix of the names of keys."""
+_OWN = UUID("0f0a7a34-6d1b-5b43-9a55-6f2b1a0a1c55")
+"""Namespace of the ids of the server's own sessions."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -39,6 +41,16 @@ def is_key_name(name: str) -> bool:
 
 def new_session_id() -> str:
     return str(uuid4())
+
+
+def own_session_id(what: str) -> str:
+    """Return the id of the session that the server itself makes for something."""
+    return str(uuid5(_OWN, what))
+
+
+def is_own_session(session_id: str) -> bool:
+    """Return True for a session that the server itself has made."""
+    return re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-5[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}", session_id) is not None
 
 
 def new_request_id(kind: str) -> str:

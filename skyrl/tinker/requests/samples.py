@@ -364,7 +364,8 @@ class SampleQueue:
             self._futures.set(request_id, Failure(_not_a_number(waiting.sample), "user"))
             return
         try:
-            answer = Answer(await encoded(result.nbytes, partial(operation.encode, result)), PROTOBUF)
+            body = await encoded(result.nbytes, partial(operation.encode, result))
+            answer = Answer(body, PROTOBUF, result.sequences[0].fingerprint)
         except Exception as error:  # of any kind: the client waits for an answer
             log.error("internal error while finishing sample %s", request_id, exc_info=error)
             failure = Failure(f"internal error (request {request_id}); the server's log has the details", "server")

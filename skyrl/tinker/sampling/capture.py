@@ -11,37 +11,27 @@ tools_changed     a known conversation, with other tools or template variables
 parallel          a conversation without answers, beside a known one
 template          the template renders the messages after an answer differently in another conversation
 
-The reasoning of an answer is a part of its tokens, whether the client sends it back or not.
+The reasoning of an answer is a part of its tokens, whether the client sends it back or not. Sessions are stored by
+`capture_store`.
 """
 
 import hashlib
 import json
-import re
-import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from skyrl.errors import RequestError, UnknownName
 from skyrl.utils.chat_template import MARKER, SHORT, ChatTemplate
 from skyrl.utils.chats import Message
-from skyrl.utils.quota import Busy, Quota
 from skyrl.utils.tokenizer import Tokenizer
 
 LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
 """A longer chat than `SHORT`. What follows an answer must be the same in both."""
-TIME_TO_LIVE_S = 24 * 3600.0
-"""Seconds after its last request in which a session is kept."""
-MAX_BYTES = 2**30
-"""Maximum memory of all sessions in bytes, divided between sharers."""
-MAX_NODES = 100_000
-"""Maximum number of answers of a session."""
-NODE_BYTES = 2048
-"""Bytes that a session counts for, and each of its answers in addition to its arrays."""
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+NODE_BYTES = 512
+"""Bytes that an answer counts for in addition to its arrays."""
 
 
 @dataclass(eq=False)
@@ -51,20 +41,43 @@ class Node:
     parent: "Node | None"
     reason: str
     """Reason of a branch; empty if the conversation of `parent` goes on."""
-    prompt: np.ndarray
-    """int32 `[prompt]`: all tokens before the answer. They begin with those of `parent`, if it goes on."""
+    history: str
+    """Hash of the conversation, up to and with the answer."""
+    setting: str
+    """Hash of tools and template variables."""
+    added: np.ndarray
+    """int32 `[added]`: the tokens between the parent's answer, or the beginning, and this answer."""
     tokens: np.ndarray
     """int32 `[n]`: the drawn tokens."""
     logprobs: np.ndarray
     """float32 `[n]`."""
     version: str
     """Hash of the weights that drew them."""
+    id: int | None = None
+    """Id of the stored answer."""
     children: list["Node"] = field(default_factory=list)
+
+    @property
+    def path(self) -> list["Node"]:
+        """The conversation's answers, up to this one."""
+        path: list[Node] = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path[::-1]
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """All tokens before the answer."""
+        return self.whole[: -len(self.tokens) or None]
 
     @property
     def whole(self) -> np.ndarray:
         """Prompt and answer."""
-        return np.concatenate([self.prompt, self.tokens])
+        return np.concatenate([part for node in self.path for part in (node.added, node.tokens)])
+
+    @property
+    def nbytes(self) -> int:
+        return NODE_BYTES + self.added.nbytes + self.tokens.nbytes + self.logprobs.nbytes
 
 
 @dataclass(frozen=True)
@@ -74,10 +87,23 @@ class Plan:
     parent: Node | None
     reason: str
     prompt: np.ndarray
+    added: np.ndarray
+    """The prompt's tokens after the parent's answer."""
     history: "History"
     """The conversation that the answer will end."""
     setting: str
     """Hash of tools and variables."""
+
+    @property
+    def hash(self) -> str:
+        """Hash of the request's conversation, tools and variables."""
+        return hashlib.sha256(f"{self.history.hash}{self.setting}".encode()).hexdigest()[:32]
+
+    def node(self, answer: Message, tokens: np.ndarray, logprobs: np.ndarray, version: str) -> Node:
+        """Return the node of an answer."""
+        history = self.history.copy()
+        history.add(answer)
+        return Node(self.parent, self.reason, history.hash, self.setting, self.added, tokens, logprobs, version)
 
 
 class Session:
@@ -87,12 +113,10 @@ class Session:
         self.name = name
         self.roots: list[Node] = []
         self.reward: float | None = None
-        self.running = 0
-        """Requests that have begun and not ended."""
-        self.lost = 0
-        """Requests that ended without an answer."""
-        self.bytes = 0
-        self.used_at = time.time()
+        self.running: Counter[str] = Counter()
+        """Requests that have begun and not ended, by the hash of their plan."""
+        self.lost: Counter[str] = Counter()
+        """Requests that ended without an answer, and were not answered later."""
         self.nodes = 0
         self._by_history: dict[tuple[str, str], Node] = {}
         """Nodes by the conversation up to and with their answer, and by tools and variables."""
@@ -124,31 +148,21 @@ class Session:
                 break
             if len(node.tokens) and after[0] == node.tokens[-1]:
                 after = after[1:]
-            prompt = np.concatenate([node.whole, np.asarray(after, np.int32)])
-            return Plan(node, "", prompt, history, setting)
+            added = np.asarray(after, np.int32)
+            return Plan(node, "", np.concatenate([node.whole, added]), added, history, setting)
         prompt = np.asarray(tokenizer.encode(template.render(messages, tools, **variables)), np.int32)
-        return Plan(None, reason, prompt, history, setting)
+        return Plan(None, reason, prompt, prompt, history, setting)
 
-    def add(self, plan: Plan, answer: Message, tokens: np.ndarray, logprobs: np.ndarray, version: str) -> Node:
-        """Add an answer to a planned request, so that later requests can continue it."""
-        node = Node(plan.parent, plan.reason, plan.prompt, tokens, logprobs, version)
-        (self.roots if plan.parent is None else plan.parent.children).append(node)
+    def attach(self, node: Node) -> None:
+        """Add an answer, so that later requests can continue it."""
+        (self.roots if node.parent is None else node.parent.children).append(node)
         self.nodes += 1
-        history = plan.history.copy()
-        history.add(answer)
-        self._by_history[history.hash, plan.setting] = node
-        self._settings.setdefault(history.hash, set()).add(plan.setting)
-        return node
+        self._by_history[node.history, node.setting] = node
+        self._settings.setdefault(node.history, set()).add(node.setting)
 
     def freeze(self) -> "Frozen":
         """Return the conversations as they are now."""
-        paths = []
-        for leaf in self._leaves():
-            path = [leaf]
-            while (parent := path[-1].parent) is not None:
-                path.append(parent)
-            paths.append(path[::-1])
-        return Frozen(paths, self.reward, self.complete)
+        return Frozen([leaf.path for leaf in self._leaves()], self.reward, self.complete)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each conversation."""
@@ -162,7 +176,12 @@ class Session:
     @property
     def complete(self) -> bool:
         """True if every request has its answer. Otherwise the session should not be trained on."""
-        return not (self.running or self.lost)
+        return not self.open
+
+    @property
+    def open(self) -> list[str]:
+        """Requests that have no answer: those that run, and those that are lost."""
+        return [*self.running.elements(), *self.lost.elements()]
 
     def _leaves(self) -> Iterator[Node]:
         stack = self.roots[::-1]
@@ -198,13 +217,14 @@ class Frozen:
         for path in self.paths:
             tokens = path[-1].whole
             mask, logprobs = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.float32)
-            versions = []
+            versions, end = [], 0
             for node in path:
-                span = slice(len(node.prompt), len(node.prompt) + len(node.tokens))
+                first = end + len(node.added)
+                end = first + len(node.tokens)
                 if node not in seen:
-                    mask[span], logprobs[span] = True, node.logprobs
+                    mask[first:end], logprobs[first:end] = True, node.logprobs
                     seen.add(node)
-                versions.append({"first": len(node.prompt), "version": node.version})
+                versions.append({"first": first, "version": node.version})
             yield {
                 "tokens": tokens.tolist(),
                 "mask": mask.tolist(),
@@ -214,82 +234,6 @@ class Frozen:
                 "branch": path[0].reason,
                 "complete": self.complete,
             }
-
-
-class Captures:
-    """Sessions of all keys. They are kept in memory, and end with the server."""
-
-    def __init__(self) -> None:
-        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
-        """Sessions by owner and name, the longest unused first."""
-        self._bytes = Quota("captured sessions of {} bytes")
-
-    def begin(self, owner: str, name: str) -> Session:
-        """Begin a request of a session, which is made if it is new.
-
-        Raises:
-            RequestError: The name is not valid, or the session has too many answers.
-            Busy: The owner's sessions take too much memory.
-        """
-        if not NAME.fullmatch(name):
-            raise RequestError(
-                f"X-Session-ID={name[:200]!r}: use 1 to 128 letters, digits, '.', '_' or '-', a letter or digit first"
-            )
-        self._expire()
-        key = owner, name
-        session = self._sessions.get(key)
-        if session is not None and session.nodes >= MAX_NODES:
-            raise RequestError(f"X-Session-ID={name!r}: has {MAX_NODES} answers; begin another session")
-        if not self._bytes.has_room(owner, NODE_BYTES, MAX_BYTES):
-            raise Busy("the captured sessions of this sender take too much memory; read and delete some")
-        if session is None:
-            session = self._sessions[key] = Session(name)
-            session.bytes = NODE_BYTES
-            self._bytes.add(owner, NODE_BYTES)
-        self._sessions.move_to_end(key)
-        session.used_at = time.time()
-        session.running += 1
-        return session
-
-    def end(self, owner: str, session: Session, nodes: Sequence[Node], lost: bool) -> None:
-        """End a request of a session. It is `lost` if it may have drawn tokens that nobody has."""
-        session.running -= 1
-        session.lost += lost
-        if self._sessions.get((owner, session.name)) is session:
-            size = sum(NODE_BYTES + node.prompt.nbytes + node.tokens.nbytes + node.logprobs.nbytes for node in nodes)
-            if size:
-                self._bytes.add(owner, size)
-                session.bytes += size
-            if not (session.nodes or session.lost or session.running):  # of rejected requests only
-                self.drop(owner, session.name)
-
-    def get(self, owner: str, name: str) -> Session:
-        """Return a session. Raises `UnknownName`."""
-        self._expire()
-        session = self._sessions.get((owner, name))
-        if session is None:
-            raise UnknownName(
-                f"session={name[:200]!r} is not known; sessions are kept for {TIME_TO_LIVE_S / 3600:g} hours after "
-                "their last request, and end with the server"
-            )
-        return session
-
-    def names(self, owner: str) -> list[str]:
-        """Return the names of an owner's sessions, the longest unused first."""
-        self._expire()
-        return [name for one, name in self._sessions if one == owner]
-
-    def drop(self, owner: str, name: str) -> None:
-        """Forget a session. Raises `UnknownName`."""
-        session = self.get(owner, name)
-        del self._sessions[owner, name]
-        self._bytes.remove(owner, session.bytes)
-
-    def _expire(self) -> None:
-        limit = time.time() - TIME_TO_LIVE_S
-        while self._sessions and next(iter(self._sessions.values())).used_at < limit:
-            (owner, _), session = self._sessions.popitem(last=False)
-            self._bytes.remove(owner, session.bytes)
 
 
 def _continuation(

@@ -6,7 +6,6 @@ retention are those of the Tinker API. Such a session is idle, and later ends, w
 
 import asyncio
 import pickle
-import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -34,8 +33,6 @@ from skyrl.types import SampleOutput, SamplingOptions, SamplingParams
 
 OPERATION = replace(OPERATIONS[ids.SAMPLE], encode=pickle.dumps)
 """The sampling operation. Its results stay in this process, as they are."""
-SESSIONS = uuid.UUID("0f0a7a34-6d1b-5b43-9a55-6f2b1a0a1c55")
-"""Namespace of the ids of the server's sessions."""
 MOST_CLIENTS = 10_000
 """Maximum number of samplers that are remembered. A forgotten one is looked up again."""
 WAIT_S = 60.0
@@ -95,7 +92,7 @@ class Drawing:
         self._again.clear()
 
     async def result(self) -> SampleOutput:
-        """Wait for the samples.
+        """Wait for the samples. Their charge is final once the answer to the client is stored (`settle`).
 
         Raises:
             RequestError: The request cannot be served.
@@ -108,7 +105,6 @@ class Drawing:
                 raise SampleFailed("the server is stopping, or has no memory for the answer; send the request again")
             outcome = await future.wait(WAIT_S)
         if isinstance(outcome, Answer):
-            self._queue.handed_out(self.request_id)
             return pickle.loads(outcome.body)
         if isinstance(outcome, Failure) and outcome.category == "user":
             raise RequestError(outcome.error)
@@ -197,7 +193,7 @@ class Draws:
 
     async def _next(self, caller: Caller, model: NamedModel) -> tuple[str, int]:
         """Return the (sampler, seq_id) of the next request of a caller to a model."""
-        session_id = str(uuid.uuid5(SESSIONS, f"{caller.name} {self._service.info.base_model} {model.source}"))
+        session_id = ids.own_session_id(f"{caller.name} {self._service.info.base_model} {model.source}")
         client = self._clients.get(session_id)
         if client is not None and not await self._is_open(session_id, client.sampler_id):
             client = None

@@ -23,12 +23,6 @@ class NamedModel:
         """Text that differs for different weights, also if a later save has replaced those at the same path."""
         return "" if self.checkpoint is None else f"{self.path} {self.checkpoint.version}"
 
-    def fingerprint(self, base_id: str) -> str:
-        """Hash of the weights: that of the base model, and of an adapter's files after a hyphen."""
-        if self.checkpoint is None:
-            return base_id
-        return f"{base_id}-{(self.checkpoint.digest or self.checkpoint.version)[:16]}"
-
 
 async def find_model(service: Service, caller: Caller, name: str) -> NamedModel:
     """Find the model with a name: a name of the base model, tinker://MODEL/sampler_weights/NAME, or both with a

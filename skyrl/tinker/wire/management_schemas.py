@@ -64,6 +64,8 @@ class Checkpoint(BaseModel):
     public: bool = False
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
+    version_hash: str
+    """Hash of the weights: the last part of the `system_fingerprint` of their samples."""
 
 
 class CheckpointsListResponse(BaseModel):

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 
 from sqlalchemy import bindparam, delete, text
-from sqlmodel import Session, col
+from sqlmodel import Session, col, select
 
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.ledger import charges
@@ -26,6 +26,7 @@ from skyrl.tinker.database.retrying_writer import RetryingWriter, Stopped
 from skyrl.tinker.database.tables import ChargedSampleRow, UsageRow
 from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.identity.callers import Caller
+from skyrl.tinker.identity.ids import is_own_session
 
 KEPT_S = HOUR_S
 """Minimum seconds for which the charge of an unretrieved answer is stored. It may be stored for an hour longer."""
@@ -72,6 +73,15 @@ def settle(session: Session, request_ids: Collection[str]) -> None:
     """Record that samples were answered, so their charges are final."""
     if request_ids:
         session.connection().execute(_DELETE, [{"request_id": name} for name in request_ids])
+
+
+def refund_unanswered(session: Session) -> None:
+    """Refund the samples of OpenAI's routes that an earlier server charged and did not answer: nobody can get them."""
+    for row in session.exec(select(ChargedSampleRow)).all():
+        if is_own_session(row.session_id):
+            if session.get(UsageRow, (row.session_id, row.model_id, row.hour)) is not None:
+                _take_back(session, row)
+            session.delete(row)
 
 
 def settle_old(session: Session) -> None:

@@ -15,7 +15,7 @@ from skyrl.tinker.database.tables import CheckpointRow, ModelRow, SamplerRow, Se
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import SCHEME
 from skyrl.tinker.wire import management_schemas as rest
-from skyrl.types import LoraConfig
+from skyrl.types import LoraConfig, version_hash
 
 Scope = Literal["owned", "accessible"]
 """Scope of a list: the caller's own objects, or also public objects of others."""
@@ -52,6 +52,7 @@ def checkpoint(row: CheckpointRow) -> rest.Checkpoint:
         public=row.public,
         user_metadata=row.user_metadata,
         expires_at=None if row.expires_at is None else rest.moment(row.expires_at),
+        version_hash=version_hash(row.version),
     )
 
 

@@ -1,36 +1,47 @@
 """Answers to requests for samples, whole or as streams, whatever the form of their choices."""
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, aclosing, nullcontext
-from dataclasses import replace
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from uuid import uuid4
 
 import numpy as np
-from fastapi import Request
+from fastapi import Depends, Request
 from fastapi.responses import JSONResponse, Response
+from sqlmodel import Session
+from starlette.types import Receive, Scope, Send
 
 from skyrl.algorithms.checks.requests import MAX_NUM_SAMPLES
 from skyrl.backends.operations import Progress
 from skyrl.errors import RequestError
-from skyrl.tinker.context import Service
+from skyrl.tinker.database.ledger.sample_charges import settle
+from skyrl.tinker.database.retrying_writer import PASSING
+from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.http.openai.dialect import stream, unless_gone
-from skyrl.tinker.http.openai.retries import Retries
 from skyrl.tinker.http.openai.schemas import SampledRequest
+from skyrl.tinker.http.routes.dependencies import BodyDependency, CallerDependency
 from skyrl.tinker.identity.callers import Caller
-from skyrl.tinker.sampling.drawing import Draw, Drawing, Draws
+from skyrl.tinker.sampling.capture import Node
+from skyrl.tinker.sampling.capture_store import Call
+from skyrl.tinker.sampling.drawing import Draw, Drawing
 from skyrl.tinker.sampling.models import NamedModel, find_model
+from skyrl.tinker.sampling.retries import Asked, Retries
 from skyrl.tinker.sampling.text import SampledText
+from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.wire.parsing import Body
 from skyrl.types import GeneratedSequence, SampleOutput
+from skyrl.utils.failpoints import crash_point
 from skyrl.utils.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 Choice = dict[str, Any]
-NOTHING = nullcontext()
 LARGE_BYTES = 2**15
 """Bytes of results above which an answer is made in a thread."""
 
@@ -64,6 +75,8 @@ class Answer(ABC):
         self.tokenizer = tokenizer
         self.prompts = prompts
         self.longest = longest
+        self.outputs: list[SampleOutput] | None = None
+        """Samples of each prompt, once all are complete."""
         self._head = {"id": f"{self.PREFIX}-{uuid4().hex}", "created": int(time.time()), "model": model.name}
         if len(prompts) * self.count > MAX_NUM_SAMPLES:
             raise RequestError(
@@ -98,14 +111,9 @@ class Answer(ABC):
     ) -> Choice:
         """Return the last piece of a choice. `text` is what is left of the text."""
 
-    def submitting(self) -> None:  # noqa: B027
-        """Note that samples are about to be queued."""
-
-    def sent(self) -> None:  # noqa: B027
-        """Note that the client has got a part of the answer."""
-
-    def complete(self, outputs: list[SampleOutput]) -> None:  # noqa: B027
-        """Note that all choices are complete. Called before the client gets the end of the answer."""
+    def nodes(self) -> list[Node]:
+        """Return the answers as a captured session has them. `outputs` are known."""
+        return []
 
     def first(self, index: int) -> Choice | None:
         """Return the first piece of a choice, before all text. None: there is none."""
@@ -154,32 +162,29 @@ class Answer(ABC):
 
     def fingerprint(self, outputs: list[SampleOutput]) -> str:
         """Return the hash of the weights that drew the samples."""
-        bases = [origin.base for output in outputs for sequence in output.sequences for origin in sequence.origins]
-        return self.model.fingerprint(bases[0] if bases else "")
+        return outputs[0].sequences[0].fingerprint
 
-    async def events(self, stack: AsyncExitStack, drawings: list[Drawing]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a stream: pieces of choices, and the usage if it is wanted. Closes `stack`."""
+    async def events(self, drawings: list[Drawing]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of a stream: pieces of choices, and the usage if it is wanted."""
         outputs: list[SampleOutput | None] = [None] * len(drawings)
         begun: set[int] = set()
-        async with stack:
-            async for number, report in together(drawings):
-                sequences = range(len(report.sequences)) if isinstance(report, SampleOutput) else [report.number]
-                for index in (number * self.count + place for place in sequences):
-                    if index not in begun and (first := self.first(index)) is not None:
-                        yield self._event([first])
-                    begun.add(index)
-                self.sent()
-                if isinstance(report, SampleOutput):
-                    outputs[number] = report
-                    if None not in outputs:
-                        self.complete([output for output in outputs if output is not None])
-                    for choice in self._ends(number, report):
-                        yield self._event([choice]) | {"system_fingerprint": self.fingerprint([report])}
-                elif self.in_pieces:
-                    index = number * self.count + report.number
-                    yield self._event([self.piece(index, self._texts[index].push(report.tokens), report)])
-            if self.request.usage_in_stream():
-                yield self._event([]) | {"usage": self.usage([output for output in outputs if output is not None])}
+        async for number, report in together(drawings):
+            sequences = range(len(report.sequences)) if isinstance(report, SampleOutput) else [report.number]
+            for index in (number * self.count + place for place in sequences):
+                if index not in begun and (first := self.first(index)) is not None:
+                    yield self._event([first])
+                begun.add(index)
+            if isinstance(report, SampleOutput):
+                outputs[number] = report
+                if None not in outputs:
+                    self.outputs = [output for output in outputs if output is not None]
+                for choice in self._ends(number, report):
+                    yield self._event([choice]) | {"system_fingerprint": self.fingerprint([report])}
+            elif self.in_pieces:
+                index = number * self.count + report.number
+                yield self._event([self.piece(index, self._texts[index].push(report.tokens), report)])
+        if self.request.usage_in_stream():
+            yield self._event([]) | {"usage": self.usage([output for output in outputs if output is not None])}
 
     def _ends(self, number: int, output: SampleOutput) -> list[Choice]:
         """Return the last pieces of a prompt's choices."""
@@ -194,73 +199,165 @@ class Answer(ABC):
         return self._head | {"object": self.OBJECTS[1], "choices": choices}
 
 
+@dataclass(frozen=True)
+class Incoming:
+    """A request for samples, with what serves it."""
+
+    http: Request
+    server: TinkerServer
+    caller: Caller
+    body: Body
+
+    def call(self) -> Call | None:
+        """Return the call of the session that the request names in its path or header; None if it names none."""
+        name = self.http.path_params.get("session") or self.http.headers.get("x-session-id")
+        return None if name is None else Call(self.server.captures, self.caller.name, name)
+
+    def asked(self) -> Asked:
+        """Return the request as its retries are recognized."""
+        headers = self.http.headers
+        again = headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        session = headers.get("x-session-id", "")
+        where = f"{session} {self.http.url.path}"
+        return Asked(self.caller.name, where, self.body.data, headers.get("idempotency-key"), again)
+
+
+async def _incoming(http: Request, caller: CallerDependency, body: BodyDependency) -> Incoming:
+    return Incoming(http, http.app.state.server, caller, body)
+
+
+IncomingDependency = Annotated[Incoming, Depends(_incoming)]
+
+
 async def respond(
-    http: Request,
-    service: Service,
-    draws: Draws,
-    caller: Caller,
-    body: Body,
+    incoming: Incoming,
     request: SampledRequest,
     make: Callable[[NamedModel, Tokenizer, int], Answer],
-    call: AbstractContextManager[object] = NOTHING,
+    call: Call | None = None,
 ) -> Response:
     """Sample what a request asks for, and answer it.
 
     `make` returns the request's `Answer`, given the model, its tokenizer and the length of its context. It runs in a
-    thread. `call` is a context that ends with the answer, or with its error.
+    thread. `call` is the request's call in a captured session.
     """
-    retries: Retries = http.app.state.retries
-    key = http.headers.get("idempotency-key")
-
-    async def begin(stack: AsyncExitStack) -> tuple[Answer, list[Drawing]]:
-        stack.enter_context(call)
-        request.usage_in_stream()
-        info = await service.wait_until_ready()
-        model = await find_model(service, caller, request.model)
-        tokenizer = await service.tokenizer()
-        answer = await service.decode_pool.run(
-            caller.sharer, len(body.data), lambda: make(model, tokenizer, info.max_context_length)
-        )
-        wanted = [replace(answer.draw(prompt), reports_progress=bool(request.stream)) for prompt in answer.prompts]
-        counted = body if len(wanted) == 1 else Body(b"")  # of several, each counts for its own prompt
-        answer.submitting()
-        return answer, [await stack.enter_async_context(draws.draw(caller, model, draw, counted)) for draw in wanted]
+    http, retries, asked = incoming.http, incoming.server.retries, incoming.asked()
 
     async def events() -> AsyncGenerator[Any, None]:
         async with AsyncExitStack() as stack:
-            answer, drawings = await begin(stack)
-            if request.stream:
-                async with aclosing(answer.events(stack.pop_all(), drawings)) as pieces:
-                    async for event in pieces:
-                        yield event
-            else:
-                yield await _whole(answer, drawings)
+            if call is not None:
+                await stack.enter_async_context(call)
+            answer, drawings = await _begin(stack, incoming, request, make, call)
+            if not request.stream:
+                event = await _whole(answer, drawings)
+                await _commit(incoming, asked, answer, drawings, [event], call)
+                yield event
+                return
+            gone: list[Any] = []
+            last: list[Any] = []
+            async with aclosing(answer.events(drawings)) as pieces:
+                async for event in pieces:
+                    if answer.outputs is not None:
+                        last.append(event)
+                        continue
+                    if call is not None:
+                        call.sent = True
+                    if asked.key is not None:
+                        gone.append(event)
+                    yield event
+            await _commit(incoming, asked, answer, drawings, gone + last, call)
+            for event in last:
+                yield event
 
-    if key is None:
-        produced = events()
-    else:
-        with ExitStack() as refused:
-            refused.enter_context(call)  # of a retry, and of a key that is refused, it ends here
-            kept, is_new = retries.answer(caller.name, caller.sharer, http.url.path, key, body.data, events)
-            if is_new:
-                refused.pop_all()
-        produced = kept.read()
-    if request.stream:
-        return await stream(http, produced)
-    async with aclosing(produced):
-        return JSONResponse(await unless_gone(http, anext(produced)))
+    try:
+        produced = await retries.events(asked, events)
+        if request.stream:
+            return await stream(http, produced)
+        async with aclosing(produced):
+            event = await unless_gone(http, anext(produced))
+    except BaseException:
+        retries.broke(asked)
+        raise
+    return _Sent(event, retries, asked)
+
+
+class _Sent(JSONResponse):
+    """A whole answer that a retry gets again, unless it was sent."""
+
+    def __init__(self, event: Any, retries: Retries, asked: Asked):
+        super().__init__(event)
+        self._retries = retries
+        self._asked = asked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            crash_point("api: answer stored, not sent")
+            await super().__call__(scope, receive, send)
+        except BaseException:
+            self._retries.broke(self._asked)
+            raise
+        self._retries.sent(self._asked)
+
+
+async def _begin(
+    stack: AsyncExitStack,
+    incoming: Incoming,
+    request: SampledRequest,
+    make: Callable[[NamedModel, Tokenizer, int], Answer],
+    call: Call | None,
+) -> tuple[Answer, list[Drawing]]:
+    """Queue the samples of a request, until `stack` is closed."""
+    server, caller, body = incoming.server, incoming.caller, incoming.body
+    service = server.service
+    request.usage_in_stream()
+    info = await service.wait_until_ready()
+    model = await find_model(service, caller, request.model)
+    tokenizer = await service.tokenizer()
+    answer = await service.decode_pool.run(
+        caller.sharer, len(body.data), lambda: make(model, tokenizer, info.max_context_length)
+    )
+    wanted = [replace(answer.draw(prompt), reports_progress=bool(request.stream)) for prompt in answer.prompts]
+    counted = body if len(wanted) == 1 else Body(b"")  # of several, each counts for its own prompt
+    if call is not None:
+        await call.open()
+    drawings = [server.draws.draw(caller, model, draw, counted) for draw in wanted]
+    return answer, [await stack.enter_async_context(drawing) for drawing in drawings]
 
 
 async def _whole(answer: Answer, drawings: list[Drawing]) -> dict[str, Any]:
-    outputs = await _results(drawings)
-    answer.complete(outputs)
+    outputs = answer.outputs = list(await asyncio.gather(*(drawing.result() for drawing in drawings)))
     if sum(output.nbytes for output in outputs) < LARGE_BYTES:
         return answer.whole(outputs)
     return await asyncio.to_thread(answer.whole, outputs)
 
 
-async def _results(drawings: list[Drawing]) -> list[SampleOutput]:
-    return list(await asyncio.gather(*(drawing.result() for drawing in drawings)))
+async def _commit(
+    incoming: Incoming, asked: Asked, answer: Answer, drawings: list[Drawing], events: list[Any], call: Call | None
+) -> None:
+    """Store an answer before its client gets the end of it, in one transaction: for retries, for its captured session,
+    and as one whose charge is final. Goes on if the client goes."""
+    server = incoming.server
+    keep = server.retries.job(asked, events, bool(answer.request.stream))
+    charged = [drawing.request_id for drawing in drawings]
+
+    async def commit(capture: Callable[[Session], None] | None = None) -> None:
+        def store(session: Session) -> None:
+            for job in (keep, capture):
+                if job is not None:
+                    job(session)
+            settle(session, charged)
+
+        try:
+            await server.service.database.write(store)
+        except (DatabaseFull, *PASSING) as error:
+            if call is not None or asked.key is not None:
+                raise
+            log.warning("an answer is sent, though a retry will not get it again: %s", error)
+        else:
+            server.retries.stored(asked)
+            for request_id in charged:
+                server.queue.handed_out(request_id)
+
+    await server.answering.unbroken(commit() if call is None else call.answer(answer.nodes(), commit))
 
 
 async def together(drawings: list[Drawing]) -> AsyncIterator[tuple[int, Progress | SampleOutput]]:

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat
 
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
 from skyrl.tinker.http.routes.dependencies import CallerDependency, CapturesDependency, json_body
-from skyrl.tinker.sampling.capture import Session
 
 router = APIRouter(route_class=OpenAIRoute)
 
@@ -28,15 +27,13 @@ class RewardRequest(BaseModel):
 @router.get("/captures")
 async def list_captures(captures: CapturesDependency, caller: CallerDependency) -> JSONResponse:
     """The caller's sessions."""
-    return JSONResponse(
-        {"object": "list", "data": [_facts(captures.get(caller.name, one)) for one in captures.names(caller.name)]}
-    )
+    return JSONResponse({"object": "list", "data": await captures.list(caller.name)})
 
 
 @router.get("/captures/{name}", response_model=None)
 async def get_capture(name: str, captures: CapturesDependency, caller: CallerDependency) -> StreamingResponse:
     """The rows of a session, as JSON lines."""
-    frozen = captures.get(caller.name, name).freeze()
+    frozen = (await captures.get(caller.name, name)).freeze()
 
     def lines() -> Iterator[str]:  # in a thread
         for row in frozen.rows():
@@ -53,26 +50,13 @@ async def set_reward(
     request: Annotated[RewardRequest, json_body(RewardRequest)],
 ) -> JSONResponse:
     """Give a session its reward, which all of its rows have."""
-    session = captures.get(caller.name, name)
-    session.reward = request.reward
-    return JSONResponse(_facts(session))
+    session = await captures.get(caller.name, name)
+    await captures.set_reward(session, request.reward)
+    return JSONResponse(captures.facts(session))
 
 
 @router.delete("/captures/{name}")
 async def delete_capture(name: str, captures: CapturesDependency, caller: CallerDependency) -> JSONResponse:
     """Forget a session."""
-    captures.drop(caller.name, name)
+    await captures.drop(caller.name, name)
     return JSONResponse({"id": name, "object": "capture", "deleted": True})
-
-
-def _facts(session: Session) -> dict[str, object]:
-    return {
-        "id": session.name,
-        "object": "capture",
-        "answers": session.nodes,
-        "running": session.running,
-        "lost": session.lost,
-        "complete": session.complete,
-        "reward": session.reward,
-        "branches": session.branches,
-    }

@@ -7,25 +7,18 @@ from typing import Annotated, Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import Response
 from jinja2 import TemplateError
 
 from skyrl.backends.operations import Progress
 from skyrl.errors import ConfigError, RequestError
-from skyrl.tinker.http.openai.answers import NOTHING, Answer, Choice, respond
+from skyrl.tinker.http.openai.answers import Answer, Choice, IncomingDependency, respond
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
 from skyrl.tinker.http.openai.schemas import ChatRequest
-from skyrl.tinker.http.routes.dependencies import (
-    BodyDependency,
-    CallerDependency,
-    CapturesDependency,
-    DrawsDependency,
-    ServiceDependency,
-    json_body,
-)
-from skyrl.tinker.identity.callers import Caller
-from skyrl.tinker.sampling.capture import Captures, Node, Plan
+from skyrl.tinker.http.routes.dependencies import json_body
+from skyrl.tinker.sampling.capture import Node
+from skyrl.tinker.sampling.capture_store import Call
 from skyrl.tinker.sampling.drawing import Draw
 from skyrl.tinker.sampling.models import NamedModel
 from skyrl.tinker.sampling.text import SampledText, token_text
@@ -33,7 +26,6 @@ from skyrl.types import GeneratedSequence, SampleOutput, TokenTable
 from skyrl.utils.answer_formats import THINK, AnswerReader, Kind, ToolCall, format_of
 from skyrl.utils.chat_template import ChatTemplate
 from skyrl.utils.chats import Message, read_chat, read_tools
-from skyrl.utils.quota import Busy
 from skyrl.utils.template_form import TemplateForm
 from skyrl.utils.tokenizer import Tokenizer
 
@@ -59,13 +51,12 @@ class Chat(Answer):
         read = Conversation.of(tokenizer, request)
         self.form = format_of(read.template.source)
         self._call = call
-        self._plan: Plan | None = None
         if call is None:
             prompt = np.asarray(tokenizer.encode(read.render()), np.int32)
         else:
             with _template_errors():
-                self._plan = call.session.plan(tokenizer, *read)
-            prompt = self._plan.prompt
+                call.plan = call.session.plan(tokenizer, *read)
+            prompt = call.plan.prompt
         self._reasons = tokenizer.decode(prompt[-REASONING_TOKENS:].tolist()).rstrip().endswith(THINK)
         super().__init__(request, model, tokenizer, [prompt], longest)
 
@@ -74,23 +65,14 @@ class Chat(Answer):
         """Readers of a stream's choices."""
         return [self._reader() for _ in range(self.count)]
 
-    def submitting(self) -> None:
-        if self._call is not None:
-            self._call.submitted = True
-
-    def sent(self) -> None:
-        if self._call is not None:
-            self._call.sent = True
-
-    def complete(self, outputs: list[SampleOutput]) -> None:
-        if self._call is None or self._plan is None:
-            return
-        version = self.fingerprint(outputs)
-        for sequence in outputs[0].sequences:
+    def nodes(self) -> list[Node]:
+        assert self._call is not None and self.outputs is not None
+        nodes = []
+        for sequence in self.outputs[0].sequences:
             message, _ = self._message(sequence)
             (answer,) = read_chat([{name: value for name, value in message.items() if name != REASONING}], "answer")
-            node = self._call.session.add(self._plan, answer, sequence.tokens, sequence.logprobs, version)
-            self._call.nodes.append(node)
+            nodes.append(self._call.plan.node(answer, sequence.tokens, sequence.logprobs, sequence.fingerprint))
+        return nodes
 
     def draw(self, prompt: np.ndarray) -> Draw:
         request = self.request
@@ -281,34 +263,6 @@ def _template_errors() -> Iterator[None]:
         raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
 
 
-class Call:
-    """A request of a captured session, as a context. It is lost if it ends without an answer after it began to draw."""
-
-    def __init__(self, captures: Captures, owner: str, name: str):
-        self._captures = captures
-        self._owner = owner
-        self.session = captures.begin(owner, name)
-        self.nodes: list[Node] = []
-        self.submitted = False
-        """True once samples may have been queued."""
-        self.sent = False
-        """True once the client may have got a part of the answer."""
-
-    @classmethod
-    def of(cls, captures: Captures, caller: Caller, http: Request) -> "Call | None":
-        """Begin the call of the session that a request names in its path or header; None if it names none."""
-        name = http.path_params.get("session") or http.headers.get("x-session-id")
-        return None if name is None else cls(captures, caller.name, name)
-
-    def __enter__(self) -> "Call":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        rejected = kind is not None and issubclass(kind, RequestError | Busy)
-        lost = not self.nodes and (self.sent or (self.submitted and not rejected))
-        self._captures.end(self._owner, self.session, self.nodes, lost)
-
-
 def _accepted(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message as chats have it: OpenAI's developer is a system, and an answer may have no content."""
     if message.get("role") == "developer":
@@ -320,18 +274,12 @@ def _accepted(message: dict[str, Any]) -> dict[str, Any]:
 
 @router.post("/chat/completions", response_model=None)
 async def create_chat_completion(
-    http: Request,
-    service: ServiceDependency,
-    draws: DrawsDependency,
-    captures: CapturesDependency,
-    caller: CallerDependency,
-    body: BodyDependency,
-    request: Annotated[ChatRequest, json_body(ChatRequest)],
+    incoming: IncomingDependency, request: Annotated[ChatRequest, json_body(ChatRequest)]
 ) -> Response:
     """Answer a chat."""
-    call = Call.of(captures, caller, http)
+    call = incoming.call()
 
     def make(model: NamedModel, tokenizer: Tokenizer, longest: int) -> Chat:
         return Chat(request, model, tokenizer, longest, call)
 
-    return await respond(http, service, draws, caller, body, request, make, call or NOTHING)
+    return await respond(incoming, request, make, call)

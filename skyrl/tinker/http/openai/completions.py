@@ -6,21 +6,15 @@ from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from skyrl.backends.operations import Progress
 from skyrl.errors import RequestError
-from skyrl.tinker.http.openai.answers import Answer, Choice, respond
+from skyrl.tinker.http.openai.answers import Answer, Choice, IncomingDependency, respond
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
 from skyrl.tinker.http.openai.schemas import CompletionRequest
-from skyrl.tinker.http.routes.dependencies import (
-    BodyDependency,
-    CallerDependency,
-    DrawsDependency,
-    ServiceDependency,
-    json_body,
-)
+from skyrl.tinker.http.routes.dependencies import CallerDependency, ServiceDependency, json_body
 from skyrl.tinker.sampling.drawing import Draw
 from skyrl.tinker.sampling.models import NamedModel, find_model
 from skyrl.tinker.sampling.text import SampledText, token_text
@@ -190,19 +184,14 @@ class _Place:
 
 @router.post("/completions", response_model=None)
 async def create_completion(
-    http: Request,
-    service: ServiceDependency,
-    draws: DrawsDependency,
-    caller: CallerDependency,
-    body: BodyDependency,
-    request: Annotated[CompletionRequest, json_body(CompletionRequest)],
+    incoming: IncomingDependency, request: Annotated[CompletionRequest, json_body(CompletionRequest)]
 ) -> Response:
     """Continue texts or tokens."""
 
     def make(model: NamedModel, tokenizer: Tokenizer, longest: int) -> Completion:
         return Completion(request, model, tokenizer, _encoded(tokenizer, request), longest)
 
-    return await respond(http, service, draws, caller, body, request, make)
+    return await respond(incoming, request, make)
 
 
 def _encoded(tokenizer: Tokenizer, request: CompletionRequest) -> list[np.ndarray]:

@@ -96,7 +96,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        if gone.done():
             raise ClientGone
         return task.result()
     finally:

@@ -3,21 +3,15 @@
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import Response
 
 from skyrl.backends.operations import Progress
 from skyrl.errors import RequestError
-from skyrl.tinker.http.openai.answers import Answer, Choice, respond
+from skyrl.tinker.http.openai.answers import Answer, Choice, IncomingDependency, respond
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
 from skyrl.tinker.http.openai.schemas import GenerateRequest
-from skyrl.tinker.http.routes.dependencies import (
-    BodyDependency,
-    CallerDependency,
-    DrawsDependency,
-    ServiceDependency,
-    json_body,
-)
+from skyrl.tinker.http.routes.dependencies import json_body
 from skyrl.tinker.sampling.drawing import Draw
 from skyrl.tinker.sampling.models import NamedModel
 from skyrl.types import GeneratedSequence, SampleOutput
@@ -83,12 +77,7 @@ def _entries(tokens: np.ndarray, logprobs: np.ndarray) -> list[dict[str, Any]]:
 
 @router.post(PATH, response_model=None)
 async def generate(
-    http: Request,
-    service: ServiceDependency,
-    draws: DrawsDependency,
-    caller: CallerDependency,
-    body: BodyDependency,
-    request: Annotated[GenerateRequest, json_body(GenerateRequest)],
+    incoming: IncomingDependency, request: Annotated[GenerateRequest, json_body(GenerateRequest)]
 ) -> Response:
     """Continue tokens."""
     prompt = np.asarray(request.token_ids, np.int32)
@@ -96,4 +85,4 @@ async def generate(
     def make(model: NamedModel, tokenizer: Tokenizer, longest: int) -> Generation:
         return Generation(request, model, tokenizer, [prompt], longest)
 
-    return await respond(http, service, draws, caller, body, request, make)
+    return await respond(incoming, request, make)

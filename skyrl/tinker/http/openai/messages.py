@@ -2,23 +2,20 @@
 
 import json
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from skyrl.errors import RequestError
-from skyrl.tinker.http.openai.answers import NOTHING, respond, together
-from skyrl.tinker.http.openai.chat import REASONING, Call, Chat, Conversation
+from skyrl.tinker.http.openai.answers import IncomingDependency, respond, together
+from skyrl.tinker.http.openai.chat import REASONING, Chat, Conversation
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
 from skyrl.tinker.http.openai.schemas import ChatRequest, chat_request
 from skyrl.tinker.http.routes.dependencies import (
     BodyDependency,
     CallerDependency,
-    CapturesDependency,
-    DrawsDependency,
     ServiceDependency,
     json_body,
 )
@@ -179,35 +176,35 @@ class Message(Chat):
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
         content += [_use(call) for call in calls]
-        return self._shell(content, self._usage(outputs)) | self._end(sequence, calls)
+        drawn = {"system_fingerprint": self.fingerprint(outputs)}
+        return self._shell(content, self._usage(outputs)) | self._end(sequence, calls) | drawn
 
-    async def events(self, stack: AsyncExitStack, drawings: list[Drawing]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, drawings: list[Drawing]) -> AsyncGenerator[dict[str, Any], None]:
         text, reader, blocks = self.text(), self._reader(), _Blocks()
         begun = False
-        async with stack:
-            async for _, report in together(drawings):
-                if not begun:
-                    begun = True
-                    read = {"input_tokens": len(self.prompts[0]), "output_tokens": 0}
-                    yield {"type": "message_start", "message": self._shell([], read) | NOT_ENDED}
-                self.sent()
-                if not isinstance(report, SampleOutput):
-                    for event in blocks.add(reader.push(text.push(report.tokens))):
-                        yield event
-                    continue
-                self.complete([report])
-                (sequence,) = report.sequences
-                parts = reader.push(text.end(sequence.stop_reason == "stop"))
-                more, found = reader.end()
-                for event in [*blocks.add(parts + more), *blocks.close()]:
+        async for _, report in together(drawings):
+            if not begun:
+                begun = True
+                read = {"input_tokens": len(self.prompts[0]), "output_tokens": 0}
+                yield {"type": "message_start", "message": self._shell([], read) | NOT_ENDED}
+            if not isinstance(report, SampleOutput):
+                for event in blocks.add(reader.push(text.push(report.tokens))):
                     yield event
-                calls = self._shown(found)
-                for call in calls:
-                    for event in blocks.whole(call):
-                        yield event
-                ended = self._end(sequence, calls, text.stop)
-                yield {"type": "message_delta", "delta": ended, "usage": self._usage([report])}
-            yield {"type": "message_stop"}
+                continue
+            self.outputs = [report]
+            (sequence,) = report.sequences
+            parts = reader.push(text.end(sequence.stop_reason == "stop"))
+            more, found = reader.end()
+            for event in [*blocks.add(parts + more), *blocks.close()]:
+                yield event
+            calls = self._shown(found)
+            for call in calls:
+                for event in blocks.whole(call):
+                    yield event
+            ended = self._end(sequence, calls, text.stop)
+            drawn = {"system_fingerprint": self.fingerprint([report])}
+            yield {"type": "message_delta", "delta": ended, "usage": self._usage([report])} | drawn
+        yield {"type": "message_stop"}
 
     def _shell(self, content: list[Block], usage: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self._head["id"], "type": "message", "role": "assistant", "model": self.model.name}
@@ -284,22 +281,15 @@ def _use(call: dict[str, Any]) -> Block:
 
 @router.post("/messages", response_model=None)
 async def create_message(
-    http: Request,
-    service: ServiceDependency,
-    draws: DrawsDependency,
-    captures: CapturesDependency,
-    caller: CallerDependency,
-    body: BodyDependency,
-    request: Annotated[MessagesRequest, json_body(MessagesRequest)],
+    incoming: IncomingDependency, request: Annotated[MessagesRequest, json_body(MessagesRequest)]
 ) -> Response:
     """Answer a chat."""
-    chat = request.chat()
-    call = Call.of(captures, caller, http)
+    chat, call = request.chat(), incoming.call()
 
     def make(model: NamedModel, tokenizer: Tokenizer, longest: int) -> Message:
         return Message(chat, model, tokenizer, longest, call)
 
-    return await respond(http, service, draws, caller, body, chat, make, call or NOTHING)
+    return await respond(incoming, chat, make, call)
 
 
 @router.post("/messages/count_tokens")

@@ -2,27 +2,19 @@
 
 import json
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack
 from typing import Annotated, Any
 from uuid import uuid4
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from skyrl.errors import RequestError
-from skyrl.tinker.http.openai.answers import NOTHING, respond, together
-from skyrl.tinker.http.openai.chat import REASONING, Call, Chat
+from skyrl.tinker.http.openai.answers import IncomingDependency, respond, together
+from skyrl.tinker.http.openai.chat import REASONING, Chat
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
 from skyrl.tinker.http.openai.schemas import ChatRequest, StreamOptions, chat_request
-from skyrl.tinker.http.routes.dependencies import (
-    BodyDependency,
-    CallerDependency,
-    CapturesDependency,
-    DrawsDependency,
-    ServiceDependency,
-    json_body,
-)
+from skyrl.tinker.http.routes.dependencies import json_body
 from skyrl.tinker.sampling.drawing import Drawing
 from skyrl.tinker.sampling.models import NamedModel
 from skyrl.types import GeneratedSequence, SampleOutput
@@ -188,7 +180,7 @@ class Answered(Chat):
             items.append(_message(message["content"] or ""))
         return self._response(items + [_called(call) for call in calls], outputs)
 
-    async def events(self, stack: AsyncExitStack, drawings: list[Drawing]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, drawings: list[Drawing]) -> AsyncGenerator[dict[str, Any], None]:
         text, reader, items, number = self.text(), self._reader(), _Items(), 0
 
         def numbered(event: dict[str, Any]) -> dict[str, Any]:
@@ -196,30 +188,28 @@ class Answered(Chat):
             number += 1
             return event | {"sequence_number": number - 1}
 
-        async with stack:
-            async for _, report in together(drawings):
-                if not number:
-                    begun = self._response([], None)
-                    for kind in ("response.created", "response.in_progress"):
-                        yield numbered({"type": kind, "response": begun})
-                self.sent()
-                if not isinstance(report, SampleOutput):
-                    for event in items.add(reader.push(text.push(report.tokens))):
-                        yield numbered(event)
-                    continue
-                self.complete([report])
-                (sequence,) = report.sequences
-                parts = reader.push(text.end(sequence.stop_reason == "stop"))
-                more, calls = reader.end()
-                for event in items.add(parts + more):
+        async for _, report in together(drawings):
+            if not number:
+                begun = self._response([], None)
+                for kind in ("response.created", "response.in_progress"):
+                    yield numbered({"type": kind, "response": begun})
+            if not isinstance(report, SampleOutput):
+                for event in items.add(reader.push(text.push(report.tokens))):
                     yield numbered(event)
-                if not (items.begun or calls):
-                    for event in items.add([("content", "")]):
-                        yield numbered(event)
-                for event in [*items.close(), *items.called(self._shown(calls))]:
+                continue
+            self.outputs = [report]
+            (sequence,) = report.sequences
+            parts = reader.push(text.end(sequence.stop_reason == "stop"))
+            more, calls = reader.end()
+            for event in items.add(parts + more):
+                yield numbered(event)
+            if not (items.begun or calls):
+                for event in items.add([("content", "")]):
                     yield numbered(event)
-                response = self._response(items.done, [report])
-                yield numbered({"type": f"response.{response['status']}", "response": response})
+            for event in [*items.close(), *items.called(self._shown(calls))]:
+                yield numbered(event)
+            response = self._response(items.done, [report])
+            yield numbered({"type": f"response.{response['status']}", "response": response})
 
     def _response(self, items: list[Item], outputs: list[SampleOutput] | None) -> dict[str, Any]:
         """Return the response: with its end if `outputs` are given, else as it begins."""
@@ -353,21 +343,14 @@ def _called(call: dict[str, Any]) -> Item:
 
 @router.post("/responses", response_model=None)
 async def create_response(
-    http: Request,
-    service: ServiceDependency,
-    draws: DrawsDependency,
-    captures: CapturesDependency,
-    caller: CallerDependency,
-    body: BodyDependency,
-    request: Annotated[ResponsesRequest, json_body(ResponsesRequest)],
+    incoming: IncomingDependency, request: Annotated[ResponsesRequest, json_body(ResponsesRequest)]
 ) -> Response:
     """Answer a conversation."""
-    chat = request.chat()
-    call = Call.of(captures, caller, http)
+    chat, call = request.chat(), incoming.call()
 
     def make(model: NamedModel, tokenizer: Tokenizer, longest: int) -> Answered:
         answer = Answered(chat, model, tokenizer, longest, call)
         answer.asked = request
         return answer
 
-    return await respond(http, service, draws, caller, body, chat, make, call or NOTHING)
+    return await respond(incoming, chat, make, call)

@@ -18,8 +18,7 @@ from skyrl.tinker.http.body_limit import UNTIL_ANSWERED
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.identity.ids import CheckpointKind, TinkerPath
 from skyrl.tinker.requests.queue import RequestQueue
-from skyrl.tinker.sampling.capture import Captures
-from skyrl.tinker.sampling.drawing import Draws
+from skyrl.tinker.sampling.capture_store import Captures
 from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.wire.parsing import BEGINNING_BYTES, Body, describe_faults, json_object
 from skyrl.tinker.wire.sharing import Reservation, announced_length
@@ -34,10 +33,6 @@ def _server(request: Request) -> TinkerServer:
 
 async def _service(request: Request) -> Service:
     return _server(request).service
-
-
-async def _draws(request: Request) -> Draws:
-    return _server(request).draws
 
 
 async def _captures(request: Request) -> Captures:
@@ -90,7 +85,6 @@ async def _path(run_id: str, kind: CheckpointKind, name: str) -> TinkerPath:
 
 
 ServiceDependency = Annotated[Service, Depends(_service)]
-DrawsDependency = Annotated[Draws, Depends(_draws)]
 CapturesDependency = Annotated[Captures, Depends(_captures)]
 QueueDependency = Annotated[RequestQueue, Depends(_queue)]
 CallerDependency = Annotated[Caller, Depends(_caller)]

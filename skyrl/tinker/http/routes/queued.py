@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from skyrl.algorithms.checks.requests import MAX_NUM_SAMPLES
-from skyrl.tinker.database.fair_reads import sent
+from skyrl.tinker.database.fair_reads import fingerprint_of, sent
 from skyrl.tinker.database.log.request_log import LargeResult
 from skyrl.tinker.http.errors import error_response
 from skyrl.tinker.http.routes.dependencies import (
@@ -90,10 +90,10 @@ async def retrieve_future(
                 return sent(outcome)
             pieces = as_json(body.request_id, data)
             if len(data) <= LARGE_BYTES:
-                return Response(b"".join(pieces), media_type=JSON)
+                return Response(b"".join(pieces), media_type=JSON, headers=fingerprint_of(outcome))
             # Encode as the client reads, because the text is five times as long and should never exist as a whole.
             texts = service.decode_pool.pieces(caller.sharer, PIECE_BYTES, pieces)
-            return StreamingResponse(texts, media_type=JSON)
+            return StreamingResponse(texts, media_type=JSON, headers=fingerprint_of(outcome))
         case Failure(error=error, category=category):
             return _json(schemas.FailedResponse(error=error, category=category))
         case Lost():
