@@ -22,7 +22,7 @@ LAYERS = [
     {"tx", "algorithms", "envs"},
     {"backends"},
     {"tinker", "train"},
-    {"admin", "demos"},
+    {"admin", "demos", "endpoint"},
     {"cli", "tx_command"},
 ]
 COMMON = [

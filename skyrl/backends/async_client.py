@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from skyrl.backends.backend import AbstractBackend
-from skyrl.backends.operations import Operation, Sample
+from skyrl.backends.operations import Operation, Progress, Sample
 from skyrl.errors import BackendStopped, RequestError, StorageError
 from skyrl.types import ErrorResponse, Result
 
@@ -27,6 +27,8 @@ class BackendClient:
         self._inbox: deque[Callable[[], None]] = deque()
         """Calls for the thread to make between two steps."""
         self._futures: dict[str, Future[Result]] = {}
+        self._listeners: dict[str, Callable[[Progress], None]] = {}
+        """Receivers of the new tokens of samples, by request."""
         self._wake = threading.Event()
         self._closing = False
         self._end: BaseException | None = None
@@ -34,6 +36,7 @@ class BackendClient:
         self._lock = threading.Lock()
         """Lock of submissions and of `_end`, so that nothing is submitted after `_end` is set."""
         backend.on_wake = self._wake.set
+        backend.on_progress = self._progress
         self._thread = threading.Thread(target=self._run, name="backend", daemon=True)
         self._thread.start()
 
@@ -43,13 +46,19 @@ class BackendClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def run(self, operation: Operation) -> Result:
-        """Run an operation and return its result.
+    async def run(self, operation: Operation, on_tokens: Callable[[Progress], None] | None = None) -> Result:
+        """Run an operation and return its result. `on_tokens` gets the tokens of a sample that reports progress, in the
+        backend's thread.
 
         Operations of one model take effect in the order of these calls. A sample whose task is cancelled is dropped.
         Raises `RequestError` for an invalid operation, `StorageError`, `RuntimeError`, or `BackendStopped`.
         """
-        return await self._outcome(operation, self._submitted(operation))
+        if on_tokens is not None:
+            self._listeners[operation.request_id] = on_tokens
+        try:
+            return await self._outcome(operation, self._submitted(operation))
+        finally:
+            self._listeners.pop(operation.request_id, None)
 
     def begin(self, operation: Operation) -> "asyncio.Task[Result]":
         """Start an operation like `run`, and return an awaitable. This call fixes its position in the order."""
@@ -93,6 +102,10 @@ class BackendClient:
             self._futures.update(futures)
             self._inbox.append(call)
         self._wake.set()
+
+    def _progress(self, progress: Progress) -> None:
+        if (listener := self._listeners.get(progress.request_id)) is not None:
+            listener(progress)
 
     def _cancel(self, request_id: str) -> None:
         if self._futures.pop(request_id, None) is not None:

@@ -21,9 +21,6 @@ IN_FILES = refused(
     TORCH,
 )
 OWN_METRICS = refused("each engine serves metrics at its own /metrics; leave it out", TORCH)
-NO_ENDPOINT = refused(
-    "no OpenAI-compatible API is served; leave it out, and send requests to the engines directly", TORCH
-)
 
 
 @dataclass
@@ -93,17 +90,17 @@ class InferenceEngineConfig(BaseConfig):
     remote_urls: Annotated[list[str], sets("engines")] = field(default_factory=list)
     """host:port of each engine if run_engines_locally=False."""
 
-    enable_http_endpoint: Annotated[bool, NO_ENDPOINT] = False
-    """Also serve the engines through an OpenAI-compatible API."""
+    enable_http_endpoint: Annotated[bool, read(JAX)] = False
+    """Also serve the policy through the OpenAI, Anthropic and generate routes of a server."""
 
-    http_endpoint_host: Annotated[str, NO_ENDPOINT] = "127.0.0.1"
-    """Address of the OpenAI-compatible API."""
+    http_endpoint_host: Annotated[str, read(JAX)] = "127.0.0.1"
+    """Address of these routes. They take no keys."""
 
-    http_endpoint_port: Annotated[int, Field(ge=0, le=65535), NO_ENDPOINT] = 8000
-    """Port of the OpenAI-compatible API."""
+    http_endpoint_port: Annotated[int, Field(ge=0, le=65535), read(JAX)] = 8000
+    """Port of these routes; 0 for a free one."""
 
-    served_model_name: Annotated[str | None, NO_ENDPOINT] = None
-    """Name of the model in the OpenAI-compatible API. None: trainer.policy.model.path."""
+    served_model_name: Annotated[str | None, read(JAX)] = None
+    """Another name of the model in these routes, in addition to trainer.policy.model.path."""
 
     distributed_executor_backend: Annotated[str, one_of("ray", "mp"), sets("engines")] = "ray"
     """Launcher of an engine's processes if the engine has several GPUs: ray, or mp (one machine only)."""

@@ -384,7 +384,6 @@ def test_sequences_that_are_not_packed_are_computed_one_by_one():
         ("generator.inference_engine.vllm_v1_disable_multiproc=false", "a separate process for the model"),
         ("generator.inference_engine.enable_ray_prometheus_stats=true", "serves metrics at its own /metrics"),
         ("generator.inference_engine.weight_sync_backend=gloo", "whole models alike, reach engines as files"),
-        ("generator.inference_engine.enable_http_endpoint=true", "no OpenAI-compatible API is served"),
         ("trainer.critic.model.lora.lora_sync_path=there", "a critic is not sampled"),
         ("trainer.ref.fsdp_config.cpu_offload=true", "share the policy's base weights"),
         ("trainer.critic.fsdp_config.fsdp_size=2", "share the policy's base weights"),

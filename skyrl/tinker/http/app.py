@@ -36,12 +36,15 @@ OPENAI_PATHS = "/v1/", "/oai/api/v1/", "/anthropic/api/v1/", "/sessions/"
 OPENAI_PREFIXES = "/v1", "/oai/api/v1", "/anthropic/api/v1", "/sessions/{session}/v1"
 
 
-def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervisor) -> FastAPI:
+def create_app(
+    config: EngineConfig, make_engine: EngineFactory = EngineSupervisor, only_samples: bool = False
+) -> FastAPI:
     """Create the application. Its lifespan opens the database and starts the engine; `app.state.server` is the server.
 
     Args:
         config: Options of the server.
         make_engine: Factory of the engine; tests pass their own.
+        only_samples: Serve the routes of OpenAI's form, without the Tinker API.
     """
     server = TinkerServer(config, make_engine)
 
@@ -70,7 +73,7 @@ def create_app(config: EngineConfig, make_engine: EngineFactory = EngineSupervis
         traces,
     )
     public = (accounts.public, downloads.public, held_checkpoints.public, traces.public)
-    routers = [*(module.router for module in modules), *public]
+    routers = [] if only_samples else [*(module.router for module in modules), *public]
     for router in routers:
         app.include_router(router, prefix=PREFIX, responses=openapi.ERRORS)
     openapi.complete(app, PREFIX, routers)

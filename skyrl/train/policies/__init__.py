@@ -6,6 +6,6 @@ sampling_options  sampling options that the API lacks, read from a configuration
 """
 
 from skyrl.train.policies.on_backend import BackendModels
-from skyrl.train.policies.policy import Learner, Models, Policy
+from skyrl.train.policies.policy import Endpoint, Learner, Models, Policy
 
-__all__ = ["BackendModels", "Learner", "Models", "Policy"]
+__all__ = ["BackendModels", "Endpoint", "Learner", "Models", "Policy"]

@@ -1,7 +1,8 @@
 """Models on a backend that runs in this process. They implement the protocols of `skyrl.train.policies.policy`."""
 
 import zlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from typing import TypeVar
@@ -19,6 +20,7 @@ from skyrl.backends.operations import (
     LoadCheckpoint,
     Operation,
     OptimStep,
+    Progress,
     Publish,
     Sample,
     SaveCheckpoint,
@@ -38,6 +40,7 @@ from skyrl.types import (
     OptimStepOutput,
     SampleOutput,
     SamplingParams,
+    version_hash,
 )
 
 T = TypeVar("T")
@@ -177,12 +180,16 @@ class BackendPolicy(BackendLearner):
         super().__init__(client, model_id, section)
         self._seed = seed
         self._version = -1
+        self.address: str | None = None
+        self._published: dict[str, int] = {}
+        """Numbers of published versions, by their hashes."""
 
     async def publish(self, version: int) -> None:
         await self._client.run(
             Publish(request_id=_new_id(), model_id=self._model_id, version=self._name(version), path=None)
         )
         before, self._version = self._version, version
+        self._published[version_hash(self._name(version))] = version
         if before not in (-1, version):
             self._client.drop_version(self._name(before))
 
@@ -218,6 +225,17 @@ class BackendPolicy(BackendLearner):
             version,
             sequence.origins,
         )
+
+    async def draw(self, sample: Sample, on_tokens: Callable[[Progress], None]) -> SampleOutput:
+        assert self._version >= 0, "publish before sampling"
+        version, request_id = self._name(self._version), sample.request_id
+        operation = replace(sample, request_id=_new_id(), version=version, path=None, tempered_logprobs=True)
+        result = await self._client.run(operation, lambda report: on_tokens(replace(report, request_id=request_id)))
+        assert isinstance(result, SampleOutput), result
+        return result
+
+    def version_of(self, fingerprint: str) -> int | None:
+        return self._published.get(fingerprint.rpartition("-")[2])
 
     def _check_stamp(self, version: int, sequence: GeneratedSequence) -> None:
         """Raise `WrongWeights` if a sample was drawn from other weights than those requested."""

@@ -3,13 +3,14 @@
 Trainers use only these protocols, so an implementation may run a model on another machine.
 """
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from skyrl.algorithms.objective import Objective
+from skyrl.backends.operations import Progress, Sample
 from skyrl.train.rollouts.sampler import Sampler
 from skyrl.train.tracking.metrics import Metrics
-from skyrl.types import AdamParams, BackendInfo, Datum, ForwardBackwardOutput, LoraConfig
+from skyrl.types import AdamParams, BackendInfo, Datum, ForwardBackwardOutput, LoraConfig, SampleOutput
 
 
 class Learner(Protocol):
@@ -80,6 +81,29 @@ class Policy(Learner, Sampler, Protocol):
 
         `version` is the number of optimizer steps of these weights. Samples report their version.
         """
+        ...
+
+
+class Endpoint(Protocol):
+    """A policy that also draws samples of other programs than the trainer."""
+
+    address: str | None
+    """URL at which it is served by HTTP; None: it is not."""
+
+    def info(self) -> BackendInfo:
+        """Return facts about the base model."""
+        ...
+
+    async def draw(self, sample: Sample, on_tokens: Callable[[Progress], None]) -> SampleOutput:
+        """Draw a sample with the weights that were published last, whatever version it names.
+
+        Its log-probabilities are at its temperature. `on_tokens` gets new tokens, in another thread, if the sample
+        reports progress. Raises the same errors as a `Learner`.
+        """
+        ...
+
+    def version_of(self, fingerprint: str) -> int | None:
+        """Return the number of a version that was published, by the fingerprint of samples from it. None: unknown."""
         ...
 
 

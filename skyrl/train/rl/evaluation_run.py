@@ -7,7 +7,7 @@ from skyrl.config import SkyRLTrainConfig
 from skyrl.train.rl.evaluate import eval_rows, evaluate
 from skyrl.train.rl.prompts import evaluation_prompts
 from skyrl.train.rl.run import POLICY
-from skyrl.train.rl.setup import Setup, check_environments
+from skyrl.train.rl.setup import Setup, check_environments, serve_endpoint
 from skyrl.train.rollouts.rollouts import Rollouts
 from skyrl.train.strategy.strategy import create_policy
 from skyrl.train.tracking.dumps import dump_eval_results
@@ -41,6 +41,7 @@ async def evaluate_rl(config: SkyRLTrainConfig) -> Metrics:
             await policy.load(found.model_path(POLICY), optimizer=False)
         step = 0 if found is None else found.step
         await policy.publish(step)
+        serve_endpoint(config, policy, setup.store.folder / "endpoint", stack)
         rollouts = Rollouts(config.generator, config.environment, setup.tokenizer, policy)
         metrics, trajectories = await evaluate(rollouts, prompts, settings.eval_batch_size)
     what = f"{settings.policy.model.path} as it is" if found is None else found.title

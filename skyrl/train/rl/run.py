@@ -29,7 +29,7 @@ from skyrl.train.rl.batch import Array, Batch
 from skyrl.train.rl.evaluate import eval_rows, evaluate
 from skyrl.train.rl.prompts import TrainingPrompts, evaluation_prompts, training_prompts
 from skyrl.train.rl.rollout_source import SourceState
-from skyrl.train.rl.setup import Setup, check_environments, source_of
+from skyrl.train.rl.setup import Setup, check_environments, serve_endpoint, source_of
 from skyrl.train.rl.trainer import RLTrainer, SamplingState
 from skyrl.train.rl.update import RewardShaping, Update, env_rewards
 from skyrl.train.rollouts.episode import Prompt
@@ -339,6 +339,7 @@ async def open_run(config: SkyRLTrainConfig, stack: ExitStack, shape_rewards: Re
         await run.begin(initial)
     await run.create_reference()
     await policy.publish(trainer.global_step)
+    serve_endpoint(config, policy, store.folder / "endpoint", stack)
     return run
 
 

@@ -1,14 +1,15 @@
 """Setup for training or evaluating a policy: checks, tokenizer, model loaders, and the checkpoint store."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import NamedTuple, cast
 
 from skyrl.config import SkyRLTrainConfig, get_config_as_dict
 from skyrl.envs import check_settings, env_class
 from skyrl.errors import ConfigError
 from skyrl.train.checkpoints import CheckpointStore
-from skyrl.train.policies import Models
+from skyrl.train.policies import Endpoint, Models, Policy
 from skyrl.train.ranking import Ranking
 from skyrl.train.rl.environment_check import check_rows
 from skyrl.train.rl.prompts import TrainingPrompts
@@ -22,7 +23,10 @@ from skyrl.train.strategy.base_model import check_base_model, check_model_given,
 from skyrl.train.strategy.registry import find_strategy
 from skyrl.train.strategy.strategy import Strategy
 from skyrl.train.strategy.validate import validate
+from skyrl.utils.own_code import import_own
 
+ENDPOINT = "skyrl.endpoint"
+"""Module of the HTTP endpoint, which joins the trainer and the server. Both know nothing of it."""
 BASE_MODEL, REFERENCE_MODEL = "trainer.policy.model.path", "trainer.ref.model.path"
 
 
@@ -89,6 +93,20 @@ def source_of(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPro
         synchronous=not parallel.enabled,
         staleness_policy=cast(StalenessPolicy, parallel.staleness_policy) if parallel.enabled else "block",
     )
+
+
+def serve_endpoint(config: SkyRLTrainConfig, policy: Policy, folder: Path, stack: ExitStack) -> None:
+    """Serve the policy by HTTP until `stack` is closed, if `enable_http_endpoint` is set. Call it on the event loop.
+
+    Raises ConfigError if the port is in use.
+    """
+    engines = config.generator.inference_engine
+    if not engines.enable_http_endpoint:
+        return
+    serve_policy = import_own(ENDPOINT).serve_policy
+    names = tuple(dict.fromkeys([str(config.trainer.policy.model.path), *filter(None, [engines.served_model_name])]))
+    url = serve_policy(policy, folder, engines.http_endpoint_host, engines.http_endpoint_port, names)
+    cast(Endpoint, policy).address = stack.enter_context(url)
 
 
 async def check_environments(config: SkyRLTrainConfig, prompts: Sequence[Prompt]) -> None:

@@ -15,11 +15,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from skyrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
+from skyrl.train.policies.policy import Endpoint
+from skyrl.train.rollouts.captured import CapturedSession
 from skyrl.train.rollouts.chat import Chat
 from skyrl.train.rollouts.episode import Prompt
 from skyrl.train.rollouts.sampler import Sampler
@@ -65,6 +67,13 @@ class Generator(ABC):
         self.chat = chat
         self.config = config
         self.environment = environment
+
+    def session(self) -> CapturedSession:
+        """Return a new session at the run's HTTP endpoint, for an agent that speaks OpenAI's or Anthropic's API.
+
+        Raises `ConfigError` if `generator.inference_engine.enable_http_endpoint` is not set.
+        """
+        return CapturedSession(cast(Endpoint, self.sampler), self.chat)
 
     @abstractmethod
     async def generate(self, prompt: Prompt, params: SamplingParams, session_id: str) -> Generated:
