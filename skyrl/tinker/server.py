@@ -15,7 +15,7 @@ from skyrl.tinker.config import EngineConfig
 from skyrl.tinker.context import EngineFactory, Service
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.database.fence import Superseded
-from skyrl.tinker.database.ledger.sample_charges import refund_unanswered
+from skyrl.tinker.database.ledger.sample_charges import refund, unanswered
 from skyrl.tinker.database.log.request_log import try_lost_models_again
 from skyrl.tinker.database.queries import last_seen
 from skyrl.tinker.database.queries.lookup import server_secret
@@ -95,7 +95,8 @@ class TinkerServer:
         self.draws = Draws(self.service, self.queue)
         self.captures = Captures(database, self.config.result_retention_sec)
         self.retries = Retries(database)
-        await self._patient.write(refund_unanswered, "the refunds of samples that were not answered")
+        lost = await self._patient.read(unanswered, "the samples that were not answered")
+        await self._patient.write(partial(refund, request_ids=lost), "their refunds")
         await self._patient.read(self.retries.load, "the answers that were not sent")
         self.queue.futures.completions.begin(await self._patient.write(start, "the first cursor"))
         self.service.engine = self._make_engine(

@@ -75,13 +75,18 @@ def settle(session: Session, request_ids: Collection[str]) -> None:
         session.connection().execute(_DELETE, [{"request_id": name} for name in request_ids])
 
 
-def refund_unanswered(session: Session) -> None:
-    """Refund the samples of OpenAI's routes that an earlier server charged and did not answer: nobody can get them."""
-    for row in session.exec(select(ChargedSampleRow)).all():
-        if is_own_session(row.session_id):
-            if session.get(UsageRow, (row.session_id, row.model_id, row.hour)) is not None:
-                _take_back(session, row)
-            session.delete(row)
+def unanswered(session: Session) -> list[str]:
+    """Return the samples of OpenAI's routes that an earlier server charged and did not answer: nobody can get them."""
+    rows = session.exec(select(ChargedSampleRow.request_id, ChargedSampleRow.session_id)).all()
+    return [request_id for request_id, session_id in rows if is_own_session(session_id)]
+
+
+def refund(session: Session, request_ids: Sequence[str]) -> None:
+    """Refund the charges of samples."""
+    for row in _rows(session, request_ids):
+        if session.get(UsageRow, (row.session_id, row.model_id, row.hour)) is not None:
+            _take_back(session, row)
+        session.delete(row)
 
 
 def settle_old(session: Session) -> None:

@@ -36,3 +36,8 @@ def upgrade() -> None:
         sa.Column("logprobs", sa.LargeBinary(), nullable=False),
     )
     op.create_index("capture_answers_of", "capture_answers", ["capture_id"])
+
+
+def downgrade() -> None:
+    op.drop_table("capture_answers")
+    op.drop_table("captures")
