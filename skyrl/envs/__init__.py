@@ -21,6 +21,8 @@ from skyrl.envs.tasks import (
     text2sql,
 )
 from skyrl.envs.threads import EnvWorkers
+from skyrl.envs.tool_env import ToolEnv
+from skyrl.envs.tools import tool
 
 __all__ = [
     "ENVS",
@@ -29,6 +31,7 @@ __all__ = [
     "EnvWorkers",
     "Message",
     "StepResult",
+    "ToolEnv",
     "aime",
     "arithmetic",
     "check_settings",
@@ -44,4 +47,5 @@ __all__ = [
     "searchcode",
     "settings_of",
     "text2sql",
+    "tool",
 ]

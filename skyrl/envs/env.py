@@ -82,6 +82,11 @@ class Env(ABC, Generic[C]):
         """Return the initial conversation: the row's prompt, unless the environment rewrites it."""
         return prompt
 
+    @classmethod
+    def tool_schemas(cls) -> list[dict[str, Any]]:
+        """Return the tools that the chat template shows to the model, unless the row has a column `tools`."""
+        return []
+
     @abstractmethod
     async def step(self, action: str) -> StepResult:
         """Handle `action`, the text that the model generated in this turn.

@@ -111,12 +111,14 @@ def _deepseek(text: str) -> list[ToolCall] | None:
     return _calls([f'{{"name": {json.dumps(name.strip())}, "arguments": {arguments}}}' for name, arguments in named])
 
 
+PLAIN = AnswerFormat("plain", None, None, lambda text: None)
+"""Format without calls."""
 FORMATS = (
     AnswerFormat("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", _mistral),
     AnswerFormat("deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜>", _deepseek),
     AnswerFormat("qwen", "<tool_call>", "<tool_call>", _qwen),
     AnswerFormat("llama3", "<|start_header_id|>", "{", _llama, anywhere=False),
-    AnswerFormat("plain", None, None, lambda text: None),
+    PLAIN,
 )
 """Formats, in the order in which they are tried."""
 THINK, THOUGHT = "<think>", "</think>"

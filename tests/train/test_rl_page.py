@@ -1,4 +1,4 @@
-"""docs/rl-with-my-environment.md runs as it stands and does what it says."""
+"""The pages about RL with environments and tools of one's own run as they stand and do what they say."""
 
 import json
 import logging
@@ -10,14 +10,18 @@ import pytest
 
 from skyrl.cli import main
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rl-with-my-environment.md").read_text()
+PAGE, TOOLS = (
+    (Path(__file__).parents[2] / "docs" / f"rl-with-my-{name}.md").read_text() for name in ("environment", "tools")
+)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def blocks(language: str, page: str = PAGE) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
-COMMANDS = [shlex.split(line)[1:] for line in "".join(blocks("bash")).replace("\\\n", " ").splitlines()]
+def commands(page: str) -> list[list[str]]:
+    """The arguments of the page's commands."""
+    return [shlex.split(line)[1:] for line in "".join(blocks("bash", page)).replace("\\\n", " ").splitlines()]
 
 
 def metrics() -> list[dict]:
@@ -38,7 +42,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def run(folder):
     """Run the commands of the page, with another last step, which is also the step that is printed."""
-    made, check, train, rollouts = COMMANDS
+    made, check, train, rollouts = commands(PAGE)
 
     def run(steps: int) -> None:
         given = [word.replace("max_steps=20", f"max_steps={steps}") for word in train]
@@ -70,3 +74,39 @@ def test_the_policy_of_the_page_learns_to_write_digits(run):
     run(20)
     rewards = [step["reward/avg_raw_reward"] for step in metrics()]
     assert rewards[0] < 0.05 and rewards[-1] > 0.5
+
+
+@pytest.fixture
+def with_tools(tmp_path, monkeypatch):
+    """Run the commands of the page about tools, with other numbers of steps. Returns the metrics of the RL run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", root.handlers[:])
+    environment, data = blocks("python", TOOLS)
+    Path("prices_env.py").write_text(environment)
+    program, made, check, sft, rl, rollouts = commands(TOOLS)
+    assert program == ["make_data.py"]
+
+    def run(warm: int, steps: int) -> list[dict]:
+        exec(data, {})
+        assert main(made) == 0 and main(check) == 0
+        assert main([word.replace("num_steps=100", f"num_steps={warm}") for word in sft]) == 0
+        given = [word.replace("max_steps=10", f"max_steps={steps}") for word in rl]
+        assert main([*given, "trainer.strategy=torch"]) == 0
+        assert main([word if word != "10" else str(steps) for word in rollouts]) == 0
+        return [json.loads(line) for line in Path("rl/checkpoints/metrics.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def test_the_page_about_tools_shows_them_and_trains(with_tools, capfd):
+    with_tools(1, 1)
+    shown = capfd.readouterr().out
+    assert '"name": "price", "description": "Look up a price."' in shown and "step 1: 64 samples" in shown
+
+
+@pytest.mark.slow
+def test_the_policy_of_the_page_about_tools_learns_to_call_them(with_tools):
+    first, *_, last = [step["reward/avg_raw_reward"] for step in with_tools(100, 10)]
+    assert first < 0.9 < last

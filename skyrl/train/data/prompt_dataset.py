@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -39,6 +39,9 @@ class PromptReader:
     fit: Fit = lambda messages, column, tools: list(messages)
     """Converts messages to the format that the chat template reads, such as `TemplateForm.fit`."""
 
+    tools_of: Callable[[str], list[dict[str, Any]]] = lambda env_class: []
+    """Returns the tools of an environment, for rows without `tools`."""
+
     reward: str | None = None
     """Reward function that replaces the environments of all rows. None: each row's environment is used."""
 
@@ -51,11 +54,28 @@ class PromptReader:
             where: Source of the row and its number there.
         """
         try:
-            prompt = _prompt(row, str(number), self.default_env_class, self.fit, where)
+            prompt = self._prompt(row, str(number), where)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-        prompt = prompt if self.reward is None else replace(prompt, env_class=self.reward)
         return prompt, _length(self.prompt_length, prompt, where)
+
+    def _prompt(self, row: Row, instance_id: str, where: str) -> Prompt:
+        extras = dict(row)
+        if extras.get("prompt") is None:
+            raise ConfigError(f"has no column prompt, but {columns_of(row)}; rename the column with the chats")
+        messages = read_chat(extras.pop("prompt"), "prompt")
+        env_class = extras.pop("env_class", None)
+        if env_class is None:
+            env_class = self.default_env_class
+        if not isinstance(env_class, str):
+            raise ConfigError(f"env_class={short(env_class)} is not the name of an environment; name one, or none")
+        env_class = env_class if self.reward is None else self.reward
+        if "tools" in extras:
+            extras["tools"] = read_tools(extras["tools"], "tools")
+        elif tools := self.tools_of(env_class):
+            extras["tools"] = tools
+        messages = self.fit(messages, "prompt", extras.get("tools"))
+        return Prompt(messages, env_class, instance_id, extras, where)
 
 
 class PromptDataset:
@@ -118,22 +138,6 @@ def _rows(sources: Sequence[str]) -> Iterator[tuple[str, Row]]:
     for source in sources:
         for index, row in enumerate(read_rows(source)):
             yield f"{source}, row {index}", row
-
-
-def _prompt(row: Row, instance_id: str, default_env_class: str, fit: Fit, where: str) -> Prompt:
-    extras = dict(row)
-    if extras.get("prompt") is None:
-        raise ConfigError(f"has no column prompt, but {columns_of(row)}; rename the column with the chats")
-    messages = read_chat(extras.pop("prompt"), "prompt")
-    if "tools" in extras:
-        extras["tools"] = read_tools(extras["tools"], "tools")
-    messages = fit(messages, "prompt", extras.get("tools"))
-    env_class = extras.pop("env_class", None)
-    if env_class is None:
-        env_class = default_env_class
-    if not isinstance(env_class, str):
-        raise ConfigError(f"env_class={short(env_class)} is not the name of an environment; name one, or none")
-    return Prompt(messages, env_class, instance_id, extras, where)
 
 
 def _length(prompt_length: Callable[[Prompt], int], prompt: Prompt, where: str) -> int:

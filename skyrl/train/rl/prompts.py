@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from skyrl.config import SkyRLTrainConfig
+from skyrl.envs import env_class
 from skyrl.errors import ConfigError
 from skyrl.train.data.epoch_order import OrderState, PromptOrder
 from skyrl.train.data.prompt_dataset import PromptDataset, PromptReader
@@ -85,8 +86,11 @@ def prompt_reader(config: SkyRLTrainConfig, chat: Chat) -> PromptReader:
             check_vocabulary(np.array(token_ids), vocab_size, f"trainer.policy.model.path={path}", chat.tokenizer)
         return len(token_ids)
 
-    environment = config.environment
-    return PromptReader(environment.env_class, length, TemplateForm(chat.written).fit, environment.reward_id)
+    def tools_of(env_id: str) -> list[dict[str, Any]]:
+        return [] if config.generator.generator_class else env_class(env_id).tool_schemas()
+
+    environment, fit = config.environment, TemplateForm(chat.written).fit
+    return PromptReader(environment.env_class, length, fit, tools_of, environment.reward_id)
 
 
 def _dataset(config: SkyRLTrainConfig, field: str, sources: list[str], chat: Chat) -> PromptDataset:

@@ -8,7 +8,7 @@ encoding the whole conversation. Sampled tokens are never encoded again.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
 from skyrl.train.rollouts.templates import template_error
+from skyrl.utils.answer_formats import THINK, AnswerFormat, format_of
 from skyrl.utils.chat_template import MARKER, SHORT, TOOL
 
 LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
@@ -106,6 +107,16 @@ class Chat:
         """`end_of_turn` if it is not the tokenizer's eos_token. Samplers then need it as an additional stop token."""
         self._ends = {self.end_of_turn, tokenizer.eos_token_id, *ends}
         self._checked: set[tuple[str, ...]] = set()
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """Format of the model's reasoning and tool calls."""
+        return format_of(self._tokenizer.get_chat_template(self._template, [TOOL]))
+
+    @cached_property
+    def answer_reasons(self) -> bool:
+        """True if the template begins each answer with reasoning."""
+        return self._text(SHORT[:1], self._required_tools()).rstrip().endswith(THINK)
 
     @property
     def tokenizer(self) -> ChatTokenizer:

@@ -20,6 +20,7 @@ from skyrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from skyrl.envs.env import Env
 from skyrl.envs.making import make_env, settings_of
 from skyrl.envs.threads import EnvWorkers
+from skyrl.envs.tool_env import ToolEnv
 from skyrl.errors import ConfigError
 from skyrl.train.rollouts.attempts import (
     Attempt,
@@ -188,7 +189,10 @@ class Rollouts:
     def _make_env(self, prompt: Prompt) -> Env[Any]:
         extras = {**copy.deepcopy(dict(prompt.extras)), "max_turns": self._config.max_turns}
         settings = settings_of(self._environment.skyrl_gym, prompt.env_class)
-        return make_env(prompt.env_class, settings, extras, self._workers)
+        env = make_env(prompt.env_class, settings, extras, self._workers)
+        if isinstance(env, ToolEnv):
+            env.answer_format, env.answer_reasons = self.chat.answer_format, self.chat.answer_reasons
+        return env
 
     def _sampling(self, phase: Phase) -> tuple[int, SamplingParams]:
         """Return the number of samples per prompt, and the sampling parameters."""
