@@ -57,13 +57,6 @@ def test_the_pages_synchronous_environment_runs(folder, monkeypatch):
     assert (step.reward, step.done, step.metrics) == (1.0, True, {"right": 1.0})
 
 
-def test_the_pages_tool_is_called(folder, monkeypatch):
-    monkeypatch.syspath_prepend(folder)
-    from clock import tools
-
-    assert asyncio.run(tools.call("hour", "Rome")) == "noon in Rome"
-
-
 def test_the_page_has_every_environment():
     assert sorted(re.findall(r"^\| `(\w+)` \| \d \|", PAGE, re.MULTILINE)) == list(ENVS)
 
