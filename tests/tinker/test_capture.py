@@ -2,19 +2,23 @@
 
 import asyncio
 import string
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import skyrl.train.rollouts
 from skyrl.errors import RequestError, UnknownName
 from skyrl.tinker.database.database import Database
 from skyrl.tinker.sampling import capture, capture_store
-from skyrl.tinker.sampling.capture import Session
+from skyrl.tinker.sampling.capture import Plan, Session
 from skyrl.tinker.sampling.capture_store import Call, Captures
 from skyrl.tx.synthetic.make_model import builtin_model
+from skyrl.utils.chat_template import ChatTemplate
 from skyrl.utils.quota import Busy
 from skyrl.utils.tokenizer import Tokenizer
 
@@ -30,23 +34,32 @@ def tokenizer():
 class Agent:
     """A client of a session, whose model draws the tokens of texts, or any tokens."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None):
         self.tokenizer = tokenizer
+        self.template = template or tokenizer.chat_template
         self.session = Session("s")
         self.drawn: list[list[int]] = []
 
-    def ask(self, messages, tokens=None, said="b", tools=None, shown=None, **variables):
-        """The messages after an answer, and the node of the answer."""
-        plan = self.session.plan(self.tokenizer, self.tokenizer.chat_template, messages, tools, variables)
-        if tokens is None:
-            tokens = [*self.tokenizer.encode(said), self.tokenizer.end_of_turn]
+    def plan(self, messages, tools=None, **variables) -> Plan:
+        """Begin a request."""
+        assert self.template is not None
+        return self.session.plan(self.tokenizer, self.template, messages, tools, variables)
+
+    def answer(self, messages, plan: Plan, tokens: list[int], shown=None):
+        """End a request. Returns the messages with the answer, and its node."""
         self.drawn.append(list(tokens))
         scores = np.full(len(tokens), -len(self.drawn), np.float32)
         answer = {"role": "assistant", "content": self.tokenizer.decode(tokens)} if shown is None else shown
         node = plan.node(answer, np.asarray(tokens, np.int32), scores, f"v{len(self.drawn)}")
         self.session.attach(node)
-        messages = [*messages, answer]
-        return messages, node
+        return [*messages, answer], node
+
+    def ask(self, messages, tokens=None, said="b", tools=None, shown=None, **variables):
+        """Make a request. Returns the messages after the answer, and the node of the answer."""
+        plan = self.plan(messages, tools, **variables)
+        if tokens is None:
+            tokens = [*self.tokenizer.encode(said), self.tokenizer.end_of_turn]
+        return self.answer(messages, plan, tokens, shown)
 
 
 def spans(rows) -> list[tuple[list[int], list[float]]]:
@@ -144,14 +157,32 @@ def test_a_template_that_renders_answers_by_their_place_begins_anew(tokenizer):
 
 
 TEXTS = st.text(string.ascii_letters + " <>{}é\n", min_size=1, max_size=8).map(lambda text: f"x{text}x")
-MOVES = st.tuples(st.sampled_from(["go on", "fork", "edit", "tools", "begin"]), st.integers(0, 50), TEXTS)
+KINDS = ["go on", "fork", "edit", "tools", "begin", "beside"]
+MOVES = st.tuples(st.sampled_from(KINDS), st.integers(0, 50), TEXTS)
+DRAWN = st.tuples(st.lists(st.integers(0, 4000), min_size=1, max_size=6), st.booleans())
 
 
-@given(st.lists(st.tuples(MOVES, st.lists(st.integers(0, 4000), min_size=1, max_size=6), st.booleans()), max_size=30))
-def test_every_drawn_token_is_trained_on_once_whatever_the_agent_does(tokenizer, moves):
-    agent = Agent(tokenizer)
-    known: list[tuple[list, dict]] = [([ASK], {})]
-    for (kind, place, text), tokens, ends in moves:
+@cache
+def templates(tokenizer: Tokenizer) -> dict[str, ChatTemplate]:
+    """Templates that end turns with the tokenizer's token: Qwen's, one that begins with a thought, and others."""
+    own = tokenizer.chat_template
+    assert own is not None
+    chatml = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    chatml += "<|im_start|>assistant\n"
+    shipped = Path(skyrl.train.rollouts.__file__).parent / "templates"
+    return {
+        "own": own,
+        "chatml": ChatTemplate(chatml, {}),
+        "thinks": ChatTemplate(f"{chatml}<think>\n", {}),
+        "by place": ChatTemplate(own.source + "{{ messages | length }}", {}),
+        **{path.stem: ChatTemplate(path.read_text(), {}) for path in sorted(shipped.glob("*.jinja"))},
+    }
+
+
+def play(tokenizer: Tokenizer, template: ChatTemplate, moves) -> int:
+    """Let an agent make moves, check its rows, and return their number."""
+    agent, known = Agent(tokenizer, template), [([ASK], {})]
+    for (kind, place, text), (tokens, ends) in moves:
         messages, options = known[-1 if kind == "go on" else place % len(known)]
         if kind == "edit" and len(messages) > 1:
             messages = [messages[0], {"role": "assistant", "content": text}, *messages[2:]]
@@ -160,16 +191,44 @@ def test_every_drawn_token_is_trained_on_once_whatever_the_agent_does(tokenizer,
         if kind == "begin":
             messages, options = [{"role": "user", "content": text}], {}
         tokens = [*tokens, tokenizer.end_of_turn] if ends else tokens
-        after, node = agent.ask(messages, tokens, **options)
-        if node.parent is not None:
-            assert node.prompt[: len(node.parent.whole)].tolist() == node.parent.whole.tolist()
-        known.append(([*after, {"role": "user", "content": text}], options))
-    rows = list(agent.session.rows())
+        plans = [agent.plan(messages, **options) for _ in range(1 + (kind == "beside"))]  # of requests side by side
+        for number, plan in enumerate(plans):
+            after, node = agent.answer(messages, plan, [*tokens, *[number] * number])
+            if node.parent is not None:
+                assert node.prompt[: len(node.parent.whole)].tolist() == node.parent.whole.tolist()
+            known.append(([*after, {"role": "user", "content": text}], options))
+    rows = agent.session.rows()
     trained = [pair for tokens, scores in spans(rows) for pair in zip(tokens, scores, strict=True)]
     expected = [(token, -n) for n, drawn in enumerate(agent.drawn, 1) for token in drawn]
     assert sorted(trained) == sorted(expected)
-    if all(kind == "go on" for (kind, _, _), _, _ in moves):
-        assert len(rows) == min(1, len(moves))
+    return len(rows)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(range(6)), st.lists(st.tuples(MOVES, DRAWN), max_size=30))
+def test_every_drawn_token_is_trained_on_once_whatever_the_agent_does(tokenizer, number, moves):
+    play(tokenizer, list(templates(tokenizer).values())[number], moves)
+
+
+@pytest.mark.parametrize("name", ["own", "chatml", "thinks"])
+def test_a_conversation_that_only_grows_is_one_row(tokenizer, name):
+    moves = [(("go on", 0, f"x{number}"), ([number, 5], number % 2 == 0)) for number in range(20)]
+    assert play(tokenizer, templates(tokenizer)[name], moves) == 1
+
+
+@pytest.mark.slow
+def test_every_drawn_token_of_100_000_turns_is_trained_on_once(tokenizer):
+    random = np.random.default_rng(0)
+    known, turns = list(templates(tokenizer).values()), 0
+    while turns < 100_000:
+        moves = []
+        for _ in range(random.integers(1, 40)):
+            text = "".join(random.choice(list("abXY <>{}é\n"), random.integers(1, 8)))
+            kind = KINDS[0] if random.random() < 0.5 else KINDS[random.integers(len(KINDS))]
+            drawn = random.integers(0, 4000, random.integers(1, 7)).tolist(), bool(random.random() < 0.7)
+            moves.append(((kind, int(random.integers(50)), f"x{text}x"), drawn))
+        play(tokenizer, known[random.integers(len(known))], moves)
+        turns += len(moves)
 
 
 @pytest.fixture

@@ -74,6 +74,27 @@ def test_a_session_is_named_in_a_header_too(live_server):
     assert "named" in [one["id"] for one in httpx.get(f"{live_server.url}/v1/captures").json()["data"]]
 
 
+def test_completions_of_tokens_are_one_row_if_they_go_on(live_server):
+    key, drawn, prompt = f"{API_KEY}/sessions/tokens", [], [1, 2, 3]
+    with openai.OpenAI(base_url=f"{live_server.url}/v1", api_key=key, max_retries=0) as client:
+        request = {"model": live_server.base_model, "max_tokens": 4, "extra_body": {"return_token_ids": True}}
+        for turn in range(3):
+            (choice,) = client.completions.create(prompt=prompt, seed=turn, **request).choices
+            drawn += choice.token_ids
+            prompt = [*prompt, *choice.token_ids, 7]
+        client.completions.create(prompt=[9, *prompt], seed=5, **request)
+        with pytest.raises(openai.BadRequestError, match="prompt: has 2 prompts"):
+            client.completions.create(prompt=[[1], [2]], **request)
+    generate = {"model": live_server.base_model, "token_ids": prompt, "sampling_params": {"max_tokens": 2}}
+    url, headers = f"{live_server.url}/inference/v1/generate", {"X-Session-ID": "tokens"}
+    (choice,) = httpx.post(url, json=generate, headers=headers, timeout=60).json()["choices"]
+    first, other = rows_of(live_server, "tokens")
+    assert [first["branch"], other["branch"]] == ["first", "parallel"]
+    assert first["tokens"] == prompt + choice["token_ids"]
+    trained = [token for token, mask in zip(first["tokens"], first["mask"], strict=True) if mask]
+    assert trained == drawn + choice["token_ids"]
+
+
 def test_several_choices_are_rows_each(live_server):
     with client_of(live_server, "several") as client:
         client.chat.completions.create(model=live_server.base_model, messages=ASK, n=3, max_tokens=4)

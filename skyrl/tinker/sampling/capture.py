@@ -8,7 +8,7 @@ that only grows is one row. A request that continues no node begins a branch, wi
 first             the session has no answers yet
 rewritten         a message of a known conversation has changed
 tools_changed     a known conversation, with other tools or template variables
-parallel          a conversation without answers, beside a known one
+parallel          a conversation without known answers, beside a known one
 template          the template renders the messages after an answer differently in another conversation
 
 The reasoning of an answer is a part of its tokens, whether the client sends it back or not. Sessions are stored by
@@ -20,6 +20,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from skyrl.utils.tokenizer import Tokenizer
 
 LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
 """A longer chat than `SHORT`. What follows an answer must be the same in both."""
+TOKENS = "tokens"
+"""Setting of requests that are made of tokens."""
 NODE_BYTES = 512
 """Bytes that an answer counts for in addition to its arrays."""
 
@@ -75,6 +78,15 @@ class Node:
         """Prompt and answer."""
         return np.concatenate([part for node in self.path for part in (node.added, node.tokens)])
 
+    @cached_property
+    def end(self) -> int:
+        """Length of prompt and answer."""
+        return (0 if self.parent is None else self.parent.end) + len(self.added) + len(self.tokens)
+
+    def begins(self, prompt: np.ndarray) -> bool:
+        """Return True if a prompt begins with this node's prompt and answer."""
+        return self.end <= len(prompt) and bool((self.whole == prompt[: self.end]).all())
+
     @property
     def nbytes(self) -> int:
         return NODE_BYTES + self.added.nbytes + self.tokens.nbytes + self.logprobs.nbytes
@@ -99,10 +111,10 @@ class Plan:
         """Hash of the request's conversation, tools and variables."""
         return hashlib.sha256(f"{self.history.hash}{self.setting}".encode()).hexdigest()[:32]
 
-    def node(self, answer: Message, tokens: np.ndarray, logprobs: np.ndarray, version: str) -> Node:
-        """Return the node of an answer."""
+    def node(self, answer: Message | None, tokens: np.ndarray, logprobs: np.ndarray, version: str) -> Node:
+        """Return the node of an answer. `answer` is None if the request was one of tokens (`Session.plan_tokens`)."""
         history = self.history.copy()
-        history.add(answer)
+        history.add(answer or {"role": "tokens", "content": tokens.tolist()})
         return Node(self.parent, self.reason, history.hash, self.setting, self.added, tokens, logprobs, version)
 
 
@@ -152,6 +164,18 @@ class Session:
             return Plan(node, "", np.concatenate([node.whole, added]), added, history, setting)
         prompt = np.asarray(tokenizer.encode(template.render(messages, tools, **variables)), np.int32)
         return Plan(None, reason, prompt, prompt, history, setting)
+
+    def plan_tokens(self, prompt: np.ndarray) -> Plan:
+        """Return the plan of a request of tokens. It continues the longest answer whose tokens it begins with."""
+        history = History()
+        history.add({"role": "tokens", "content": prompt.tolist()})
+        parent = None
+        for node in list(self._by_history.values()):
+            if node.setting == TOKENS and (parent is None or node.end > parent.end) and node.begins(prompt):
+                parent = node
+        if parent is None:
+            return Plan(None, "parallel" if self.nodes else "first", prompt, prompt, history, TOKENS)
+        return Plan(parent, "", prompt, prompt[parent.end :], history, TOKENS)
 
     def attach(self, node: Node) -> None:
         """Add an answer, so that later requests can continue it."""

@@ -25,7 +25,7 @@ from skyrl.tinker.database.retrying_writer import PASSING
 from skyrl.tinker.errors import DatabaseFull
 from skyrl.tinker.http.openai.dialect import stream, unless_gone
 from skyrl.tinker.http.openai.schemas import SampledRequest
-from skyrl.tinker.http.routes.dependencies import BodyDependency, CallerDependency
+from skyrl.tinker.http.routes.dependencies import BodyDependency, CallerDependency, session_name
 from skyrl.tinker.identity.callers import Caller
 from skyrl.tinker.sampling.capture import Node
 from skyrl.tinker.sampling.capture_store import Call
@@ -36,6 +36,7 @@ from skyrl.tinker.sampling.text import SampledText
 from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.wire.parsing import Body
 from skyrl.types import GeneratedSequence, SampleOutput
+from skyrl.utils.chats import Message
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.tokenizer import Tokenizer
 
@@ -55,6 +56,7 @@ class Answer(ABC):
         tokenizer: The model's tokenizer.
         prompts: Its prompts, int32 tokens.
         longest: Tokens of the model's context.
+        call: Call of a captured session, with its plan. None: nothing is captured.
     """
 
     PREFIX: ClassVar[str]
@@ -69,12 +71,14 @@ class Answer(ABC):
         tokenizer: Tokenizer,
         prompts: list[np.ndarray],
         longest: int,
+        call: Call | None = None,
     ):
         self.request = request
         self.model = model
         self.tokenizer = tokenizer
         self.prompts = prompts
         self.longest = longest
+        self.call = call
         self.outputs: list[SampleOutput] | None = None
         """Samples of each prompt, once all are complete."""
         self._head = {"id": f"{self.PREFIX}-{uuid4().hex}", "created": int(time.time()), "model": model.name}
@@ -112,8 +116,14 @@ class Answer(ABC):
         """Return the last piece of a choice. `text` is what is left of the text."""
 
     def nodes(self) -> list[Node]:
-        """Return the answers as a captured session has them. `outputs` are known."""
-        return []
+        """Return the answers as a captured session has them."""
+        assert self.call is not None and self.outputs is not None
+        plan, sequences = self.call.plan, self.outputs[0].sequences
+        return [plan.node(self.spoken(one), one.tokens, one.logprobs, one.fingerprint) for one in sequences]
+
+    def spoken(self, sequence: GeneratedSequence) -> Message | None:
+        """Return a complete answer as a message of its chat. None: it is in none."""
+        return None
 
     def first(self, index: int) -> Choice | None:
         """Return the first piece of a choice, before all text. None: there is none."""
@@ -209,16 +219,15 @@ class Incoming:
     body: Body
 
     def call(self) -> Call | None:
-        """Return the call of the session that the request names in its path or header; None if it names none."""
-        name = self.http.path_params.get("session") or self.http.headers.get("x-session-id")
+        """Return the call of the session that the request names; None if it names none."""
+        name = session_name(self.http)
         return None if name is None else Call(self.server.captures, self.caller.name, name)
 
     def asked(self) -> Asked:
         """Return the request as its retries are recognized."""
         headers = self.http.headers
         again = headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        session = headers.get("x-session-id", "")
-        where = f"{session} {self.http.url.path}"
+        where = f"{session_name(self.http)} {self.http.url.path}"
         return Asked(self.caller.name, where, self.body.data, headers.get("idempotency-key"), again)
 
 
@@ -230,17 +239,14 @@ IncomingDependency = Annotated[Incoming, Depends(_incoming)]
 
 
 async def respond(
-    incoming: Incoming,
-    request: SampledRequest,
-    make: Callable[[NamedModel, Tokenizer, int], Answer],
-    call: Call | None = None,
+    incoming: Incoming, request: SampledRequest, make: Callable[[NamedModel, Tokenizer, int, Call | None], Answer]
 ) -> Response:
     """Sample what a request asks for, and answer it.
 
-    `make` returns the request's `Answer`, given the model, its tokenizer and the length of its context. It runs in a
-    thread. `call` is the request's call in a captured session.
+    `make` returns the request's `Answer`, given the model, its tokenizer, the length of its context, and the request's
+    call in a captured session. It runs in a thread, and sets the plan of the call.
     """
-    http, retries, asked = incoming.http, incoming.server.retries, incoming.asked()
+    http, retries, asked, call = incoming.http, incoming.server.retries, incoming.asked(), incoming.call()
 
     async def events() -> AsyncGenerator[Any, None]:
         async with AsyncExitStack() as stack:
@@ -280,6 +286,14 @@ async def respond(
     return _Sent(event, retries, asked)
 
 
+def plan_tokens(call: Call | None, prompts: list[np.ndarray]) -> None:
+    """Plan a request that is made of tokens, if it is one of a captured session. Raises RequestError."""
+    if call is not None:
+        if len(prompts) > 1:
+            raise RequestError(f"prompt: has {len(prompts)} prompts; send one at a time in a captured session")
+        call.plan = call.session.plan_tokens(prompts[0])
+
+
 class _Sent(JSONResponse):
     """A whole answer that a retry gets again, unless it was sent."""
 
@@ -302,7 +316,7 @@ async def _begin(
     stack: AsyncExitStack,
     incoming: Incoming,
     request: SampledRequest,
-    make: Callable[[NamedModel, Tokenizer, int], Answer],
+    make: Callable[[NamedModel, Tokenizer, int, Call | None], Answer],
     call: Call | None,
 ) -> tuple[Answer, list[Drawing]]:
     """Queue the samples of a request, until `stack` is closed."""
@@ -313,7 +327,7 @@ async def _begin(
     model = await find_model(service, caller, request.model)
     tokenizer = await service.tokenizer()
     answer = await service.decode_pool.run(
-        caller.sharer, len(body.data), lambda: make(model, tokenizer, info.max_context_length)
+        caller.sharer, len(body.data), lambda: make(model, tokenizer, info.max_context_length, call)
     )
     wanted = [replace(answer.draw(prompt), reports_progress=bool(request.stream)) for prompt in answer.prompts]
     counted = body if len(wanted) == 1 else Body(b"")  # of several, each counts for its own prompt

@@ -17,7 +17,6 @@ from skyrl.tinker.http.openai.answers import Answer, Choice, IncomingDependency,
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
 from skyrl.tinker.http.openai.schemas import ChatRequest
 from skyrl.tinker.http.routes.dependencies import json_body
-from skyrl.tinker.sampling.capture import Node
 from skyrl.tinker.sampling.capture_store import Call
 from skyrl.tinker.sampling.drawing import Draw
 from skyrl.tinker.sampling.models import NamedModel
@@ -45,12 +44,11 @@ class Chat(Answer):
     request: ChatRequest
 
     def __init__(
-        self, request: ChatRequest, model: NamedModel, tokenizer: Tokenizer, longest: int, call: "Call | None" = None
+        self, request: ChatRequest, model: NamedModel, tokenizer: Tokenizer, longest: int, call: Call | None = None
     ):
         request.check_form()
         read = Conversation.of(tokenizer, request)
         self.form = format_of(read.template.source)
-        self._call = call
         if call is None:
             prompt = np.asarray(tokenizer.encode(read.render()), np.int32)
         else:
@@ -58,21 +56,17 @@ class Chat(Answer):
                 call.plan = call.session.plan(tokenizer, *read)
             prompt = call.plan.prompt
         self._reasons = tokenizer.decode(prompt[-REASONING_TOKENS:].tolist()).rstrip().endswith(THINK)
-        super().__init__(request, model, tokenizer, [prompt], longest)
+        super().__init__(request, model, tokenizer, [prompt], longest, call)
 
     @cached_property
     def _readers(self) -> list[AnswerReader]:
         """Readers of a stream's choices."""
         return [self._reader() for _ in range(self.count)]
 
-    def nodes(self) -> list[Node]:
-        assert self._call is not None and self.outputs is not None
-        nodes = []
-        for sequence in self.outputs[0].sequences:
-            message, _ = self._message(sequence)
-            (answer,) = read_chat([{name: value for name, value in message.items() if name != REASONING}], "answer")
-            nodes.append(self._call.plan.node(answer, sequence.tokens, sequence.logprobs, sequence.fingerprint))
-        return nodes
+    def spoken(self, sequence: GeneratedSequence) -> Message | None:
+        message, _ = self._message(sequence)
+        (answer,) = read_chat([{name: value for name, value in message.items() if name != REASONING}], "answer")
+        return answer
 
     def draw(self, prompt: np.ndarray) -> Draw:
         request = self.request
@@ -277,9 +271,8 @@ async def create_chat_completion(
     incoming: IncomingDependency, request: Annotated[ChatRequest, json_body(ChatRequest)]
 ) -> Response:
     """Answer a chat."""
-    call = incoming.call()
 
-    def make(model: NamedModel, tokenizer: Tokenizer, longest: int) -> Chat:
+    def make(model: NamedModel, tokenizer: Tokenizer, longest: int, call: Call | None) -> Chat:
         return Chat(request, model, tokenizer, longest, call)
 
-    return await respond(incoming, request, make, call)
+    return await respond(incoming, request, make)

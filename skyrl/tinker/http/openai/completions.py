@@ -11,10 +11,11 @@ from fastapi.responses import JSONResponse, Response
 
 from skyrl.backends.operations import Progress
 from skyrl.errors import RequestError
-from skyrl.tinker.http.openai.answers import Answer, Choice, IncomingDependency, respond
+from skyrl.tinker.http.openai.answers import Answer, Choice, IncomingDependency, plan_tokens, respond
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
 from skyrl.tinker.http.openai.schemas import CompletionRequest
 from skyrl.tinker.http.routes.dependencies import CallerDependency, ServiceDependency, json_body
+from skyrl.tinker.sampling.capture_store import Call
 from skyrl.tinker.sampling.drawing import Draw
 from skyrl.tinker.sampling.models import NamedModel, find_model
 from skyrl.tinker.sampling.text import SampledText, token_text
@@ -59,6 +60,8 @@ class Completion(Answer):
         request = self.request
         if request.best_of not in (None, self.count):
             raise RequestError(f"best_of={request.best_of}: only n={self.count} is served; leave it out")
+        if request.max_tokens == 0 and self.call is not None:
+            raise RequestError("max_tokens=0: scores a prompt, which no captured session keeps; leave the session out")
         if request.max_tokens == 0 and not request.echo:
             raise RequestError("max_tokens=0: only with echo=true, to score a prompt; send 1 or more")
         most = min(MAX_TOKENS, self.longest - len(prompt)) if request.max_tokens is None else request.max_tokens
@@ -188,8 +191,10 @@ async def create_completion(
 ) -> Response:
     """Continue texts or tokens."""
 
-    def make(model: NamedModel, tokenizer: Tokenizer, longest: int) -> Completion:
-        return Completion(request, model, tokenizer, _encoded(tokenizer, request), longest)
+    def make(model: NamedModel, tokenizer: Tokenizer, longest: int, call: Call | None) -> Completion:
+        prompts = _encoded(tokenizer, request)
+        plan_tokens(call, prompts)
+        return Completion(request, model, tokenizer, prompts, longest, call)
 
     return await respond(incoming, request, make)
 

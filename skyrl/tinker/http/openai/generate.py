@@ -8,10 +8,11 @@ from fastapi.responses import Response
 
 from skyrl.backends.operations import Progress
 from skyrl.errors import RequestError
-from skyrl.tinker.http.openai.answers import Answer, Choice, IncomingDependency, respond
+from skyrl.tinker.http.openai.answers import Answer, Choice, IncomingDependency, plan_tokens, respond
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
 from skyrl.tinker.http.openai.schemas import GenerateRequest
 from skyrl.tinker.http.routes.dependencies import json_body
+from skyrl.tinker.sampling.capture_store import Call
 from skyrl.tinker.sampling.drawing import Draw
 from skyrl.tinker.sampling.models import NamedModel
 from skyrl.types import GeneratedSequence, SampleOutput
@@ -82,7 +83,8 @@ async def generate(
     """Continue tokens."""
     prompt = np.asarray(request.token_ids, np.int32)
 
-    def make(model: NamedModel, tokenizer: Tokenizer, longest: int) -> Generation:
-        return Generation(request, model, tokenizer, [prompt], longest)
+    def make(model: NamedModel, tokenizer: Tokenizer, longest: int, call: Call | None) -> Generation:
+        plan_tokens(call, [prompt])
+        return Generation(request, model, tokenizer, [prompt], longest, call)
 
     return await respond(incoming, request, make)

@@ -19,6 +19,7 @@ from skyrl.tinker.http.routes.dependencies import (
     ServiceDependency,
     json_body,
 )
+from skyrl.tinker.sampling.capture_store import Call
 from skyrl.tinker.sampling.drawing import Drawing
 from skyrl.tinker.sampling.models import NamedModel, find_model
 from skyrl.types import GeneratedSequence, SampleOutput
@@ -284,12 +285,12 @@ async def create_message(
     incoming: IncomingDependency, request: Annotated[MessagesRequest, json_body(MessagesRequest)]
 ) -> Response:
     """Answer a chat."""
-    chat, call = request.chat(), incoming.call()
+    chat = request.chat()
 
-    def make(model: NamedModel, tokenizer: Tokenizer, longest: int) -> Message:
+    def make(model: NamedModel, tokenizer: Tokenizer, longest: int, call: Call | None) -> Message:
         return Message(chat, model, tokenizer, longest, call)
 
-    return await respond(incoming, chat, make, call)
+    return await respond(incoming, chat, make)
 
 
 @router.post("/messages/count_tokens")

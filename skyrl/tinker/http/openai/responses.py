@@ -15,6 +15,7 @@ from skyrl.tinker.http.openai.chat import REASONING, Chat
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
 from skyrl.tinker.http.openai.schemas import ChatRequest, StreamOptions, chat_request
 from skyrl.tinker.http.routes.dependencies import json_body
+from skyrl.tinker.sampling.capture_store import Call
 from skyrl.tinker.sampling.drawing import Drawing
 from skyrl.tinker.sampling.models import NamedModel
 from skyrl.types import GeneratedSequence, SampleOutput
@@ -346,11 +347,11 @@ async def create_response(
     incoming: IncomingDependency, request: Annotated[ResponsesRequest, json_body(ResponsesRequest)]
 ) -> Response:
     """Answer a conversation."""
-    chat, call = request.chat(), incoming.call()
+    chat = request.chat()
 
-    def make(model: NamedModel, tokenizer: Tokenizer, longest: int) -> Answered:
+    def make(model: NamedModel, tokenizer: Tokenizer, longest: int, call: Call | None) -> Answered:
         answer = Answered(chat, model, tokenizer, longest, call)
         answer.asked = request
         return answer
 
-    return await respond(incoming, chat, make, call)
+    return await respond(incoming, chat, make)

@@ -23,6 +23,8 @@ from skyrl.tinker.server import TinkerServer
 from skyrl.tinker.wire.parsing import BEGINNING_BYTES, Body, describe_faults, json_object
 from skyrl.tinker.wire.sharing import Reservation, announced_length
 
+SESSION = "/sessions/"
+"""Text between a key and the captured session of its requests, for programs with no other setting than a key."""
 TENANT = "skyrl.tenant"
 """Key in a request's scope: name of the sender, once it is known."""
 
@@ -66,7 +68,15 @@ async def operator(request: Request) -> None:
 
 def _key(request: Request) -> str | None:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
+    given = request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
+    return None if given is None else given.partition(SESSION)[0]
+
+
+def session_name(request: Request) -> str | None:
+    """Return the captured session that a request names in its path, its header X-Session-ID, or after its key."""
+    given = request.path_params.get("session") or request.headers.get("x-session-id")
+    key = request.headers.get("x-api-key") or request.headers.get("authorization") or ""
+    return given or key.partition(SESSION)[2] or None
 
 
 def _address(request: Request) -> str:
