@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-rl test test-all test-slow test-vllm test-next matrix cookbook mutations accelerator check bench proto clean
+.PHONY: help setup demo demo-rl test test-all test-slow test-vllm test-next matrix cookbook agents mutations accelerator check bench proto clean
 
 help:
 	@echo "setup      install into $(VENV)"
@@ -27,6 +27,7 @@ help:
 	@echo "test-next  contract, parity and SDK tests on Python 3.12 with the newest packages, in .sdk; status 77: it cannot here"
 	@echo "matrix     every SDK from 0.7.0 to 0.38.0, or those of SDK=\"0.7.0 0.38.0\", against one server, in .sdk"
 	@echo "cookbook   recipes of tinker-cookbook against a server, offline"
+	@echo "agents     clients and agents of OpenAI's and Anthropic's APIs, all or those of ONLY=\"openai-3.57.0\", against a server, in .sdk"
 	@echo "mutations  reintroduce known defects, all or those of ONLY=\"padded-mean uncut-mask\"; each must fail a test"
 	@echo "accelerator  all that benchmarks/accelerator.py measures on a GPU or TPU, or ONLY=\"train decode\", small, here"
 	@echo "check      format, lint, types, layers"
@@ -72,6 +73,9 @@ matrix: $(STAMP)
 
 cookbook: $(STAMP)
 	$(BIN)/python -m tests.cookbook.run --torch "$(TORCH)"
+
+agents: $(STAMP)
+	$(BIN)/python -m tests.agents.run --torch "$(TORCH)" $(ONLY)
 
 mutations: $(STAMP)
 	$(BIN)/python tests/mutations/run.py --check

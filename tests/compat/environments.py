@@ -25,7 +25,7 @@ def environment(name: str, requirements: Sequence[str], without_dependencies: Se
 
     Args:
         name: Its folder.
-        requirements: What it holds, with what they depend on.
+        requirements: What it holds, with what they depend on: lines of a requirements file, so they may have hashes.
         without_dependencies: What it holds besides, whose own demands cannot all be met.
     """
     folder = FOLDER / name
@@ -35,7 +35,9 @@ def environment(name: str, requirements: Sequence[str], without_dependencies: Se
         return python
     shutil.rmtree(folder, ignore_errors=True)
     _uv("venv", "--python", sys.executable, str(folder))
-    _uv("pip", "install", "--python", str(python), *index_options(), *requirements)
+    listed = folder / "listed.txt"
+    listed.write_text("\n".join(requirements))
+    _uv("pip", "install", "--python", str(python), *index_options(), "--requirement", str(listed))
     if without_dependencies:
         _uv("pip", "install", "--python", str(python), *index_options(), "--no-deps", *without_dependencies)
     stamp.write_text(wanted)

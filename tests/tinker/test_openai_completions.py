@@ -1,5 +1,6 @@
 """/v1/models and /v1/completions through the stock `openai` client; oracles: the stock Tinker SDK, Hugging Face."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -288,6 +289,22 @@ def test_a_closed_connection_ends_its_sample(live_server, stream):
         next(answer.iter_lines())
     answer = httpx.post(url, json=request | {"max_tokens": 1, "n": 1}, timeout=60)
     assert answer.status_code == 200 and running_samples(live_server) == 0
+
+
+def test_streams_that_their_clients_close_are_no_errors_of_the_server(client, live_server):
+    written = live_server.log_path.stat().st_size
+
+    async def close_streams():
+        async with openai.AsyncOpenAI(base_url=f"{live_server.url}/v1", api_key=API_KEY, max_retries=0) as opener:
+            request = {"model": live_server.base_model, "max_tokens": 4000, "stream": True, **extra(ignore_eos=True)}
+            streams = [await opener.completions.create(prompt=f"{n}", **request) for n in range(40)]
+            await asyncio.gather(*(anext(aiter(stream)) for stream in streams))
+            await asyncio.gather(*(stream.close() for stream in streams))
+
+    asyncio.run(close_streams())
+    complete(client, live_server.base_model)
+    assert running_samples(live_server) == 0
+    assert " ERROR " not in live_server.log_path.read_bytes()[written:].decode()
 
 
 @pytest.mark.full
