@@ -10,7 +10,7 @@ TASK = "What is the capital of Peru?"
 
 def model_of(given: SimpleNamespace, path: str, **options) -> OpenAIModel:
     address = f"{given.url}/sessions/{given.session}/v1"
-    return OpenAIModel(path, api_base=address, api_key=KEY, temperature=0, max_tokens=60, **options)
+    return OpenAIModel(path, api_base=address, api_key=KEY, temperature=0, max_tokens=120, **options)
 
 
 def code_agent(given: SimpleNamespace) -> None:
