@@ -110,12 +110,6 @@ class Drawing:
             raise RequestError(outcome.error)
         raise SampleFailed(outcome.error if isinstance(outcome, Failure) else "the answer is gone; send it again")
 
-    def _end(self, task: asyncio.Task[SampleOutput]) -> None:
-        """Wake `reports`. If its client has gone, nothing else reads the error, and asyncio would log it."""
-        if not task.cancelled():
-            task.exception()
-        self._arrived.set()
-
     def _check(self) -> None:
         if self._differs:
             raise SampleFailed("the engine has ended, and the next one draws other tokens; send the request again")
@@ -126,7 +120,7 @@ class Drawing:
         Tokens of backends that report no progress are yielded when all samples are complete.
         """
         ended = asyncio.ensure_future(self.result())
-        ended.add_done_callback(self._end)
+        ended.add_done_callback(lambda _: self._arrived.set())
         try:
             while not ended.done() or self._reports:
                 await self._arrived.wait()

@@ -43,6 +43,8 @@ from skyrl.utils.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 Choice = dict[str, Any]
+Reports = AsyncIterator[tuple[int, Progress | SampleOutput]]
+"""Reports of a request's samples, each with the number of its prompt."""
 LARGE_BYTES = 2**15
 """Bytes of results above which an answer is made in a thread."""
 
@@ -174,11 +176,11 @@ class Answer(ABC):
         """Return the hash of the weights that drew the samples."""
         return outputs[0].sequences[0].fingerprint
 
-    async def events(self, drawings: list[Drawing]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, reports: Reports) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a stream: pieces of choices, and the usage if it is wanted."""
-        outputs: list[SampleOutput | None] = [None] * len(drawings)
+        outputs: list[SampleOutput | None] = [None] * len(self.prompts)
         begun: set[int] = set()
-        async for number, report in together(drawings):
+        async for number, report in reports:
             sequences = range(len(report.sequences)) if isinstance(report, SampleOutput) else [report.number]
             for index in (number * self.count + place for place in sequences):
                 if index not in begun and (first := self.first(index)) is not None:
@@ -260,7 +262,7 @@ async def respond(
                 return
             gone: list[Any] = []
             last: list[Any] = []
-            async with aclosing(answer.events(drawings)) as pieces:
+            async with aclosing(together(drawings)) as reports, aclosing(answer.events(reports)) as pieces:
                 async for event in pieces:
                     if answer.outputs is not None:
                         last.append(event)
@@ -374,7 +376,7 @@ async def _commit(
     await server.answering.unbroken(commit() if call is None else call.answer(answer.nodes(), commit))
 
 
-async def together(drawings: list[Drawing]) -> AsyncIterator[tuple[int, Progress | SampleOutput]]:
+async def together(drawings: list[Drawing]) -> AsyncGenerator[tuple[int, Progress | SampleOutput], None]:
     """Yield the reports of several drawings as they come, each with the drawing's number. Raises the first error."""
     reports: asyncio.Queue[tuple[int, Progress | SampleOutput | Exception]] = asyncio.Queue()
 

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from skyrl.errors import RequestError
-from skyrl.tinker.http.openai.answers import IncomingDependency, respond, together
+from skyrl.tinker.http.openai.answers import IncomingDependency, Reports, respond
 from skyrl.tinker.http.openai.chat import REASONING, Chat, Conversation
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
 from skyrl.tinker.http.openai.schemas import ChatRequest, chat_request
@@ -20,7 +20,6 @@ from skyrl.tinker.http.routes.dependencies import (
     json_body,
 )
 from skyrl.tinker.sampling.capture_store import Call
-from skyrl.tinker.sampling.drawing import Drawing
 from skyrl.tinker.sampling.models import NamedModel, find_model
 from skyrl.types import GeneratedSequence, SampleOutput
 from skyrl.utils.answer_formats import Kind
@@ -180,10 +179,10 @@ class Message(Chat):
         drawn = {"system_fingerprint": self.fingerprint(outputs)}
         return self._shell(content, self._usage(outputs)) | self._end(sequence, calls) | drawn
 
-    async def events(self, drawings: list[Drawing]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, reports: Reports) -> AsyncGenerator[dict[str, Any], None]:
         text, reader, blocks = self.text(), self._reader(), _Blocks()
         begun = False
-        async for _, report in together(drawings):
+        async for _, report in reports:
             if not begun:
                 begun = True
                 read = {"input_tokens": len(self.prompts[0]), "output_tokens": 0}

@@ -10,13 +10,12 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from skyrl.errors import RequestError
-from skyrl.tinker.http.openai.answers import IncomingDependency, respond, together
+from skyrl.tinker.http.openai.answers import IncomingDependency, Reports, respond
 from skyrl.tinker.http.openai.chat import REASONING, Chat
 from skyrl.tinker.http.openai.dialect import OpenAIRoute
 from skyrl.tinker.http.openai.schemas import ChatRequest, StreamOptions, chat_request
 from skyrl.tinker.http.routes.dependencies import json_body
 from skyrl.tinker.sampling.capture_store import Call
-from skyrl.tinker.sampling.drawing import Drawing
 from skyrl.tinker.sampling.models import NamedModel
 from skyrl.types import GeneratedSequence, SampleOutput
 from skyrl.utils.answer_formats import Kind
@@ -181,7 +180,7 @@ class Answered(Chat):
             items.append(_message(message["content"] or ""))
         return self._response(items + [_called(call) for call in calls], outputs)
 
-    async def events(self, drawings: list[Drawing]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, reports: Reports) -> AsyncGenerator[dict[str, Any], None]:
         text, reader, items, number = self.text(), self._reader(), _Items(), 0
 
         def numbered(event: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +188,7 @@ class Answered(Chat):
             number += 1
             return event | {"sequence_number": number - 1}
 
-        async for _, report in together(drawings):
+        async for _, report in reports:
             if not number:
                 begun = self._response([], None)
                 for kind in ("response.created", "response.in_progress"):
