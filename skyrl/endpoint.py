@@ -8,7 +8,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -39,6 +39,7 @@ class PolicyEngine:
 
     Args:
         policy: The policy.
+        temperatures: Temperatures at which the run samples.
         loop: Event loop of the trainer, on which the policy is called.
         config: Options of the server.
         on_frame: Called on the server's event loop with the ends of samples.
@@ -47,6 +48,7 @@ class PolicyEngine:
     def __init__(
         self,
         policy: Endpoint,
+        temperatures: Collection[float],
         loop: asyncio.AbstractEventLoop,
         config: EngineConfig,
         *,
@@ -55,6 +57,7 @@ class PolicyEngine:
         on_failure: Callable[..., None],
     ):
         self._policy = policy
+        self._temperatures = temperatures
         self._policy_loop = loop
         self._on_frame = on_frame
         self._running: dict[str, Future[Result]] = {}
@@ -88,6 +91,12 @@ class PolicyEngine:
         self.kill()
 
     async def _draw(self, sample: Sample) -> Result:
+        if sample.params.temperature not in self._temperatures:
+            return ErrorResponse(
+                f"temperature={sample.params.temperature:g}: this run samples, and computes log-probabilities, at "
+                f"{' or '.join(f'{one:g}' for one in sorted(self._temperatures))}; send that",
+                "user",
+            )
         try:
             return await self._policy.draw(sample, lambda report: self._call(self._on_frame, NewTokens((report,))))
         except RequestError as error:
@@ -96,8 +105,9 @@ class PolicyEngine:
             return ErrorResponse(str(error))
 
     def _ended(self, request_id: str, drawing: "Future[Result]") -> None:
-        if self._running.pop(request_id, None) is not None and not drawing.cancelled():
-            self._on_frame(Done(request_id, drawing.result()))
+        if self._running.pop(request_id, None) is not None:
+            result = ErrorResponse("the run has ended") if drawing.cancelled() else drawing.result()
+            self._on_frame(Done(request_id, result))
 
     def _call(self, call: Callable[..., None], *arguments: Any) -> None:
         """Call a function on the server's event loop, unless the server has ended."""
@@ -106,11 +116,14 @@ class PolicyEngine:
 
 
 @contextmanager
-def serve_policy(policy: Endpoint, folder: Path, host: str, port: int, names: tuple[str, ...]) -> Iterator[str]:
+def serve_policy(
+    policy: Endpoint, temperatures: Collection[float], folder: Path, host: str, port: int, names: tuple[str, ...]
+) -> Iterator[str]:
     """Serve a policy. The context is the address.
 
     Args:
         policy: The policy. It is called on the running event loop.
+        temperatures: Temperatures at which the run samples. Requests with others are rejected.
         folder: Folder of the endpoint's database.
         host: Address to listen on.
         port: Port; 0 for a free one.
@@ -134,7 +147,7 @@ def serve_policy(policy: Endpoint, folder: Path, host: str, port: int, names: tu
         "database_url": f"sqlite:///{folder / 'endpoint.db'}",
     }
     config = EngineConfig(**options)
-    app = create_app(config, partial(PolicyEngine, policy, asyncio.get_running_loop()), only_samples=True)
+    app = create_app(config, partial(PolicyEngine, policy, temperatures, asyncio.get_running_loop()), only_samples=True)
     quiet: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
     http = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", timeout_graceful_shutdown=1, **quiet))
     begun: Future[None] = Future()

@@ -287,13 +287,12 @@ class GeneratedSequence:
     topk_logprobs: TokenTable | None = None
     """The k most likely tokens at each position, most likely first; log-probabilities at temperature 1. `[n, k]`."""
     origins: tuple[Origin, ...] = ()
+    """Weights of each run of tokens, in order."""
 
     @property
     def fingerprint(self) -> str:
         """Hashes of the weights that generated the tokens, in this order, with commas between them."""
         return ",".join(dict.fromkeys(origin.fingerprint for origin in self.origins))
-
-    """Weights of each run of tokens, in order. Not sent to clients of the API."""
 
 
 @dataclass(frozen=True)

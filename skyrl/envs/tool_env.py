@@ -17,7 +17,7 @@ class Weather(ToolEnv):
 import inspect
 import json
 from abc import abstractmethod
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -89,7 +89,8 @@ class ToolEnv(Env[C]):
             if inspect.iscoroutinefunction(method):
                 result = await validate_call(method)(**arguments)
             else:
-                result = await self.workers.run(validate_call(method), **arguments)
+                result = await self.workers.run(partial(validate_call(method), **arguments))
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except EnvError:
             raise
         except ValidationError as error:
@@ -97,7 +98,7 @@ class ToolEnv(Env[C]):
             return f"error: {'; '.join(faults)}", False
         except Exception as error:  # the model may have asked for something impossible
             return f"error: {type(error).__name__}: {error}", False
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str), True
+        return text, True
 
 
 @cache

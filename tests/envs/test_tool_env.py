@@ -46,6 +46,15 @@ class Calculator(ToolEnv):
         return text
 
     @tool
+    def look(self, call: str) -> dict:
+        """Look up a call.
+
+        Args:
+            call: Its name.
+        """
+        return {call: 1} if call else {(1, 2): 3}
+
+    @tool
     def fail(self) -> None:
         """Fail."""
         raise KeyError("no")
@@ -75,7 +84,7 @@ def test_tools_are_shown_as_transformers_describes_functions():
     (first, *_), expected = Calculator.tool_schemas(), get_json_schema(add)
     del expected["function"]["return"]
     assert first == expected
-    assert Calculator.tool_names() == ["add", "echo", "fail", "break_down"]
+    assert Calculator.tool_names() == ["add", "echo", "look", "fail", "break_down"]
 
 
 def test_a_turn_with_calls_gets_the_results():
@@ -88,6 +97,11 @@ def test_a_turn_with_calls_gets_the_results():
     assert result.metrics == {"tool_calls": 2, "failed_tool_calls": 0}
 
 
+def test_results_are_json():
+    (message,) = step(call("look", call="é")).observations
+    assert message["content"] == '{"é": 1}'
+
+
 def test_calls_are_read_in_the_form_of_the_models_family():
     (message,) = step('{"name": "add", "parameters": {"a": 1, "b": 1}}', LLAMA).observations
     assert message["content"] == "2"
@@ -96,12 +110,13 @@ def test_calls_are_read_in_the_form_of_the_models_family():
 @pytest.mark.parametrize(
     ("action", "said"),
     [
-        (call("subtract", a=1), "error: there is no tool 'subtract'; there are: add, echo, fail, break_down"),
+        (call("subtract", a=1), "error: there is no tool 'subtract'; there are: add, echo, look, fail, break_down"),
         (call("reward", answer="x"), "error: there is no tool 'reward'"),
         (call("add", a="one"), "error: a: Input should be a valid integer"),
         (call("add", b=1), "error: a: Missing required argument"),
         (call("add", a=1, c=1), "error: c: Unexpected keyword argument"),
         (call("fail"), "error: KeyError: 'no'"),
+        (call("look", call=""), "error: TypeError: keys must be str"),
     ],
 )
 def test_a_call_that_cannot_be_made_is_told_to_the_model(action, said):

@@ -1,6 +1,7 @@
 """Trees of captured sessions: random agents, whose drawn tokens must come back as they were."""
 
 import asyncio
+import contextlib
 import string
 from functools import cache
 from pathlib import Path
@@ -250,30 +251,30 @@ def stored(tmp_path, tokenizer):
         finally:
             database.close()
 
-    def ask(captures, messages, said="b", kills=False, fails=None, owner="a", name="s"):
-        """Send a request, whose model draws a text."""
+    async def begin(call, messages):
+        """Begin to draw."""
+        call.plan = call.session.plan(tokenizer, tokenizer.chat_template, messages, None, {})
+        await call.open()
 
-        async def request():
-            async with Call(captures, owner, name) as call:
-                call.plan = call.session.plan(tokenizer, tokenizer.chat_template, messages, None, {})
-                await call.open()
-                if fails:
-                    raise fails
-                tokens = np.asarray([*tokenizer.encode(said), tokenizer.end_of_turn], np.int32)
-                answer = {"role": "assistant", "content": said}
-                node = call.plan.node(answer, tokens, np.full(len(tokens), -1, np.float32), "v")
+    def node(call, said):
+        tokens = np.asarray([*tokenizer.encode(said), tokenizer.end_of_turn], np.int32)
+        answer = {"role": "assistant", "content": said}
+        return call.plan.node(answer, tokens, np.full(len(tokens), -1, np.float32), "v")
 
-                async def commit(job):
-                    if kills:
-                        raise KeyboardInterrupt
-                    await captures._database.write(job)
+    async def end(captures, call, said):
+        """Answer a request with a text."""
+        await call.answer([node(call, said)], captures._database.write)
 
-                await call.answer([node], commit)
-                return [*messages, answer, ASK]
+    async def ask(captures, messages, said="b", fails=None, owner="a", name="s"):
+        """Send a request, whose model draws a text. Returns the messages after it."""
+        async with Call(captures, owner, name) as call:
+            await begin(call, messages)
+            if fails:
+                raise fails
+            await end(captures, call, said)
+        return [*messages, {"role": "assistant", "content": said}, ASK]
 
-        return request()
-
-    return SimpleNamespace(run=run, ask=ask)
+    return SimpleNamespace(run=run, ask=ask, begin=begin, end=end, node=node, decode=tokenizer.decode)
 
 
 def test_a_conversation_goes_on_after_a_restart(stored, tokenizer):
@@ -345,6 +346,92 @@ def test_a_lost_request_is_made_good_by_an_answer_to_the_same_conversation(store
     assert (facts["answers"], facts["complete"]) == (1, again is ASK)
 
 
+def test_a_session_that_is_deleted_while_it_is_used_is_nobody_elses(stored):
+    async def program(captures):
+        call = Call(captures, "a", "s")
+        async with call:
+            await stored.begin(call, [ASK])
+            await captures.drop("a", "s")
+            await stored.ask(captures, [ASK], said="c", owner="b")
+            await stored.end(captures, call, "secret")
+        with pytest.raises(UnknownName):
+            await captures.get("a", "s")
+        with pytest.raises(Busy):
+            await stored.ask(captures, [ASK], fails=Busy("no room"))
+
+    async def read(captures):
+        return (await captures.get("b", "s")).rows()
+
+    stored.run(program)
+    ((tokens, _),) = spans(stored.run(read))
+    assert stored.decode(tokens) == "c<|im_end|>"
+
+
+def test_a_rejected_request_leaves_the_session_of_another_that_has_begun(stored):
+    async def program(captures):
+        call = Call(captures, "a", "s")
+        async with call:
+            with pytest.raises(Busy):
+                await stored.ask(captures, [ASK], fails=Busy("no room"))
+            await captures.drain()
+            await stored.begin(call, [ASK])
+            await stored.end(captures, call, "b")
+        (facts,) = await captures.list("a")
+        assert facts == captures.facts(await captures.get("a", "s")) and facts["answers"] == 1
+
+    stored.run(program)
+
+
+def test_requests_that_never_draw_leave_nothing_in_memory(stored):
+    async def program(captures):
+        for number in range(20):
+            with pytest.raises(RequestError):
+                async with Call(captures, "a", f"s{number}"):
+                    raise RequestError("no such model")
+        return captures._sessions, captures._bytes
+
+    assert stored.run(program) == ({}, 0)
+
+
+def test_a_session_in_use_stays_in_memory(stored, monkeypatch):
+    monkeypatch.setattr(capture_store, "MAX_CACHED_BYTES", 0)
+
+    async def program(captures):
+        messages = await stored.ask(captures, [ASK])
+        call = Call(captures, "a", "s")
+        async with call:
+            await stored.ask(captures, [ASK], name="t")
+            assert await captures.get("a", "s") is call.session
+            await stored.begin(call, messages)
+            await stored.end(captures, call, "c")
+        assert len((await captures.get("a", "s")).rows()) == 1
+
+    stored.run(program)
+
+
+def test_answers_are_stored_if_their_transaction_runs_again(stored):
+    async def program(captures):
+        call = Call(captures, "a", "s")
+        async with call:
+            await stored.begin(call, [ASK])
+
+            async def commit(job):
+                with pytest.raises(OSError):
+                    await captures._database.write(lambda db: (job(db), fail()))
+                await captures._database.write(job)
+
+            await call.answer([stored.node(call, "b")], commit)
+
+    def fail():
+        raise OSError
+
+    async def read(captures):
+        return (await captures.get("a", "s")).rows()
+
+    stored.run(program)
+    assert len(stored.run(read)) == 1
+
+
 def test_requests_side_by_side_are_all_stored(stored):
     async def program(captures):
         await asyncio.gather(*(stored.ask(captures, [ASK], said=f"b{number}") for number in range(20)))
@@ -372,7 +459,10 @@ def test_a_key_has_a_maximum_of_bytes(stored, monkeypatch):
 
     async def program(captures):
         messages = await stored.ask(captures, [ASK])
-        await stored.ask(captures, messages)
+        with contextlib.suppress(Busy):
+            for _ in range(10):
+                messages = await stored.ask(captures, messages)
+        assert len(messages) < 12
         with pytest.raises(Busy, match="delete some"):
             await stored.ask(captures, [ASK], name="t")
         await stored.ask(captures, [ASK], owner="b")

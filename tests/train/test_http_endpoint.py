@@ -109,6 +109,48 @@ def test_the_page_about_captures_runs_as_it_stands(tmp_path, tiny_model, monkeyp
     assert train([*line.replace("\\\n", " ").split()[3:], *places, *own]).global_step == 3
 
 
+class Completing(Generator):
+    """Continues an answer that was cut off, with tokens."""
+
+    async def generate(self, prompt, params, session_id):
+        session = self.session()
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key="any") as client:
+            tokens = self.chat.render(prompt.messages)
+            for _ in range(3):
+                more = {"ignore_eos": True, "return_token_ids": True}
+                answer = await client.completions.create(model="student", prompt=tokens, max_tokens=2, extra_body=more)
+                tokens = [*tokens, *answer.choices[0].token_ids]
+        turns = await session.turns(reward=1.0)
+        assert [len(turn.sampled.token_ids) for turn in turns] == [2, 2, 2]
+        assert [*turns[-1].prompt_ids, *turns[-1].sampled.token_ids] == tokens
+        return Generated(turns, "length")
+
+
+class Silent(Generator):
+    """Asks for nothing that can be drawn."""
+
+    async def generate(self, prompt, params, session_id):
+        session = self.session()
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key="any", max_retries=0) as client:
+            with pytest.raises(openai.BadRequestError, match=r"temperature=0.5: this run samples, .* at 1; send that"):
+                await client.completions.create(model="student", prompt="a", max_tokens=2, temperature=0.5)
+        return Generated(await session.turns(), "stop")
+
+
+def test_an_answer_that_continues_another_is_a_turn_of_its_own(arguments):
+    assert train(arguments("Completing", "generator.max_turns=3")).global_step == 2
+
+
+def test_a_session_without_answers_fails_the_attempt(arguments):
+    with pytest.raises(Exception, match="has no answers"):
+        train(arguments("Silent", "generator.eval_sampling_params.temperature=1.0"))
+
+
+def test_a_template_that_the_endpoint_does_not_render_is_refused(arguments):
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs=.* the model's own template"):
+        train(arguments("Claude", "generator.chat_template_kwargs={enable_thinking: false}"))
+
+
 def test_a_session_needs_the_endpoint(arguments):
     with pytest.raises(ConfigError, match=r"enable_http_endpoint=False: .*set it to true"):
         train(arguments("Claude", f"{ON}enable_http_endpoint=false"))

@@ -342,6 +342,7 @@ class CaptureRow(SQLModel, table=True):
         UniqueConstraint("owner", "name", name="capture_name"),
         Index("captures_by_size", "owner", "size_bytes"),
         Index("captures_by_use", "used_at"),
+        {"sqlite_autoincrement": True},  # the id of a deleted session is never that of another
     )
 
     id: int | None = Field(default=None, primary_key=True)
@@ -362,7 +363,7 @@ class CaptureAnswerRow(SQLModel, table=True):
     """An answer of a captured session, see `skyrl.tinker.sampling.capture.Node`."""
 
     __tablename__ = "capture_answers"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (Index("capture_answers_of", "capture_id"),)
+    __table_args__ = (Index("capture_answers_of", "capture_id"), {"sqlite_autoincrement": True})
 
     id: int | None = Field(default=None, primary_key=True)
     capture_id: int

@@ -20,7 +20,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from skyrl.utils.tokenizer import Tokenizer
 
 LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
 """A longer chat than `SHORT`. What follows an answer must be the same in both."""
-TOKENS = "tokens"
+OF_TOKENS = "tokens"
 """Setting of requests that are made of tokens."""
 NODE_BYTES = 512
 """Bytes that an answer counts for in addition to its arrays."""
@@ -77,15 +76,6 @@ class Node:
     def whole(self) -> np.ndarray:
         """Prompt and answer."""
         return np.concatenate([part for node in self.path for part in (node.added, node.tokens)])
-
-    @cached_property
-    def end(self) -> int:
-        """Length of prompt and answer."""
-        return (0 if self.parent is None else self.parent.end) + len(self.added) + len(self.tokens)
-
-    def begins(self, prompt: np.ndarray) -> bool:
-        """Return True if a prompt begins with this node's prompt and answer."""
-        return self.end <= len(prompt) and bool((self.whole == prompt[: self.end]).all())
 
     @property
     def nbytes(self) -> int:
@@ -169,13 +159,18 @@ class Session:
         """Return the plan of a request of tokens. It continues the longest answer whose tokens it begins with."""
         history = History()
         history.add({"role": "tokens", "content": prompt.tolist()})
-        parent = None
-        for node in list(self._by_history.values()):
-            if node.setting == TOKENS and (parent is None or node.end > parent.end) and node.begins(prompt):
-                parent = node
+        parent, end = None, 0
+        stack = [(node, 0) for node in self.roots if node.setting == OF_TOKENS]
+        while stack:
+            node, first = stack.pop()
+            own = np.concatenate([node.added, node.tokens])
+            last = first + len(own)
+            if last <= len(prompt) and (prompt[first:last] == own).all():
+                parent, end = (node, last) if parent is None or last > end else (parent, end)
+                stack += [(child, last) for child in node.children]
         if parent is None:
-            return Plan(None, "parallel" if self.nodes else "first", prompt, prompt, history, TOKENS)
-        return Plan(parent, "", prompt, prompt[parent.end :], history, TOKENS)
+            return Plan(None, "parallel" if self.nodes else "first", prompt, prompt, history, OF_TOKENS)
+        return Plan(parent, "", prompt, prompt[end:], history, OF_TOKENS)
 
     def attach(self, node: Node) -> None:
         """Add an answer, so that later requests can continue it."""

@@ -48,6 +48,8 @@ class StoredSession(Session):
         """Id of its row; None before the first request draws."""
         self.bytes = NODE_BYTES
         self.used_at = time.time()
+        self.users = 0
+        """Requests and writes that use the session. Until they end, it stays in memory."""
         self.opening = asyncio.Lock()
         """Held while the row is made."""
         self.storing: list[tuple[str, Sequence[Node]]] = []
@@ -88,6 +90,8 @@ class Captures:
         self._lifetime_s = lifetime_s
         self._sessions: OrderedDict[tuple[str, str], StoredSession] = OrderedDict()
         """Sessions in memory by owner and name, the longest unused first."""
+        self._bytes = 0
+        """Bytes of the sessions in memory."""
         self._tasks = Tasks()
 
     async def get(self, owner: str, name: str) -> StoredSession:
@@ -101,18 +105,27 @@ class Captures:
         return session
 
     async def begin(self, owner: str, name: str) -> StoredSession:
-        """Return the session of a request. It is made if it is new, and stored when the request draws."""
+        """Return the session of a request, until `release`. It is made if it is new, and stored when the request
+        draws."""
         session = await self._find(owner, name) or self._keep(StoredSession(owner, name))
-        session.used_at = time.time()
-        self._sessions.move_to_end((owner, name))
         if session.nodes >= MAX_ANSWERS:
             raise RequestError(f"X-Session-ID={name!r}: has {MAX_ANSWERS} answers; begin another session")
+        session.used_at = time.time()
+        self._sessions.move_to_end((owner, name))
+        session.users += 1
         return session
+
+    def release(self, session: StoredSession) -> None:
+        """Note the end of a request that has begun. A session without other requests and answers is forgotten."""
+        session.users -= 1
+        if not (session.users or session.nodes or session.open):
+            self._forget(session)
+            if session.id is not None:
+                self._tasks.start(self._remove(session))
 
     async def list(self, owner: str) -> list[dict[str, Any]]:
         """Return the facts of an owner's sessions, the longest unused first."""
-        since = time.time() - self._lifetime_s
-        wanted = select(CaptureRow).where(CaptureRow.owner == owner, CaptureRow.used_at >= since)
+        wanted = select(CaptureRow).where(CaptureRow.owner == owner, CaptureRow.used_at >= self._oldest())
         rows = await self._database.read(lambda db: db.exec(wanted.order_by(col(CaptureRow.used_at))).all())
         return [self.facts(row) for row in rows]
 
@@ -134,12 +147,16 @@ class Captures:
     async def set_reward(self, session: StoredSession, reward: float) -> None:
         """Give a session its reward."""
         session.reward = reward
-        await self._store_facts(session)
+        session.users += 1
+        try:
+            await self._store_facts(session)
+        finally:
+            session.users -= 1
 
     async def drop(self, owner: str, name: str) -> None:
         """Forget a session. Raises `UnknownName`."""
         session = await self.get(owner, name)
-        self._sessions.pop((owner, name), None)
+        self._forget(session)
         await self._remove(session)
 
     async def drain(self) -> None:
@@ -152,18 +169,21 @@ class Captures:
             session.id = session.id or await self._database.write(partial(_create, session=session))
         session.running[plan.hash] += 1
         try:
-            await self._store_facts(session)
+            await self._database.write(partial(_open, session=session, changed=_update(session), since=self._oldest()))
         except BaseException:
-            session.running[plan.hash] -= 1
+            _take(session.running, plan.hash)
+            self._tasks.start(self._store_facts(session))  # the write may have been made
             raise
 
     def reject(self, session: StoredSession, plan: Plan) -> None:
-        """Store that a request drew nothing. A session without other requests is forgotten."""
-        session.running[plan.hash] -= 1
-        gone = not (session.nodes or session.open)
-        if gone:
-            self._sessions.pop((session.owner, session.name), None)
-        self._tasks.start(self._remove(session) if gone else self._store_facts(session))
+        """Store that a request drew nothing."""
+        _take(session.running, plan.hash)
+        self._tasks.start(self._store_facts(session))
+
+    def lose(self, session: StoredSession, plan: Plan) -> None:
+        """Note that what a request drew is not known. It is stored as open already."""
+        _take(session.running, plan.hash)
+        session.lost[plan.hash] += 1
 
     async def answer(
         self,
@@ -173,14 +193,17 @@ class Captures:
         commit: Commit,
     ) -> None:
         """Store the answers to a request. `commit` runs a job in the transaction that stores the rest of the answer."""
-        key, rows = plan.hash, [_row(node, session.id) for node in nodes]
-        session.running[key] -= 1
+        key, rows = plan.hash, list[CaptureAnswerRow]()
+        _take(session.running, key)
         made_good = session.lost[key] > 0
-        session.lost[key] -= made_good
+        if made_good:
+            _take(session.lost, key)
+        session.users += 1
         session.storing.append((key, nodes))
         changed = _update(session)
 
-        def store(db: Transaction) -> None:
+        def store(db: Transaction) -> None:  # may run again
+            rows[:] = [_row(node, session.id) for node in nodes]
             if cast(CursorResult[Any], db.execute(changed)).rowcount:  # else a client has deleted the session
                 db.add_all(rows)
                 db.flush()
@@ -195,31 +218,43 @@ class Captures:
             for node, row in zip(nodes, rows, strict=True):
                 node.id = row.id
                 session.attach(node)
+                self._bytes += node.nbytes
         finally:
             session.storing.remove((key, nodes))
+            self.release(session)
 
     async def _find(self, owner: str, name: str) -> StoredSession | None:
-        since, session = time.time() - self._lifetime_s, self._sessions.get((owner, name))
+        since, session = self._oldest(), self._sessions.get((owner, name))
         if session is None:
             found = await self._database.read(partial(_load, owner=owner, name=name, since=since))
             session = self._sessions.get((owner, name))  # another request may have loaded it meanwhile
             if session is None and found is not None:
                 session = self._keep(found)
-        if session is not None and session.used_at < since and not session.running.total():
-            session = self._sessions.pop((owner, name)) and None
+        if session is not None and session.used_at < since and not session.users:
+            self._forget(session)
+            return None
         return session
 
     def _keep(self, session: StoredSession) -> StoredSession:
         """Keep a session in memory, and forget others that are in the database and not in use."""
         self._sessions[session.owner, session.name] = session
-        total = sum(one.bytes for one in self._sessions.values())
-        for one in list(self._sessions.values()):
-            if total <= MAX_CACHED_BYTES:
+        self._bytes += session.bytes
+        while self._bytes > MAX_CACHED_BYTES:
+            oldest = next((one for one in self._sessions.values() if not one.users and one is not session), None)
+            if oldest is None:
                 break
-            if one is not session and one.id is not None and not one.running.total():
-                total -= one.bytes
-                del self._sessions[one.owner, one.name]
+            self._forget(oldest)
         return session
+
+    def _forget(self, session: StoredSession) -> None:
+        """Forget a session in memory."""
+        if self._sessions.get((session.owner, session.name)) is session:
+            del self._sessions[session.owner, session.name]
+            self._bytes -= session.bytes
+
+    def _oldest(self) -> float:
+        """Return the time since which sessions must have been used to be served."""
+        return time.time() - self._lifetime_s
 
     async def _store_facts(self, session: StoredSession) -> None:
         changed = _update(session)
@@ -265,21 +300,34 @@ class Call:
         if self._open and kind is not None and issubclass(kind, RequestError | Busy) and not self.sent:
             self._captures.reject(self.session, self.plan)
         elif self._open:
-            self.session.running[self.plan.hash] -= 1
-            self.session.lost[self.plan.hash] += 1
+            self._captures.lose(self.session, self.plan)
+        self._captures.release(self.session)
+
+
+def _take(counts: Counter[str], key: str) -> None:
+    """Count one less."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 def _update(session: StoredSession) -> Update:
     return update(CaptureRow).where(col(CaptureRow.id) == session.id).values(session.facts())
 
 
-def _create(db: Transaction, session: StoredSession) -> int:
-    """Make the row of a new session, in place of one that is too old. Returns its id. Raises `Busy`."""
-    mine = CaptureRow.owner == session.owner
-    taken = db.exec(select(func.sum(CaptureRow.size_bytes)).where(mine)).one() or 0
-    if taken + NODE_BYTES > MAX_BYTES:
+def _open(db: Transaction, session: StoredSession, changed: Update, since: float) -> None:
+    """Store the facts of a session with a new request. Raises `Busy`."""
+    served = CaptureRow.owner == session.owner, CaptureRow.used_at >= since
+    taken = db.exec(select(func.sum(CaptureRow.size_bytes)).where(*served)).one() or 0
+    if taken > MAX_BYTES:
         raise Busy(f"the captured sessions of this key take {taken} bytes of at most {MAX_BYTES}; read and delete some")
-    remove_captures(db, db.exec(select(col(CaptureRow.id)).where(mine, CaptureRow.name == session.name)).all())
+    db.execute(changed)
+
+
+def _create(db: Transaction, session: StoredSession) -> int:
+    """Make the row of a new session, in place of one that is too old. Returns its id."""
+    mine = CaptureRow.owner == session.owner, CaptureRow.name == session.name
+    remove_captures(db, db.exec(select(col(CaptureRow.id)).where(*mine)).all())
     row = CaptureRow(owner=session.owner, name=session.name, **session.facts())
     db.add(row)
     db.flush()
@@ -298,8 +346,9 @@ def _load(db: Transaction, owner: str, name: str, since: float) -> StoredSession
     nodes: dict[int | None, Node | None] = {None: None}
     answers = select(CaptureAnswerRow).where(CaptureAnswerRow.capture_id == row.id)
     for answer in db.exec(answers.order_by(col(CaptureAnswerRow.id))):
-        node = nodes[answer.id] = _node(answer, nodes[answer.parent_id])
-        session.attach(node)
+        if answer.parent_id in nodes:
+            node = nodes[answer.id] = _node(answer, nodes[answer.parent_id])
+            session.attach(node)
     return session
 
 

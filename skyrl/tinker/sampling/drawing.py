@@ -113,6 +113,12 @@ class Drawing:
             raise RequestError(outcome.error)
         raise SampleFailed(outcome.error if isinstance(outcome, Failure) else "the answer is gone; send it again")
 
+    @property
+    def is_complete(self) -> bool:
+        """True if the samples are complete and charged."""
+        future = self._queue.futures.get(self.request_id)
+        return future is not None and isinstance(future.outcome, Answer)
+
     def _taken(self) -> list[Progress]:
         """Remove and return the new tokens, those of a sequence together."""
         parts: dict[int, list[Progress]] = {}

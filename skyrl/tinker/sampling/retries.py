@@ -29,6 +29,8 @@ from skyrl.utils.async_tasks import Tasks
 
 MAX_KEY = 255
 """Maximum characters of a key."""
+MAX_UNSENT = 100_000
+"""Maximum number of requests without a key whose answers wait for a retry."""
 KEYED, UNSENT = "answer-", "unsent-"
 """Prefixes of the ids of stored answers: those with a key, and those that were not sent."""
 JSON = "application/json"
@@ -110,6 +112,7 @@ class Retries:
 
     def load(self, session: Session) -> None:
         """Find the answers that a server before this one did not send."""
+        self._unsent.clear()
         unsent = col(ResultRow.request_id).startswith(UNSENT, autoescape=True)
         for row in session.exec(select(ResultRow.request_id).where(unsent).order_by(col(ResultRow.finished_at))):
             self._unsent[row.split("-")[1]].append(row)
@@ -175,6 +178,8 @@ class Retries:
         if asked.stored and asked.row is not None:
             asked.stored = False
             self._unsent[asked.name].append(asked.row)
+            while len(self._unsent) > MAX_UNSENT:
+                del self._unsent[next(iter(self._unsent))]
 
     async def _claim(self, asked: Asked) -> list[Any] | None:
         """Take an answer that was not sent, for this retry alone."""
@@ -182,7 +187,11 @@ class Retries:
             row_id = rows.pop(0)
             if not rows:
                 del self._unsent[asked.name]
-            row = await self._database.read(lambda session, row_id=row_id: session.get(ResultRow, row_id))
+            try:
+                row = await self._database.read(lambda session, row_id=row_id: session.get(ResultRow, row_id))
+            except BaseException:
+                self._unsent[asked.name].append(row_id)
+                raise
             if row is not None:
                 asked.row, asked.stored = row_id, True
                 return json.loads(row.body)["events"]

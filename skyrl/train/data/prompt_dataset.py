@@ -72,7 +72,7 @@ class PromptReader:
         env_class = env_class if self.reward is None else self.reward
         if "tools" in extras:
             extras["tools"] = read_tools(extras["tools"], "tools")
-        elif tools := self.tools_of(env_class):
+        if extras.get("tools") is None and (tools := self.tools_of(env_class)):
             extras["tools"] = tools
         messages = self.fit(messages, "prompt", extras.get("tools"))
         return Prompt(messages, env_class, instance_id, extras, where)

@@ -228,14 +228,16 @@ class BackendPolicy(BackendLearner):
 
     async def draw(self, sample: Sample, on_tokens: Callable[[Progress], None]) -> SampleOutput:
         assert self._version >= 0, "publish before sampling"
-        version, request_id = self._name(self._version), sample.request_id
-        operation = replace(sample, request_id=_new_id(), version=version, path=None, tempered_logprobs=True)
+        number, request_id = self._version, sample.request_id
+        operation = replace(sample, request_id=_new_id(), version=self._name(number), path=None, tempered_logprobs=True)
         result = await self._client.run(operation, lambda report: on_tokens(replace(report, request_id=request_id)))
         assert isinstance(result, SampleOutput), result
+        for sequence in result.sequences:
+            self._check_stamp(number, sequence)
         return result
 
     def version_of(self, fingerprint: str) -> int | None:
-        return self._published.get(fingerprint.rpartition("-")[2])
+        return None if "," in fingerprint else self._published.get(fingerprint.rpartition("-")[2])
 
     def _check_stamp(self, version: int, sequence: GeneratedSequence) -> None:
         """Raise `WrongWeights` if a sample was drawn from other weights than those requested."""

@@ -1,7 +1,9 @@
 """Evaluation without training, of a checkpoint or of a model (`trainer.eval_only`)."""
 
 import logging
+import tempfile
 from contextlib import ExitStack
+from pathlib import Path
 
 from skyrl.config import SkyRLTrainConfig
 from skyrl.train.rl.evaluate import eval_rows, evaluate
@@ -41,7 +43,8 @@ async def evaluate_rl(config: SkyRLTrainConfig) -> Metrics:
             await policy.load(found.model_path(POLICY), optimizer=False)
         step = 0 if found is None else found.step
         await policy.publish(step)
-        serve_endpoint(config, policy, setup.store.folder / "endpoint", stack)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-endpoint-"))
+        serve_endpoint(config, policy, Path(folder), stack)
         rollouts = Rollouts(config.generator, config.environment, setup.tokenizer, policy)
         metrics, trajectories = await evaluate(rollouts, prompts, settings.eval_batch_size)
     what = f"{settings.policy.model.path} as it is" if found is None else found.title

@@ -98,14 +98,25 @@ def source_of(config: SkyRLTrainConfig, rollouts: Rollouts, prompts: TrainingPro
 def serve_endpoint(config: SkyRLTrainConfig, policy: Policy, folder: Path, stack: ExitStack) -> None:
     """Serve the policy by HTTP until `stack` is closed, if `enable_http_endpoint` is set. Call it on the event loop.
 
-    Raises ConfigError if the port is in use.
+    Raises ConfigError if the port is in use, or if the run renders chats otherwise than the model's own template does.
     """
-    engines = config.generator.inference_engine
+    generator, engines = config.generator, config.generator.inference_engine
     if not engines.enable_http_endpoint:
         return
+    for field, given in (
+        ("chat_template.name_or_path", generator.chat_template.name_or_path),
+        ("chat_template_kwargs", generator.chat_template_kwargs),
+    ):
+        if given:
+            raise ConfigError(
+                f"generator.{field}={given!r} and generator.inference_engine.enable_http_endpoint=True: the "
+                "endpoint renders chats with the model's own template; leave it out, and put it into the model's folder"
+            )
+    assert generator.eval_sampling_params is not None, "the configuration is resolved"
+    temperatures = {generator.sampling_params.temperature, generator.eval_sampling_params.temperature}
     serve_policy = import_own(ENDPOINT).serve_policy
     names = tuple(dict.fromkeys([str(config.trainer.policy.model.path), *filter(None, [engines.served_model_name])]))
-    url = serve_policy(policy, folder, engines.http_endpoint_host, engines.http_endpoint_port, names)
+    url = serve_policy(policy, temperatures, folder, engines.http_endpoint_host, engines.http_endpoint_port, names)
     cast(Endpoint, policy).address = stack.enter_context(url)
 
 

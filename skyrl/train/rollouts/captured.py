@@ -51,13 +51,13 @@ class CapturedSession:
 
         Raises `EnvError` if a request has no answer, because what it drew is not known.
         """
-        async with httpx.AsyncClient(base_url=self._url, headers=KEY, timeout=None) as client:
+        async with httpx.AsyncClient(base_url=self._url, headers=KEY, timeout=None, trust_env=False) as client:
             answer = await client.get(f"/v1/captures/{self.name}")
             if answer.status_code != 200:
                 raise EnvError(f"the agent's session has no answers: {answer.text}")
             rows = [json.loads(line) for line in answer.text.splitlines()]
             await client.delete(f"/v1/captures/{self.name}")
-        if not all(row["complete"] for row in rows):
+        if not rows or not all(row["complete"] for row in rows):
             raise EnvError("a request of the agent ended without an answer")
         turns = [turn for row in rows for turn in self._turns_of(row)]
         if turns:
@@ -67,10 +67,9 @@ class CapturedSession:
     def _turns_of(self, row: Mapping[str, Any]) -> Iterator[Turn]:
         """Yield the answers of a row that are trained on in it."""
         tokens, mask = row["tokens"], row["mask"]
-        for answer in row["versions"]:
-            first = last = answer["first"]
-            while last < len(tokens) and mask[last]:
-                last += 1
+        firsts = [answer["first"] for answer in row["versions"]]
+        for answer, first, end in zip(row["versions"], firsts, [*firsts[1:], len(tokens)], strict=True):
+            last = next((place for place in range(first, end) if not mask[place]), end)
             if last > first:
                 version = self._policy.version_of(answer["version"])
                 if version is None:

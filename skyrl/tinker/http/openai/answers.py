@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 Choice = dict[str, Any]
 Reports = AsyncIterator[tuple[int, Progress | SampleOutput]]
 """Reports of a request's samples, each with the number of its prompt."""
+PIECE_BYTES = 2**16
+"""Bytes of an answer that are sent at a time."""
 LARGE_BYTES = 2**15
 """Bytes of results above which an answer is made in a thread."""
 
@@ -83,6 +85,8 @@ class Answer(ABC):
         self.call = call
         self.outputs: list[SampleOutput] | None = None
         """Samples of each prompt, once all are complete."""
+        self.is_stored = False
+        """True once the answer is being stored."""
         self._head = {"id": f"{self.PREFIX}-{uuid4().hex}", "created": int(time.time()), "model": model.name}
         if len(prompts) * self.count > MAX_NUM_SAMPLES:
             raise RequestError(
@@ -255,6 +259,7 @@ async def respond(
             if call is not None:
                 await stack.enter_async_context(call)
             answer, drawings = await _begin(stack, incoming, request, make, call)
+            stack.callback(_refund_unless_answered, incoming, answer, drawings)
             if not request.stream:
                 event = await _whole(answer, drawings)
                 await _commit(incoming, asked, answer, drawings, [event], call)
@@ -285,7 +290,7 @@ async def respond(
     except BaseException:
         retries.broke(asked)
         raise
-    return _Sent(event, retries, asked)
+    return _Sent(event, http, retries, asked)
 
 
 def plan_tokens(call: Call | None, prompts: list[np.ndarray]) -> None:
@@ -299,19 +304,24 @@ def plan_tokens(call: Call | None, prompts: list[np.ndarray]) -> None:
 class _Sent(JSONResponse):
     """A whole answer that a retry gets again, unless it was sent."""
 
-    def __init__(self, event: Any, retries: Retries, asked: Asked):
+    def __init__(self, event: Any, http: Request, retries: Retries, asked: Asked):
         super().__init__(event)
+        self._http = http
         self._retries = retries
         self._asked = asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer in pieces, each after the client has read most of those before."""
+        crash_point("api: answer stored, not sent")
+        body, gone = memoryview(self.body), True
         try:
-            crash_point("api: answer stored, not sent")
-            await super().__call__(scope, receive, send)
-        except BaseException:
-            self._retries.broke(self._asked)
-            raise
-        self._retries.sent(self._asked)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for first in range(0, len(body), PIECE_BYTES):
+                piece, last = bytes(body[first : first + PIECE_BYTES]), first + PIECE_BYTES >= len(body)
+                gone = await self._http.is_disconnected()
+                await send({"type": "http.response.body", "body": piece, "more_body": not last})
+        finally:
+            (self._retries.broke if gone else self._retries.sent)(self._asked)
 
 
 async def _begin(
@@ -354,6 +364,8 @@ async def _commit(
     server = incoming.server
     keep = server.retries.job(asked, events, bool(answer.request.stream))
     charged = [drawing.request_id for drawing in drawings]
+    nodes = [] if call is None else await asyncio.to_thread(answer.nodes)
+    answer.is_stored = True  # from here on, the next function decides about the charge
 
     async def commit(capture: Callable[[Session], None] | None = None) -> None:
         def store(session: Session) -> None:
@@ -366,14 +378,27 @@ async def _commit(
             await server.service.database.write(store)
         except (DatabaseFull, *PASSING) as error:
             if call is not None or asked.key is not None:
+                server.answering.start(_refund(incoming, charged))
                 raise
             log.warning("an answer is sent, though a retry will not get it again: %s", error)
         else:
             server.retries.stored(asked)
-            for request_id in charged:
-                server.queue.handed_out(request_id)
+        for request_id in charged:
+            server.queue.handed_out(request_id)
 
-    await server.answering.unbroken(commit() if call is None else call.answer(answer.nodes(), commit))
+    await server.answering.unbroken(commit() if call is None else call.answer(nodes, commit))
+
+
+def _refund_unless_answered(incoming: Incoming, answer: Answer, drawings: list[Drawing]) -> None:
+    """Refund complete samples whose answer will not be stored, because their client has gone or another failed."""
+    charged = [drawing.request_id for drawing in drawings if drawing.is_complete]
+    if charged and not answer.is_stored:
+        incoming.server.answering.start(_refund(incoming, charged))
+
+
+async def _refund(incoming: Incoming, charged: list[str]) -> None:
+    for request_id in charged:
+        await incoming.server.queue.samples.charges.refund(request_id, incoming.caller)
 
 
 async def together(drawings: list[Drawing]) -> AsyncGenerator[tuple[int, Progress | SampleOutput], None]:

@@ -66,17 +66,20 @@ async def operator(request: Request) -> None:
         raise HTTPException(403, "this is for operators: send a key of the server's --operator-keys-file")
 
 
-def _key(request: Request) -> str | None:
+def _given_key(request: Request) -> str | None:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    given = request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
+    return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
+
+
+def _key(request: Request) -> str | None:
+    given = _given_key(request)
     return None if given is None else given.partition(SESSION)[0]
 
 
 def session_name(request: Request) -> str | None:
     """Return the captured session that a request names in its path, its header X-Session-ID, or after its key."""
     given = request.path_params.get("session") or request.headers.get("x-session-id")
-    key = request.headers.get("x-api-key") or request.headers.get("authorization") or ""
-    return given or key.partition(SESSION)[2] or None
+    return given or (_given_key(request) or "").partition(SESSION)[2] or None
 
 
 def _address(request: Request) -> str:

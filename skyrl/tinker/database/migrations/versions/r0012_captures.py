@@ -19,6 +19,7 @@ def upgrade() -> None:
         sa.Column("size_bytes", sa.BigInteger(), nullable=False),
         sa.Column("used_at", sa.Float(), nullable=False),
         sa.UniqueConstraint("owner", "name", name="capture_name"),
+        sqlite_autoincrement=True,
     )
     op.create_index("captures_by_size", "captures", ["owner", "size_bytes"])
     op.create_index("captures_by_use", "captures", ["used_at"])
@@ -34,6 +35,7 @@ def upgrade() -> None:
         sa.Column("added", sa.LargeBinary(), nullable=False),
         sa.Column("tokens", sa.LargeBinary(), nullable=False),
         sa.Column("logprobs", sa.LargeBinary(), nullable=False),
+        sqlite_autoincrement=True,
     )
     op.create_index("capture_answers_of", "capture_answers", ["capture_id"])
 
