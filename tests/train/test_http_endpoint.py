@@ -4,6 +4,8 @@ import asyncio
 import json
 import re
 import socket
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import anthropic
@@ -97,9 +99,9 @@ def test_a_stream_of_anthropics_client_is_trained_on(arguments):
 
 def test_the_page_about_captures_runs_as_it_stands(tmp_path, tiny_model, monkeypatch):
     text = PAGE.read_text()
-    (agent,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "my_agent.py" in code]
+    (agent,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "shorter.py" in code]
     (line,) = re.findall(r"```bash\n(skyrl train rl .*?)```", text, re.DOTALL)
-    (tmp_path / "my_agent.py").write_text(agent)
+    (tmp_path / "shorter.py").write_text(agent)
     (tmp_path / "model").symlink_to(tiny_model)
     (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "What is it?"}]}\n' * 2)
     monkeypatch.chdir(tmp_path)
@@ -135,6 +137,24 @@ class Silent(Generator):
             with pytest.raises(openai.BadRequestError, match=r"temperature=0.5: this run samples, .* at 1; send that"):
                 await client.completions.create(model="student", prompt="a", max_tokens=2, temperature=0.5)
         return Generated(await session.turns(), "stop")
+
+
+class Failing(Generator):
+    """Draws, and fails."""
+
+    async def generate(self, prompt, params, session_id):
+        session = self.session()
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key="any") as client:
+            await client.completions.create(model="student", prompt="a", max_tokens=2)
+        raise ValueError("the agent has crashed")
+
+
+def test_the_sessions_of_failed_attempts_are_forgotten(arguments, tmp_path):
+    with pytest.raises(Exception, match="the agent has crashed"):
+        train(arguments("Failing"))
+    with closing(sqlite3.connect(tmp_path / "run" / "endpoint" / "endpoint.db")) as database:
+        assert database.execute("SELECT count(*) FROM capture_answers").fetchone() == (0,)
+        assert database.execute("SELECT seq FROM sqlite_sequence WHERE name = 'captures'").fetchone()[0] > 0
 
 
 def test_an_answer_that_continues_another_is_a_turn_of_its_own(arguments):

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from skyrl.config import SamplingParams
 from skyrl.envs.env import Env, Message
 from skyrl.errors import ConfigError
+from skyrl.train.rollouts.captured import OF_ATTEMPT, CapturedSession
 from skyrl.train.rollouts.episode import FATAL, Episode, Prompt, Stage
 from skyrl.train.rollouts.generators.generator import Generator, check_generated
 from skyrl.train.rollouts.trajectory import Failure, FailureKind, Trajectory, TrajectoryId, TrajectoryStopReason, Turn
@@ -112,8 +113,10 @@ class GeneratorAttempt:
         self._generator, self._prompt, self._params, self._session = generator, prompt, params, session_id
         self.turns: Sequence[Turn] = ()
         self.messages: Sequence[Message] = prompt.messages
+        self._captured: list[CapturedSession] = []
 
     async def play(self) -> tuple[TrajectoryStopReason, Metrics]:
+        OF_ATTEMPT.set(self._captured)
         prompt = copy.deepcopy(self._prompt)
         made = await self._generator.generate(prompt, self._params, self._session)
         generated = check_generated(made, f"generator {type(self._generator).__name__}")
@@ -122,7 +125,8 @@ class GeneratorAttempt:
         return generated.stop_reason, dict(generated.metrics)
 
     async def close(self) -> None:
-        return
+        for session in self._captured:
+            await session.forget()
 
 
 async def run_trajectory(

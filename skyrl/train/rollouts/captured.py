@@ -6,6 +6,7 @@ ended, the session's rows have exactly the tokens that it drew (`skyrl.tinker.sa
 
 import json
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -20,6 +21,8 @@ from skyrl.train.rollouts.sampler import Sampled
 from skyrl.train.rollouts.trajectory import Turn
 
 KEY = {"X-API-Key": "tml-local"}
+OF_ATTEMPT: ContextVar[list["CapturedSession"]] = ContextVar("OF_ATTEMPT")
+"""Sessions that the attempt at a trajectory has made."""
 
 
 class CapturedSession:
@@ -40,7 +43,9 @@ class CapturedSession:
             )
         self._policy, self._chat = policy, chat
         self.name = uuid4().hex
+        OF_ATTEMPT.get([]).append(self)
         self._url = policy.address
+        self._forgotten = False
         self.base_url = f"{self._url}/sessions/{self.name}/v1"
         """Address for the agent's client of OpenAI. It takes any key."""
         self.anthropic_url = f"{self._url}/sessions/{self.name}"
@@ -51,18 +56,28 @@ class CapturedSession:
 
         Raises `EnvError` if a request has no answer, because what it drew is not known.
         """
-        async with httpx.AsyncClient(base_url=self._url, headers=KEY, timeout=None, trust_env=False) as client:
+        async with self._client() as client:
             answer = await client.get(f"/v1/captures/{self.name}")
             if answer.status_code != 200:
                 raise EnvError(f"the agent's session has no answers: {answer.text}")
             rows = [json.loads(line) for line in answer.text.splitlines()]
-            await client.delete(f"/v1/captures/{self.name}")
+        await self.forget()
         if not rows or not all(row["complete"] for row in rows):
             raise EnvError("a request of the agent ended without an answer")
         turns = [turn for row in rows for turn in self._turns_of(row)]
         if turns:
             turns[-1] = replace(turns[-1], reward=reward)
         return turns
+
+    async def forget(self) -> None:
+        """Forget the session's tokens. Does nothing the second time."""
+        if not self._forgotten:
+            self._forgotten = True
+            async with self._client() as client:
+                await client.delete(f"/v1/captures/{self.name}")
+
+    def _client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self._url, headers=KEY, timeout=None, trust_env=False)
 
     def _turns_of(self, row: Mapping[str, Any]) -> Iterator[Turn]:
         """Yield the answers of a row that are trained on in it."""
