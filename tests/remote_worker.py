@@ -195,7 +195,9 @@ class Worker:
                 place = len(sequences[number])
                 token = _drawn(everything, request, number, place)
                 sequences[number].append((token, float(everything[token])))
-                self.say((None, Progress(request_id, number, np.asarray([token]), everything[[token]])))
+                tokens, scores = np.asarray([token], np.int32), everything[[token]].astype(np.float32)
+                if request.reports_progress:
+                    self.say((None, Progress(request_id, number, tokens, scores)))
             if all(_reason(request, drawn) for drawn in sequences):
                 del self.samples[request_id]
                 self.say((None, (request_id, self._output(request, adapter, sequences))))

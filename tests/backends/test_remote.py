@@ -1,6 +1,7 @@
 """Compute in other processes: what the executor does meanwhile, and what becomes of it when they die or hang."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import threading
@@ -230,7 +231,7 @@ def test_tokens_of_a_sample_are_told_one_by_one_as_they_come(open_remote):
     backend = open_remote()
     told: list[Progress] = []
     backend.on_progress = told.append
-    sample = a_sample(None, max_tokens=20, num_samples=2)
+    sample = dataclasses.replace(a_sample(None, max_tokens=20, num_samples=2), reports_progress=True)
     with held(backend.sampling) as gate:
         backend.submit(sample)
         for number in range(1, 41):

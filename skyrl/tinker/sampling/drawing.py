@@ -6,7 +6,7 @@ retention are those of the Tinker API. Such a session is idle, and later ends, w
 
 import asyncio
 import pickle
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -35,9 +35,6 @@ OPERATION = replace(OPERATIONS[ids.SAMPLE], encode=pickle.dumps)
 """The sampling operation. Its results stay in this process, as they are."""
 MOST_CLIENTS = 10_000
 """Maximum number of samplers that are remembered. A forgotten one is looked up again."""
-INTERVAL_S = 0.02
-"""Minimum seconds between two reports of new tokens. What a report costs, its client included, is that of many tokens.
-"""
 WAIT_S = 60.0
 """Seconds after which a wait for an outcome begins again."""
 
@@ -67,7 +64,7 @@ class Drawing:
     def __init__(self, queue: RequestQueue):
         self._queue = queue
         self.request_id = ""
-        self._reports: list[Progress] = []
+        self._reports: deque[Progress] = deque()
         self._arrived = asyncio.Event()
         self._reported: defaultdict[int, list[int]] = defaultdict(list)
         """Tokens of each sequence that were reported so far."""
@@ -119,21 +116,6 @@ class Drawing:
         future = self._queue.futures.get(self.request_id)
         return future is not None and isinstance(future.outcome, Answer)
 
-    def _taken(self) -> list[Progress]:
-        """Remove and return the new tokens, those of a sequence together."""
-        parts: dict[int, list[Progress]] = {}
-        for report in self._reports:
-            parts.setdefault(report.number, []).append(report)
-        self._reports.clear()
-        return [
-            replace(
-                some[0],
-                tokens=np.concatenate([one.tokens for one in some]),
-                logprobs=np.concatenate([one.logprobs for one in some]),
-            )
-            for some in parts.values()
-        ]
-
     def _check(self) -> None:
         if self._differs:
             raise SampleFailed("the engine has ended, and the next one draws other tokens; send the request again")
@@ -141,22 +123,17 @@ class Drawing:
     async def reports(self) -> AsyncIterator[Progress | SampleOutput]:
         """Yield all tokens as they are generated, then the result. Raises the same errors as `result`.
 
-        Tokens that follow each other within `INTERVAL_S` are yielded together. Tokens of backends that report no
-        progress are yielded when all samples are complete.
+        Tokens of backends that report no progress are yielded when all samples are complete.
         """
-        loop, before = asyncio.get_running_loop(), -INTERVAL_S
         ended = asyncio.ensure_future(self.result())
         ended.add_done_callback(lambda _: self._arrived.set())
         try:
             while not ended.done() or self._reports:
                 await self._arrived.wait()
-                if (pause := before + INTERVAL_S - loop.time()) > 0:
-                    await asyncio.wait({ended}, timeout=pause)
-                before = loop.time()
                 self._arrived.clear()
                 self._check()
-                for report in self._taken():
-                    yield report
+                while self._reports:
+                    yield self._reports.popleft()
             output = ended.result()
             for number, sequence in enumerate(output.sequences):
                 known = self._reported[number]

@@ -8,8 +8,9 @@ therefore do not block other requests. Everything in this module runs on the cal
 
 import dataclasses
 import logging
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -38,7 +39,9 @@ Version = TypeVar("Version")
 
 STEPS_WHILE_READING = 2
 """Maximum decode steps of a burst while prompts are in prefill or wait to start samples."""
-
+REPORT_S = 0.02
+"""Minimum seconds between two reports of a sequence's new tokens. A report costs as much as many tokens, with all that
+is done for it up to the client."""
 
 SAMPLING_OPTIONS = frozenset(field.name for field in dataclasses.fields(SamplingOptions))
 """Names of the supported `SamplingOptions`: all."""
@@ -85,6 +88,8 @@ class Sampler(Generic[Version]):
         self._reads_in_parts = chunked_prefill
         self._max_rows = max_rows
         self._on_progress = on_progress
+        self._reported_at = 0.0
+        """Time of the last reports of new tokens, on the monotonic clock."""
         self._blocks = -(-max_context_length // PAGE_SIZE)
         useful = 2 * max_rows * self._blocks + 1  # pages for all rows, and as many again for prefixes
         self._states = StateSlots(runner.state_bytes, max_rows, cache_bytes)
@@ -399,7 +404,7 @@ class Sampler(Generic[Version]):
             self._decoded += sum(len(sequences) for sequences, _, _ in calls)
             before = self._tokens_by_tenant()
             ended = [sequence for call in calls for sequence in push(self._runner, *call)]
-            self._report()
+            self._report(ended)
             for tenant, tokens in (self._tokens_by_tenant() - before).items():
                 self.tokens_generated += tokens
                 self._waiting.charge(tenant, tokens)
@@ -415,11 +420,14 @@ class Sampler(Generic[Version]):
             completions.append(self._complete(job, job.output()))
         return completions
 
-    def _report(self) -> None:
-        """Report the new tokens of requests that want reports."""
+    def _report(self, ended: Collection[Sequence]) -> None:
+        """Report new tokens of requests that want reports: the first and the last at once, others every `REPORT_S`."""
+        is_due = (now := time.monotonic()) >= self._reported_at + REPORT_S
+        if is_due:
+            self._reported_at = now
         for sequence in self._running:
             first, request = sequence.reported, sequence.job.request
-            if request.reports_progress and len(sequence.tokens) > first:
+            if request.reports_progress and len(sequence.tokens) > first and (is_due or not first or sequence in ended):
                 tokens = np.asarray(sequence.tokens[first:], np.int32)
                 logprobs = np.asarray(sequence.logprobs[first:], np.float32)
                 self._on_progress(Progress(request.request_id, sequence.index, tokens, logprobs))
