@@ -102,6 +102,7 @@ class PolicyEngine:
         except RequestError as error:
             return ErrorResponse(str(error), "user")
         except Exception as error:
+            log.error("a request of the endpoint failed", exc_info=error)
             return ErrorResponse(str(error))
 
     def _ended(self, request_id: str, drawing: "Future[Result]") -> None:

@@ -19,6 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MARKER = "THE-ANSWER-4f1c9b"
 SHORT: list[dict[str, Any]] = [{"role": "user", "content": "A"}, {"role": "assistant", "content": MARKER}]
 """Conversation that ends with the marker."""
+LONG: list[dict[str, Any]] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
+"""A longer one. What follows the marker must be equal in both, or it depends on the conversation before."""
 TOOL = {
     "type": "function",
     "function": {

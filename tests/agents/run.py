@@ -27,6 +27,7 @@ from tests.agents.evaluation import difference, evaluate, write_tasks
 from tests.compat.environments import FOLDER, environment, variables
 from tests.compat.run import errors_of
 from tests.live import answering_adapter, make_tiny_model, new_trainer, service, teach
+from tests.waiting import until
 
 PROGRAMS = Path(__file__).parent
 LINES = [line for line in (PROGRAMS / "clients.txt").read_text().splitlines() if not line.startswith("#")]
@@ -224,12 +225,14 @@ class Runner:
 
     def wait_until_sampling(self, client: subprocess.Popen[bytes]) -> None:
         """Return once the engine has begun a request, or its client has ended."""
-        while client.poll() is None:
+
+        def begun() -> bool:
             with urllib.request.urlopen(f"{self.server.url}/metrics", timeout=60) as answer:
                 lines = answer.read().decode().splitlines()
-            if any(line.startswith("skyrl_requests_running{") and float(line.split()[-1]) for line in lines):
-                return
-            time.sleep(0.05)
+            running = any(line.startswith("skyrl_requests_running{") and float(line.split()[-1]) for line in lines)
+            return running or client.poll() is not None
+
+        until(begun, "the engine works on the client's request")
 
 
 def kill(server: LocalServer) -> None:

@@ -358,6 +358,7 @@ def test_a_session_that_is_deleted_while_it_is_used_is_nobody_elses(stored):
             await captures.get("a", "s")
         with pytest.raises(Busy):
             await stored.ask(captures, [ASK], fails=Busy("no room"))
+        assert captures._bytes == sum(session.bytes for session in captures._sessions.values())
 
     async def read(captures):
         return (await captures.get("b", "s")).rows()

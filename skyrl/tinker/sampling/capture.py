@@ -24,12 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from skyrl.utils.chat_template import MARKER, SHORT, ChatTemplate
+from skyrl.utils.chat_template import LONG, MARKER, SHORT, ChatTemplate
 from skyrl.utils.chats import Message
 from skyrl.utils.tokenizer import Tokenizer
 
-LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
-"""A longer chat than `SHORT`. What follows an answer must be the same in both."""
 OF_TOKENS = "tokens"
 """Setting of requests that are made of tokens."""
 NODE_BYTES = 512

@@ -218,7 +218,8 @@ class Captures:
             for node, row in zip(nodes, rows, strict=True):
                 node.id = row.id
                 session.attach(node)
-                self._bytes += node.nbytes
+            if self._sessions.get((session.owner, session.name)) is session:  # else a client has deleted it
+                self._bytes += sum(node.nbytes for node in nodes)
         finally:
             session.storing.remove((key, nodes))
             self.release(session)

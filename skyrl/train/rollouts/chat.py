@@ -18,10 +18,8 @@ from skyrl.envs.env import Message
 from skyrl.errors import ConfigError
 from skyrl.train.rollouts.templates import template_error
 from skyrl.utils.answer_formats import THINK, AnswerFormat, format_of
-from skyrl.utils.chat_template import MARKER, SHORT, TOOL
+from skyrl.utils.chat_template import LONG, MARKER, SHORT, TOOL
 
-LONG: list[Message] = [{"role": "user", "content": "B"}, {"role": "assistant", "content": "C"}, *SHORT]
-"""A longer chat than `SHORT`. The text after the marker must be equal in both."""
 ANCHORS = ("\n", "a", ".")
 """Texts that may precede a text to encode it as the middle of a text, unless a token crosses the border."""
 REMEMBERED = 256
