@@ -167,8 +167,8 @@ def test_a_request_whose_sender_has_left_before_the_answer_is_done(own_server, c
 def test_a_request_that_the_database_does_not_answer_is_turned_away_and_done_all_the_same(
     own_server, connection, monkeypatch
 ):
-    monkeypatch.setattr(training_queue, "PATIENCE_S", 0.2)
     model = own_server.model()
+    monkeypatch.setattr(training_queue, "PATIENCE_S", 0.2)
     connection.breaks_before = 3
     body = pass_request(model, 1, [[1, 2, 3]]).SerializeToString()
     response = own_server.http.post("/forward_backward", content=body, headers={"Content-Type": PROTOBUF})
