@@ -1,14 +1,17 @@
 """Options that are left to the platform."""
 
+from contextlib import closing
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl.backends.common.memory_plan import GIB
+from skyrl.backends.common.memory_plan import CACHE_SHARE, GIB, contexts
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.jax.compile_cache import DETERMINISTIC_ON_GPU
-from skyrl.backends.jax.defaults import CACHE_SHARE, resolved
+from skyrl.backends.jax.defaults import resolved
 from skyrl.errors import RequestError
 from skyrl.tx.synthetic.make_model import make_model
 
@@ -39,7 +42,7 @@ def test_products_are_exact_where_base_weights_are_float32(platform, exact, aske
 
 
 def test_a_cpu_has_small_micro_batches_a_small_cache_and_few_rows():
-    assert on("cpu", left=10**15)[1:] == (512, 2 * GIB, 32)
+    assert on("cpu", left=10**15)[1:4] == (512, 2 * GIB, 32)
 
 
 def test_an_accelerators_cache_is_a_share_of_what_base_weights_leave():
@@ -84,7 +87,7 @@ def test_calls_that_can_read_nothing_are_refused(options, message):
 def test_what_is_configured_stays():
     options = {"train_tile_tokens": 1024, "kv_cache_gib": 3.0, "sample_max_num_sequences": 7}
     for platform in ("cpu", "gpu"):
-        assert on(platform, **options)[1:] == (1024, 3 * GIB, 7)
+        assert on(platform, **options)[1:4] == (1024, 3 * GIB, 7)
 
 
 @pytest.mark.full
@@ -115,3 +118,31 @@ def test_xla_knows_the_option_that_makes_gpus_deterministic():
 def test_rows_that_have_states_are_fewer():
     state = 24 * 32 * 128 * 128 * 4  # float32, of 24 layers of 32 heads
     assert resolved(JaxBackendConfig(), "gpu", False, LEFT, TOKEN, state_bytes=state).rows < on("gpu").rows
+
+
+@pytest.mark.parametrize(
+    ("config", "room", "lengths"),
+    [
+        ({"max_position_embeddings": 131_072}, 65_536, [32_768, 16_384, 8192]),
+        ({"max_position_embeddings": 131_072}, 65_535, [16_384, 8192]),
+        ({"max_position_embeddings": 131_072}, 0, [8192]),
+        ({"max_position_embeddings": 20_000}, 10**6, [20_000, 16_384, 8192]),
+        ({"max_position_embeddings": 4096}, 10**6, [4096]),
+        ({}, 10**6, [32_768, 16_384, 8192]),
+        ({"max_position_embeddings": 131_072, "rope_scaling": {"type": "longrope"}}, 10**6, [8192]),
+    ],
+)
+def test_contexts_are_as_long_as_the_cache_has_room_for_and_rotations_do_not_depend_on_it(config, room, lengths):
+    config = SimpleNamespace(**config)
+    assert contexts(0, config, room) == lengths
+    assert contexts(1000, config, room) == [1000]
+
+
+@pytest.mark.parametrize(("memory_limit_gib", "context"), [(0, 32_768), (4.0, 8192)])
+def test_a_default_context_is_as_long_as_memory_trains(tiny_model, memory_limit_gib, context):
+    config = JaxBackendConfig(
+        memory_limit_gib=memory_limit_gib, kv_cache_gib=1, gradient_checkpointing=False, warm_up=False
+    )
+    with closing(JaxBackend(str(tiny_model), config)) as backend:
+        assert backend.info().max_context_length == context
+        assert backend.plan.left >= backend.plan.model

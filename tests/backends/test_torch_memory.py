@@ -93,6 +93,36 @@ def test_keys_and_values_are_twice_what_all_rows_take_or_what_is_given(model_8b)
     assert plan_for(model_8b, 80).plan.cache == 2 * GIB
 
 
+@pytest.fixture
+def longer_8b(model_8b):
+    """Like `model_8b`, for sequences of 131,072 tokens."""
+    model_8b.config.max_position_embeddings = 131_072
+    return model_8b
+
+
+@pytest.mark.parametrize(
+    ("total", "options", "decided"),
+    [
+        (80, {}, (32_768, 256)),
+        (40, {}, (16_384, 128)),
+        (26, {"max_lora_rank": 8}, (8192, 32)),
+        (80, {"has_engines": True}, (8192, 32)),
+        (80, {"cache": GIB, "rows": 7}, (8192, 7)),
+        (80, {"most_rows": 100}, (32_768, 64)),
+    ],
+)
+def test_contexts_and_rows_follow_from_memory(longer_8b, total, options, decided):
+    found = plan_for(longer_8b, total, options=MemoryOptions(**options))
+    assert (found.longest, found.rows) == decided
+    assert found.plan.left >= found.plan.model
+
+
+def test_a_cache_is_two_fifths_of_what_base_weights_leave(longer_8b):
+    plan = plan_for(longer_8b, 80, options=MemoryOptions()).plan
+    assert plan.cache == int(0.4 * (int(0.9 * 80 * GIB) - WEIGHTS_8B))
+    assert plan_for(longer_8b, 80, options=MemoryOptions(has_engines=True)).plan.cache == 2 * GIB
+
+
 def test_weights_and_cache_take_no_more_than_the_fraction_that_is_asked_for(model_8b):
     half = MemoryOptions(cache=100 * GIB, max_context_length=8192, utilization=0.5)
     assert plan_for(model_8b, 80, options=half).plan.cache == 40 * GIB - WEIGHTS_8B

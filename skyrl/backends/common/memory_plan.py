@@ -4,10 +4,15 @@ It depends only on machine and model, not on current memory use, so a restarted 
 backend determines the memory of a call itself.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from skyrl.errors import RequestError
 from skyrl.utils.machine import host_memory
+
+T = TypeVar("T")
+
+GIB = 2**30
 
 KEPT_FREE = 0.1
 """Fraction of the memory that is not planned for."""
@@ -21,10 +26,25 @@ COPIES = 4
 NEW_IN_A_STEP = 3
 """Arrays that optim_step creates in addition to existing ones: weights and two moments."""
 
-LONGEST_DEFAULT_CONTEXT = 8192
-"""Default limit of `max_context_length`."""
+CONTEXTS = (32_768, 16_384, 8_192)
+"""Default limits of `max_context_length` in tokens: the longest with enough memory is chosen, or else the last."""
 
-GIB = 2**30
+SEQUENCES_IN_CACHE = 2
+"""Sequences of the longest length for which the cache must have room, for a default above the shortest."""
+
+CACHE_SHARE = 0.4
+"""Fraction of an accelerator's memory, after base weights, for the KV cache. The rest is for training, models and
+published versions."""
+
+CPU_CACHE = 2 * GIB
+"""Bytes of the KV cache on a CPU."""
+
+FEWEST_ROWS, MOST_ROWS = 32, 256
+"""Bounds of the decode batch size. Smaller batches read the same weights in each step; larger batches need more memory
+for float32 logits."""
+
+ROW_TOKENS = 512
+"""Desired tokens of KV cache per row."""
 
 Device = Literal["host", "accelerator"]
 
@@ -178,12 +198,52 @@ class Plan(NamedTuple):
         )
 
 
-def longest_of(asked: int, made_for: int | None) -> int:
-    """Longest sequence in tokens: the configured length `asked`, or a default if it is 0.
+def contexts(asked: int, config: Any, room: int) -> list[int]:
+    """Return the possible maximum lengths of sequences in tokens, longest first.
 
-    `made_for` is the model's limit; None: no limit.
+    Args:
+        asked: Configured length; 0: a default.
+        config: Configuration of the model. If its rotary embeddings depend on this length (longrope), the default is
+            the shortest one, so that embeddings do not depend on memory.
+        room: Tokens for which the KV cache has room.
     """
-    return asked or min(made_for or LONGEST_DEFAULT_CONTEXT, LONGEST_DEFAULT_CONTEXT)
+    if asked:
+        return [asked]
+    rotations = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    room = 0 if "longrope" in str(rotations) else room
+    made_for = getattr(config, "max_position_embeddings", None) or CONTEXTS[0]
+    lengths = dict.fromkeys(min(made_for, length) for length in CONTEXTS)
+    shortest = min(lengths)
+    return [length for length in lengths if length == shortest or SEQUENCES_IN_CACHE * length <= room]
+
+
+def first_fitting(plans: Iterable[T], fits: Callable[[T], bool]) -> T:
+    """Return the first plan that fits, or the last one if none does. Later plans are not computed."""
+    plans = iter(plans)
+    plan = next(plans)
+    while not fits(plan) and (following := next(plans, None)) is not None:
+        plan = following
+    return plan
+
+
+def default_cache(device: Device, left: int) -> int:
+    """Bytes of KV cache if none are configured. `left`: memory after base weights."""
+    return CPU_CACHE if device == "host" else int(max(left, 0) * CACHE_SHARE)
+
+
+def default_rows(device: Device, cache: int, row_bytes: int, most: int = MOST_ROWS) -> int:
+    """Sequences to decode at once if no number is configured.
+
+    Args:
+        device: Kind of the device.
+        cache: Bytes of KV cache.
+        row_bytes: Desired bytes of cache per sequence.
+        most: Maximum.
+    """
+    rows = FEWEST_ROWS
+    while device == "accelerator" and 2 * rows <= min(most, MOST_ROWS) and 2 * rows * row_bytes <= cache:
+        rows *= 2
+    return rows
 
 
 def size_of(nbytes: int) -> str:

@@ -27,7 +27,7 @@ from skyrl.backends.backend import (
 from skyrl.backends.base_folder import config_of, model_folder, overridden
 from skyrl.backends.base_id import base_id
 from skyrl.backends.common.dimuon import DimuonScalars
-from skyrl.backends.common.memory_plan import longest_of
+from skyrl.backends.common.memory_plan import CONTEXTS, contexts
 from skyrl.backends.common.models.kind import Kind, check_selects
 from skyrl.backends.common.models.operations import ModelBackend, StepScalars
 from skyrl.backends.common.models.store import Storage
@@ -130,7 +130,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
                 shard_attention_heads=config.shard_attention_heads,
                 loss_chunk_size=config.loss_chunk_size,
                 mhc_expansion_rate=config.mhc_expansion_rate,
-                max_context_length=longest_of(config.max_context_length, None),
+                max_context_length=config.max_context_length or CONTEXTS[-1],  # read by longrope only
             )
         except ValueError as error:
             raise RequestError(str(error)) from error
@@ -142,7 +142,6 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
                 f"max_context_length={config.max_context_length} is above the {made_for} tokens that the base model "
                 f"was made for; use at most {made_for}, or 0"
             )
-        self._max_context_length = longest_of(config.max_context_length, made_for)
         self._active_parameters = active_parameters(self._computed)
         self._base_id = base_id(self._computed, random=config.load_format == "dummy")
         self.tokenizer = Tokenizer(self._folder)
@@ -158,8 +157,9 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
         device, dtype = jax.devices()[0], jax.tree.leaves(nnx.state(model))[0].dtype
         progress(f"device {device.platform} ({device.device_kind}), base weights in {dtype}, {defaults}")
         with self._computing():
-            self._programs, plan, stacks = planned(
-                model, config, defaults.cache_bytes, shape, self._max_context_length, zero
+            lengths = contexts(config.max_context_length, self.model_config, defaults.cache_tokens)
+            self._programs, plan, stacks, self._max_context_length = planned(
+                model, config, defaults.cache_bytes, shape, lengths, zero
             )
         self.plan = plan
         progress(str(plan))

@@ -73,7 +73,8 @@ class JaxBackendConfig(BaseModel):
     in addition to the limit `kv_cache_gib`. 0: no limit."""
 
     max_context_length: int = Field(default=0, ge=0)
-    """Longest sequence in tokens for training and sampling, at most the model's limit. 0: that limit, at most 8192."""
+    """Longest sequence in tokens for training and sampling, at most the model's limit. 0: that limit, at most 32768,
+    and at most 16384 or 8192 where memory has no room for longer ones."""
 
     gradient_checkpointing: Checkpointing = "auto"
     """Activations of a layer to recompute in the backward pass. true: all of them, which takes a third more time.

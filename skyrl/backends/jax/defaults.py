@@ -6,27 +6,13 @@ sizes and have not been measured; `benchmarks/accelerator.py` measures them.
 
 from typing import Literal, NamedTuple
 
-from skyrl.backends.common.memory_plan import GIB
+from skyrl.backends.common.memory_plan import GIB, MOST_ROWS, ROW_TOKENS, Device, default_cache, default_rows
 from skyrl.backends.jax.config import JaxBackendConfig
 
 Precision = Literal["default", "high", "highest"]
 
 CPU_TILE, ACCELERATOR_TILE = 512, 4096
 """Tokens per training micro-batch."""
-
-CPU_CACHE = 2 * GIB
-"""Bytes of the KV cache on CPU."""
-
-CACHE_SHARE = 0.4
-"""Fraction of an accelerator's memory, after base weights, for the KV cache. The rest is for training, models and
-published versions."""
-
-FEWEST_ROWS, MOST_ROWS = 32, 256
-"""Bounds of the decode batch size. Smaller batches read the same weights in each step; larger batches need more memory
-for float32 logits."""
-
-ROW_TOKENS = 512
-"""Desired tokens of KV cache per row."""
 
 
 class Defaults(NamedTuple):
@@ -39,6 +25,8 @@ class Defaults(NamedTuple):
     """Maximum bytes of KV cache."""
     rows: int
     """Maximum sequences decoded at once."""
+    cache_tokens: int
+    """Maximum tokens in the KV cache."""
 
     def __str__(self) -> str:
         return (
@@ -72,16 +60,15 @@ def resolved(
     """
     on_host = platform == "cpu"
     automatic: Precision = "highest" if on_host or exact else "high"
-    share = CPU_CACHE if on_host else int(max(left, 0) * CACHE_SHARE)
-    cache = int(config.kv_cache_gib * GIB) or share
+    device: Device = "host" if on_host else "accelerator"
+    cache = int(config.kv_cache_gib * GIB) or default_cache(device, left)
     cache = cache if room is None else min(cache, room)
-    rows, row_bytes = FEWEST_ROWS, ROW_TOKENS * token_bytes + 2 * state_bytes  # the state of its prompt is stored too
-    most = min(MOST_ROWS, config.sample_max_num_batched_tokens or MOST_ROWS)
-    while not on_host and 2 * rows <= most and 2 * rows * row_bytes <= cache:
-        rows *= 2
+    row_bytes = ROW_TOKENS * token_bytes + 2 * state_bytes  # the state of its prompt is stored too
+    rows = default_rows(device, cache, row_bytes, config.sample_max_num_batched_tokens or MOST_ROWS)
     return Defaults(
         matmul_precision=automatic if config.matmul_precision == "auto" else config.matmul_precision,
         tile_tokens=config.train_tile_tokens or (CPU_TILE if on_host else ACCELERATOR_TILE),
         cache_bytes=cache,
         rows=config.sample_max_num_sequences or rows,
+        cache_tokens=cache // max(1, token_bytes),
     )

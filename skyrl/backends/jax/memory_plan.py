@@ -39,7 +39,12 @@ def memory_limit() -> int:
 
 
 def choose_modes(
-    asked: Checkpointing, lengths: list[int], typical: int, room: int, measure: Callable[[int, Mode], int]
+    asked: Checkpointing,
+    lengths: list[int],
+    typical: int,
+    room: int,
+    measure: Callable[[int, Mode], int],
+    measures_longest: bool = True,
 ) -> tuple[dict[int, Mode], int]:
     """Choose the checkpointing mode for tiles of each length. Returns also the maximum bytes of a call.
 
@@ -53,6 +58,7 @@ def choose_modes(
         typical: One of the lengths, measured first.
         room: Available bytes.
         measure: (length, mode) -> bytes of a call.
+        measures_longest: False: the estimate decides about the longest tile.
     """
     modes: dict[int, Mode] = {}
     most, left = 0, lengths
@@ -61,7 +67,7 @@ def choose_modes(
         needed = measure(min(typical, longest), mode)
         if longest > typical:
             needed = needed * longest // typical + AT_ONCE
-            needed = needed if needed <= room else measure(longest, mode)
+            needed = measure(longest, mode) if needed > room and measures_longest else needed
         last = asked != "auto" or mode is MODES[-1]
         fitting = [length for length in left if last or needed * length <= room * longest]
         modes |= dict.fromkeys(fitting, mode)

@@ -16,7 +16,7 @@ from skyrl.backends.active_parameters import active_parameters
 from skyrl.backends.base_folder import model_folder, overridden
 from skyrl.backends.base_id import base_id
 from skyrl.backends.common.dimuon import DimuonScalars
-from skyrl.backends.common.memory_plan import GIB, longest_of
+from skyrl.backends.common.memory_plan import CPU_CACHE, GIB
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.models.operations import ModelBackend, StepScalars
 from skyrl.backends.common.models.store import Storage
@@ -105,7 +105,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
                 f"max_context_length={config.max_context_length} is above the {facts.longest} tokens that the base "
                 f"model was made for; use at most {facts.longest}, or 0"
             )
-        self._max_context_length = longest_of(config.max_context_length, facts.longest)
+        self._max_context_length = facts.decided.longest
         self._active_parameters = active_parameters(self._computed)
         self._base_id = base_id(self._computed, random=config.load_format == "dummy")
         self._shape, self._forward_shape = self._shapes()
@@ -180,7 +180,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
     def _cache_bytes(self) -> int:
         """Maximum bytes of KV cache on a worker."""
         asked = int(self.config.kv_cache_gib * GIB)
-        return min(asked, self.group.facts.decided.plan.cache) if self.config.gpu_memory_utilization else asked
+        return asked if asked and not self.config.gpu_memory_utilization else self.group.facts.decided.plan.cache
 
     def _samplers(self) -> Sampler[TorchVersion] | RankSamplers[TorchVersion]:
         """One sampler for each worker. A single sampler if workers share the base model, or if engines sample."""
@@ -197,7 +197,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             self.group,
             self._versions,
             token_bytes=itemsize * sum(heads * (key + value) for heads, key, value in facts.cache_shapes),
-            max_rows=config.sample_max_num_sequences,
+            max_rows=facts.decided.rows,
             deterministic=config.deterministic,
             max_tokens=config.sample_max_num_batched_tokens,
             call=partial(self._ask, rank, turn),
@@ -209,7 +209,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             max_context_length=self._max_context_length,
             base=self._base_id,
             cache_bytes=self._cache_bytes,
-            max_rows=config.sample_max_num_sequences,
+            max_rows=facts.decided.rows,
             deterministic=config.deterministic,
             prefix_caching=config.prefix_caching,
             chunked_prefill=config.chunked_prefill,
@@ -253,7 +253,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             max_loras=0 if options.whole else options.max_loras,
             max_lora_rank=self.config.max_lora_rank,
             on_gpu=not self.group.facts.device.startswith("cpu"),
-            cache_gib=self.config.kv_cache_gib,
+            cache_gib=self.config.kv_cache_gib or CPU_CACHE / GIB,
             colocated=options.colocated,
             development=options.whole or options.colocated,
         )

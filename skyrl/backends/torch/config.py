@@ -127,8 +127,8 @@ class TorchBackendConfig(BaseModel):
     """Fuse the computation of log-probabilities and entropies from logits with torch.compile. Needs a C++ compiler, and
     takes a minute at startup."""
 
-    sample_max_num_sequences: int = Field(default=32, ge=1)
-    """Maximum sequences decoded at once."""
+    sample_max_num_sequences: int = Field(default=0, ge=0)
+    """Maximum sequences decoded at once. 0: 32 on CPU, 32 to 256 on an accelerator, depending on the KV cache."""
 
     sample_max_num_batched_tokens: int = Field(default=0, ge=0)
     """Maximum tokens per call of the sampler, at least 32. A call processes tokens of prompts, or one token for each
@@ -141,11 +141,13 @@ class TorchBackendConfig(BaseModel):
     chunked_prefill: bool = True
     """Let running sequences decode between the chunks of a long prompt. False: the whole prompt is prefilled first."""
 
-    kv_cache_gib: float = Field(default=2.0, gt=0, allow_inf_nan=False)
-    """Maximum GiB of KV cache."""
+    kv_cache_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Maximum GiB of KV cache, for running samples and cached prefixes. 0: 2 GiB on CPU and with engines; else two
+    fifths of the memory left by base weights."""
 
     max_context_length: int = Field(default=0, ge=0)
-    """Longest sequence in tokens for training and sampling, at most the model's limit. 0: that limit, at most 8192."""
+    """Longest sequence in tokens for training and sampling, at most the model's limit. 0: that limit, at most 32768,
+    and at most 16384 or 8192 where memory has no room for longer ones. With engines, at most 8192."""
 
     memory_limit_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Memory in GiB that base model, cache, training and models share on a worker. 0: all memory of its device, or its

@@ -2,13 +2,14 @@
 
 import copy
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from skyrl.backends.common.memory_plan import COPIES, GIB, KEPT_FREE, NEW_IN_A_STEP, Device, Plan
+from skyrl.backends.common.memory_plan import COPIES, GIB, KEPT_FREE, NEW_IN_A_STEP, Device, Plan, first_fitting
 from skyrl.backends.common.packing import TileShape
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.defaults import Defaults, resolved
@@ -49,17 +50,34 @@ def defaults_for(model: ModelForCausalLM, config: JaxBackendConfig) -> Defaults:
     return resolved(config, jax.default_backend(), dtype == jnp.float32, left, _bytes(token), room, _bytes(state))
 
 
+class Planned(NamedTuple):
+    """Training programs that fit into memory."""
+
+    programs: TrainingPrograms
+    plan: Plan
+    stacks: tuple[int, ...]
+    """Possible numbers of tiles per call."""
+    longest: int
+    """Maximum tokens of a sequence."""
+
+
 def planned(
-    model: ModelForCausalLM, config: JaxBackendConfig, cache: int, shape: TileShape, longest: int, widest: Adapter
-) -> tuple[TrainingPrograms, Plan, tuple[int, ...]]:
-    """Training programs for a model, the memory plan, and the possible numbers of tiles per call.
+    model: ModelForCausalLM,
+    config: JaxBackendConfig,
+    cache: int,
+    shape: TileShape,
+    lengths: Sequence[int],
+    widest: Adapter,
+) -> Planned:
+    """Choose the training programs of a model.
 
     Args:
         model: The model, without weights (`abstract_model`).
         config: Configuration of the backend.
         cache: Bytes of KV cache.
         shape: Size of tiles.
-        longest: Tokens of the longest sequence.
+        lengths: Possible maximum lengths of sequences in tokens, longest first. The first one that leaves enough memory
+            for models is chosen, or else the last one.
         widest: An adapter of the largest rank.
 
     Raises:
@@ -67,7 +85,6 @@ def planned(
     """
     graphs = _graphs(model)
     base = nnx.split(model)[1]
-    lengths = shape.lengths(longest)
     # Separate programs for each mode, because JAX caches traces by shapes.
     options = config.loss_chunk_size, config.deterministic
     of_mode = {mode: TrainingPrograms(lambda _, mode=mode: graphs[mode], *options) for mode in MODES}
@@ -82,14 +99,20 @@ def planned(
     plan = Plan(_limit(config), _bytes(base), cache, training=0, model=COPIES * widest_bytes, device=device)
     plan.check(SMALLER_CACHE)
     asked, typical = config.gradient_checkpointing, shape.tokens
-    modes, taken = choose_modes(asked, lengths, typical, plan.for_training, training_bytes)
-    stacks = choose_stacks(plan.for_training - taken, widest_bytes)
+    room = plan.for_training
+
+    def choice(longest: int) -> tuple[dict[int, Mode], int, int]:
+        measures = longest == lengths[-1]  # compilation takes long
+        return *choose_modes(asked, shape.lengths(longest), typical, room, training_bytes, measures), longest
+
+    modes, taken, longest = first_fitting(map(choice, lengths), lambda choice: choice[1] <= room)
+    stacks = choose_stacks(room - taken, widest_bytes)
     calls = taken + stack_bytes(stacks[-1], widest_bytes), NEW_IN_A_STEP * widest_bytes
     plan = plan._replace(training=max(calls))
     plan.check(SMALLER_CALLS, f"a training call of {longest} tokens")
     used = set(modes.values())
     mixed = TrainingPrograms(lambda length: graphs[modes[length]], *options)
-    return of_mode[used.pop()] if len(used) == 1 else mixed, plan, stacks
+    return Planned(of_mode[used.pop()] if len(used) == 1 else mixed, plan, stacks, longest)
 
 
 def _limit(config: JaxBackendConfig) -> int:

@@ -52,7 +52,7 @@ class LoadOptions:
     deterministic: bool = False
     """Use no kernel whose results are not bitwise reproducible."""
     max_context_length: int = 0
-    """Configured length of the longest sequence in tokens."""
+    """Longest sequence in tokens; 0: the shortest default."""
 
 
 def load(folder: Path, device: torch.device, options: LoadOptions) -> Any:

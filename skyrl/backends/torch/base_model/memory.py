@@ -16,13 +16,18 @@ from torch import nn
 
 from skyrl.backends.common.memory_plan import (
     COPIES,
-    GIB,
-    LONGEST_DEFAULT_CONTEXT,
+    CPU_CACHE,
+    KEPT_FREE,
+    MOST_ROWS,
     NEW_IN_A_STEP,
+    ROW_TOKENS,
     Device,
     Plan,
     SharedDevice,
-    longest_of,
+    contexts,
+    default_cache,
+    default_rows,
+    first_fitting,
     size_of,
 )
 from skyrl.backends.common.models.kind import Kind
@@ -60,17 +65,21 @@ class MemoryOptions:
 
     limit: int = 0
     """Bytes to plan with; 0: the rank's share of the device."""
-    cache: int = 2 * GIB
-    """Maximum bytes of KV cache."""
-    rows: int = 32
-    """Maximum sequences decoded at once."""
+    cache: int = 0
+    """Maximum bytes of KV cache; 0: planned."""
+    rows: int = 0
+    """Maximum sequences decoded at once; 0: planned."""
+    most_rows: int = MOST_ROWS
+    """Maximum planned value of `rows`."""
     max_context_length: int = 0
-    """Configured length of the longest sequence in tokens."""
+    """Configured length of the longest sequence in tokens; 0: planned."""
     tile_tokens: int = 0
     """Configured tokens per micro-batch."""
     max_lora_rank: int = 32
     utilization: float = 0.0
     """Maximum fraction of memory for base weights and KV cache; 0: no limit."""
+    has_engines: bool = False
+    """True if engines sample. They have their own cache, and may be limited to the shortest default context."""
     engines: float = 0.0
     """Fraction of the device that engines use while they sample, in turns with training."""
     whole: bool = False
@@ -100,10 +109,30 @@ class RankDevice(NamedTuple):
         return cls(device, limit or there, world, there)
 
 
+class ModelPlan(NamedTuple):
+    """A plan for one way to share the base weights."""
+
+    plan: Plan
+    gradient_checkpointing: bool
+    rows: int
+    """Maximum sequences decoded at once."""
+    longest: int
+    """Maximum tokens of a sequence."""
+
+    @property
+    def fits(self) -> bool:
+        """True if one model fits in addition to the rest."""
+        return self.plan.left >= self.plan.model and self.plan.fits_beside_engines
+
+
 class WorkerMemory(NamedTuple):
     """A plan, and the decisions that were left to it."""
 
     plan: Plan
+    rows: int
+    """Maximum sequences decoded at once."""
+    longest: int
+    """Maximum tokens of a sequence."""
     fsdp_size: int
     """Ranks that share a copy of the base weights."""
     gradient_checkpointing: bool
@@ -164,11 +193,6 @@ def tile_tokens(asked: int, device_type: str) -> int:
     return asked or (CPU_TILE if device_type == "cpu" else GPU_TILE)
 
 
-def made_for(config: Any) -> int:
-    """Longest sequence in tokens that a model supports."""
-    return int(getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT_CONTEXT)
-
-
 def device_memory(device: torch.device, world: int) -> int:
     """Bytes that this rank may use: its share of the device, minimum over ranks. Collective."""
     total = host_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
@@ -210,24 +234,25 @@ def decided(
     sizes = Sizes(model, folder, place, shards, chunk, options)
     may_share = _may_share(shards, place.world)
     fsdp_size = 1 if may_share else _asked_size(shards, place.world)
-    plan, again = sizes.plan(fsdp_size, asked)
+    found = sizes.plan(fsdp_size, asked)
     notes = []
     if stacked := unadapted(model):
         notes.append(f"adapters do not cover {', '.join(stacked)}: these are stacked matrices, not linear maps")
     if may_share:
-        fits = plan.left >= plan.model and plan.fits_beside_engines
+        plan, fits = found.plan, found.fits
         needed = size_of(plan.base + plan.cache + plan.call + plan.model)
         room = size_of(plan.usable)
         if plan.shared is not None:
             room += f", of which engines leave {size_of(plan.shared.left)} while they sample"
         if not fits and sizes.has_layers:
             fsdp_size = place.world
-            plan, again = sizes.plan(fsdp_size, asked)
+            found = sizes.plan(fsdp_size, asked)
         where = "whole on each worker" if fsdp_size == 1 else "shared by all workers"
         notes.append(
             f"fsdp_size=0: base weights are {where}: a copy each "
             f"takes {needed} with all else, {'within' if fits else 'more than'} the {room}"
         )
+    plan, again, rows, longest = found
     tokens = tile_tokens(options.tile_tokens, place.device.type)
     plan.check_shared()
     plan.check(WAYS_OUT_WITH_LAYERS if sizes.has_layers else WAYS_OUT, f"a training call of {tokens} tokens")
@@ -239,7 +264,6 @@ def decided(
             f"host's memory, where they are while engines sample, is {size_of(host)}; set adapter_memory_gib and "
             "version_memory_gib if there will be so many"
         )
-    longest = longest_of(options.max_context_length, made_for(model.config))
     taken = sizes.training(longest, again)
     if longest > tokens and taken - plan.training > plan.left:
         notes.append(
@@ -249,10 +273,9 @@ def decided(
         )
     copies = None
     if shards.fsdp_size > 1 and _may_copy(shards, place.world):
-        copies, _ = sizes.plan(1, asked)
-        if copies.left < copies.model or not copies.fits_beside_engines:
-            copies = None
-    return WorkerMemory(plan, fsdp_size, again, tuple(notes), copies)
+        copied = sizes.plan(1, asked)
+        copies = copied.plan if copied.fits else None
+    return WorkerMemory(plan, rows, longest, fsdp_size, again, tuple(notes), copies)
 
 
 def _may_share(shards: ShardOptions, world: int) -> bool:
@@ -306,15 +329,7 @@ class Sizes:
         self._kept = 4 * (features // count + 2 * self._hidden)
         """Bytes that a layer keeps per token."""
         self._count = count
-        self._rows = (
-            options.rows
-            * longest_of(options.max_context_length, made_for(config))
-            * _token_bytes(config, self._item, shards.tensor_parallel_size)
-        )
-        """Bytes of KV cache for all rows at maximum length."""
-        self._cache = min(options.cache, 2 * self._rows)  # the same again for cached prefixes
-        self._utilization = options.utilization
-        self._logits = 4 * DRAWING_COPIES * options.rows * self._vocab
+        self._token = _token_bytes(config, self._item, shards.tensor_parallel_size)
 
     def base(self, fsdp_size: int) -> int:
         """Bytes of base weights: a copy, or a shard plus the gathered layers."""
@@ -341,22 +356,34 @@ class Sizes:
             kept = self._count * layer + logits
         return max(kept + 2 * self._adapter, IN_A_STEP * self._adapter)
 
-    def _room_for_cache(self, base: int) -> int:
-        """Bytes that `gpu_memory_utilization` leaves for the cache. Raises `RequestError` if there are none."""
-        if not self._utilization:
-            return self._cache
-        room = int(self._utilization * self._place.total) - base
+    def _cache(self, base: int, model: int) -> int:
+        """Maximum bytes of KV cache: the configured size, or a default that leaves room for training a model.
+
+        Raises:
+            RequestError: `gpu_memory_utilization` leaves none.
+        """
+        total, utilization = self._place.total, self._options.utilization
+        device = "host" if self._options.has_engines else self._device
+        left = int(total * (1 - KEPT_FREE)) - base
+        needed = self.training(self._tile, again=self.has_layers) + model
+        cache = self._options.cache or min(default_cache(device, left), max(CPU_CACHE, left - needed))
+        if not utilization:
+            return cache
+        room = int(utilization * total) - base
         if room <= 0:
             raise RequestError(
-                f"gpu_memory_utilization={self._utilization:g} of {size_of(self._place.total)} is less than the base "
-                f"weights take, {size_of(base)}, and the cache has no room; use more, or leave it out"
+                f"gpu_memory_utilization={utilization:g} of {size_of(total)} is less than the base weights take, "
+                f"{size_of(base)}, and the cache has no room; use more, or leave it out"
             )
-        return room
+        return min(cache, room)
 
-    def decoding(self) -> int:
-        """Bytes of a decode call: a copy of its rows' keys and values, a second copy of one layer, token sampling."""
-        held = min(self._rows, HELD_BYTES)
-        return held + held // self._count + self._logits
+    def _decoding(self, rows: int, cached: int) -> int:
+        """Bytes of a decode call: a copy of its rows' keys and values, a second copy of one layer, token sampling.
+
+        `cached`: bytes of KV cache for all rows at maximum length.
+        """
+        held = min(cached, HELD_BYTES)
+        return held + held // self._count + 4 * DRAWING_COPIES * rows * self._vocab
 
     def _shared(self, fsdp_size: int) -> SharedDevice | None:
         """Memory in the sampling phase, if engines share the device; None if they do not."""
@@ -370,16 +397,31 @@ class Sizes:
         """Bytes of a rank's float32 weights of a fully trained model."""
         return sum(4 * -(-len(x) // fsdp_size) * x[:1].numel() for x in self._model.parameters())
 
-    def plan(self, fsdp_size: int, asked: Checkpointing) -> tuple[Plan, bool]:
-        """The plan, and True if activations are recomputed."""
+    def plan(self, fsdp_size: int, asked: Checkpointing) -> ModelPlan:
+        """Plan memory if `fsdp_size` ranks share the base weights."""
+        options, per_token = self._options, max(1, self._token)
         per_rank = self._adapter * 2 + (COPIES - 2) * -(-self._adapter // self._place.world)  # moments are sharded
         base = self.base(fsdp_size)
-        cache = min(self._cache, self._room_for_cache(base))
-        plan = Plan(self._place.total, base, cache, 0, per_rank, self._device, self.decoding(), self._shared(fsdp_size))
-        again = asked
-        if again == "auto":
-            again = self.has_layers and self.training(self._tile, again=False) > max(plan.for_training, 0)
-        return plan._replace(training=self.training(self._tile, again)), again
+        cache, shared = self._cache(base, per_rank), self._shared(fsdp_size)
+        rows = options.rows or default_rows(self._device, cache, ROW_TOKENS * per_token, options.most_rows)
+        room = 0 if options.has_engines else cache // per_token
+
+        def plan_for(longest: int) -> ModelPlan:
+            cached = rows * longest * self._token
+            decoding = self._decoding(rows, cached)
+            # As much as the rows take again for cached prefixes.
+            plan = Plan(self._place.total, base, min(cache, 2 * cached), 0, per_rank, self._device, decoding, shared)
+            again = asked
+            if again == "auto":
+                again = self.has_layers and self.training(self._tile, again=False) > max(plan.for_training, 0)
+            return ModelPlan(plan._replace(training=self.training(self._tile, again)), again, rows, longest)
+
+        def trains_longest(found: ModelPlan) -> bool:
+            plan, again, _, longest = found
+            return self.training(longest, again) - plan.training <= plan.left - plan.model
+
+        lengths = contexts(options.max_context_length, self._model.config, room)
+        return first_fitting(map(plan_for, lengths), trains_longest)
 
 
 def _token_bytes(config: Any, item: int, ranks: int) -> int:

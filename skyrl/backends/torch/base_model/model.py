@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from skyrl.backends.common.memory_plan import longest_of
+from skyrl.backends.common.memory_plan import contexts
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import DropoutArrays
 from skyrl.backends.torch.base_model.attention import Attention, Packed
@@ -41,7 +41,6 @@ from skyrl.backends.torch.base_model.loading import (
     one_line,
 )
 from skyrl.backends.torch.base_model.lora import Hooks, Layout, lora_layout, targets_of, whole_layout
-from skyrl.backends.torch.base_model.memory import made_for
 from skyrl.backends.torch.base_model.model_check import Abilities, ModelCheck
 from skyrl.backends.torch.base_model.sequence_ranks import sequence_ranks
 from skyrl.backends.torch.base_model.small_copy import LONGEST, small_copy
@@ -130,7 +129,7 @@ class LoadedModel(Forward):
             hf, fill = load_by_layers(folder, device, options)
         else:
             hf = load_onto(self.device, folder, device, options)
-        longest = longest_of(options.max_context_length, made_for(hf.config))
+        longest = options.max_context_length or contexts(0, hf.config, 0)[0]
         if fix_rotations(hf, longest):
             log.warning("rotary embeddings of all sequences are those of max_context_length=%d tokens", longest)
         super().__init__(hf, Attention(options.deterministic))

@@ -105,7 +105,11 @@ class Worker:
             options.loss_chunk_size,
             options.memory,
         )
-        load = replace(load, gradient_checkpointing=self._decided.gradient_checkpointing)
+        load = replace(
+            load,
+            gradient_checkpointing=self._decided.gradient_checkpointing,
+            max_context_length=self._decided.longest,
+        )
         shards = replace(shards, fsdp_size=self._decided.fsdp_size)
         self.model = LoadedModel(options.folder, self.device, load, shards, world)
         of_logits = compiled_scores(self.device) if options.compile_scores else scores_of_logits
