@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 _BLOCK = 256
+_FILTERED_AT_ONCE = 4
+"""Number of rows that are filtered by top-k and top-p at once."""
 _COLDEST = 1e-30
 """Temperatures up to this value count as 0: dividing logits by such values would overflow float32."""
 
@@ -58,7 +60,7 @@ def sample_tokens(
     warm = temperature > _COLDEST
     tempered = (logits - logits.max(-1, keepdims=True)) / jnp.where(warm, temperature, 1.0)[:, None]
     asks = warm & ((top_k > 0) | (top_p < 1))
-    filtered = jax.lax.cond(jnp.any(asks), _filter, lambda z, k, p: z, tempered, top_k, top_p)
+    filtered = _filtered(tempered, asks, top_k, top_p)
     if min_p is not None:
         filtered = jax.lax.cond(jnp.any(warm & (min_p > 0)), _likely, lambda z, *_: z, filtered, tempered, min_p)
     drawn, found = _invert(jnp.exp(filtered), uniforms)
@@ -141,6 +143,19 @@ def draw_tokens(
     drawn, found = jax.vmap(_invert, in_axes=(None, 1), out_axes=1)(weights, uniforms)
     tokens = jnp.where(warm & found, drawn, greedy)
     return tokens, jnp.take_along_axis(logits, tokens, axis=-1) - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def _filtered(z: jax.Array, asks: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Apply `_filter` to the rows with True in `asks`, a few at a time, so that other rows cost nothing."""
+    rows = len(z)
+    some = min(rows, _FILTERED_AT_ONCE)
+    order = jnp.pad(jnp.argsort(~asks), (0, some), constant_values=rows)  # stable: rows that ask come first
+
+    def body(index: jax.Array, z: jax.Array) -> jax.Array:
+        chosen = jax.lax.dynamic_slice_in_dim(order, index * some, some)
+        return z.at[chosen].set(_filter(z[chosen], top_k[chosen], top_p[chosen]), mode="drop")
+
+    return jax.lax.fori_loop(0, (asks.sum() + some - 1) // some, body, z)
 
 
 def _filter(z: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

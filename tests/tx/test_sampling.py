@@ -149,3 +149,15 @@ def test_a_uniform_does_not_depend_on_its_row():
     words = jnp.asarray([seed_words(5), seed_words(6), seed_words(5)], jnp.uint32)
     numbers = uniforms(words, jnp.asarray([2, 0, 2]), jnp.asarray([9, 9, 9]))
     assert numbers[0] == numbers[2] != numbers[1]
+
+
+@pytest.mark.parametrize("asking", [1, 4, 9])
+def test_filters_of_some_rows_change_no_others(asking):
+    rows, uniform = 9, np.random.default_rng(3).random(9).astype(np.float32)
+    logits = np.stack([some_logits(seed) for seed in range(rows)])
+    asks = np.isin(np.arange(rows), np.random.default_rng(4).permutation(rows)[:asking])
+    top_k, top_p = np.where(asks, 40, -1).astype(np.int32), np.where(asks, 0.5, 1.0).astype(np.float32)
+    together = jax.jit(sample_tokens)(logits, uniform, np.ones(rows, np.float32), top_k, top_p)
+    alone = [draw(logits[row], uniform[row : row + 1], 1.0, top_k[row], top_p[row])[0] for row in range(rows)]
+    assert together.tolist() == [int(token) for token in alone]
+    assert (np.argmax(logits, axis=1) != alone).any()
