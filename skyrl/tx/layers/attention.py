@@ -18,6 +18,7 @@ def attention(
     scale: float,
     window: int | Int[Array, ""] | None = None,
     softcap: float | None = None,
+    longest_first: bool = False,
 ) -> tuple[Float[Array, "batch tokens heads value_dim"], Pages | None]:
     """Return (attention output, updated pages). Query head h uses key/value head h // group.
 
@@ -32,9 +33,12 @@ def attention(
         scale: Factor of the products of queries and keys.
         window: Number of tokens that a token attends to, including itself; None: itself and all before it.
         softcap: If set, scores are softcap * tanh(scores / softcap), after scaling.
+        longest_first: True if rows with higher positions precede others. Pages of long rows are then read by themselves
+            (about, see `cached_attention`). The order matters only for speed.
     """
     window = None if window is None else jnp.asarray(window, jnp.int32)
     if pages is None:
         return packed_attention(query, key, value, segments, scale=scale, window=window, softcap=softcap), None
     pages = pages.write(positions, key, value)
-    return cached_attention(query, pages, positions, scale=scale, window=window, softcap=softcap), pages
+    options = {"scale": scale, "window": window, "softcap": softcap, "longest_first": longest_first}
+    return cached_attention(query, pages, positions, **options), pages

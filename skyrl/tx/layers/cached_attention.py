@@ -4,7 +4,7 @@ Scores and softmax are float32 whatever the dtype of the inputs. A token always 
 and padding stays finite.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +16,13 @@ from skyrl.tx.layers.packed_attention import MASKED
 
 PAGES_AT_ONCE = 4
 """Number of pages processed at once if a row has several new tokens."""
+
+FEWER_ROWS = 4
+"""Factor between the numbers of rows of two loops over pages."""
+
+
+Carry = tuple[Array, Array, Array]
+"""Highest score, sum of weights, and weighted sum of values so far, of each row, head and token."""
 
 
 class Pages(NamedTuple):
@@ -63,12 +70,14 @@ def cached_attention(
     scale: float,
     window: Int[Array, ""] | None = None,
     softcap: float | None = None,
+    longest_first: bool = False,
 ) -> Float[Array, "batch tokens heads value_dim"]:
     """Compute attention of tokens to all tokens in `pages` up to their own positions, block by block.
 
-    Queries wider than keys, `scale`, `window` and `softcap` are as in `skyrl.tx.layers.attention`. Only visible blocks
-    are read, with an online softmax (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867). Unused entries of
-    pages may have any content, even NaN of an earlier tenant: they are masked out of scores and values.
+    Queries wider than keys, `scale`, `window`, `softcap` and `longest_first` are as in `skyrl.tx.layers.attention`.
+    Only visible blocks are read, with an online softmax (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867).
+    Unused entries of pages may have any content, even NaN of an earlier tenant: they are masked out of scores and
+    values.
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads, width = pages.keys.shape[1], pages.values.shape[3]
@@ -76,26 +85,48 @@ def cached_attention(
     shared = head_dim > pages.keys.shape[2]  # values are the first part of keys
     attend, span = (_attend_one, 1) if tokens == 1 and not shared else (_attend_many, PAGES_AT_ONCE)
     attend = partial(attend, partial(_scaled, scale, softcap))
-    table = jnp.pad(pages.table, ((0, 0), (0, -pages.table.shape[1] % span)))
 
-    def block(index: Array | int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        highest, total, mixed = carry
-        page = jax.lax.dynamic_slice_in_dim(table, index * span, span, axis=1)
-        place = index * span * pages.size + jnp.arange(span * pages.size, dtype=jnp.int32)
+    def block(index: Array, carry: Carry, first: Array | int, rows: int, span: int) -> Carry:
+        number = first + index * span + jnp.arange(span, dtype=jnp.int32)
+        page = jnp.take(pages.table[:rows], number, axis=1, mode="clip")
+        place = (number[:, None] * pages.size + jnp.arange(pages.size, dtype=jnp.int32)[None]).reshape(-1)
         # Padding of a prompt may be past the end of the table, where pages belong to other rows.
-        stored = (place[None, None] <= positions[:, :, None]) & (place < pages.table.shape[1] * pages.size)[None, None]
+        inside = place < pages.table.shape[1] * pages.size
+        stored = (place[None, None] <= positions[:rows, :, None]) & inside[None, None]
         if window is not None:
-            stored &= place[None, None] > positions[:, :, None] - window
-        return attend(grouped, pages, page, stored, highest, total, mixed)
+            stored &= place[None, None] > positions[:rows, :, None] - window
+        return attend(grouped[:rows], pages, page, stored, *carry)
 
     shape = batch, kv_heads, heads // kv_heads, tokens
-    start = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, width))
-    blocks = jnp.minimum(positions.max() // (span * pages.size) + 1, table.shape[1] // span)
-    first = 0 if window is None else jnp.maximum(positions.min() - window + 1, 0) // (span * pages.size)
-    _, total, mixed = jax.lax.fori_loop(first, blocks, block, start)
+    carry: Carry = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, width))
+    begin: Array | int = 0
+    ended = []
+    for rows, at_once, left in _loops(batch, span, longest_first):
+        if window is not None:
+            begin = jnp.maximum(begin, (positions[:rows].min() - window + 1) // pages.size)
+        end = jnp.minimum(positions[left:rows].max() // pages.size + 1, pages.table.shape[1])
+        count = jnp.maximum(-((begin - end) // at_once), 0)
+        carry = jax.lax.fori_loop(0, count, partial(block, first=begin, rows=rows, span=at_once), carry)
+        begin += count * at_once
+        highest, total, mixed = carry
+        ended.insert(0, (total[left:], mixed[left:]))
+        carry = highest[:left], total[:left], mixed[:left]
+    total, mixed = (jnp.concatenate(parts) for parts in zip(*ended, strict=True))
     if window is not None:  # a row past the end of the table has no stored tokens
         total = jnp.where(total == 0, 1.0, total)
     return jnp.moveaxis(mixed / total[..., None], 3, 1).reshape(*query.shape[:3], width).astype(query.dtype)
+
+
+def _loops(rows: int, span: int, longest_first: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield (rows, pages read at once, rows of the following loop) of the loops over pages.
+
+    A loop reads pages until only the rows of the following loop have more. The last loops have few rows and read more
+    pages at once.
+    """
+    while longest_first and rows >= FEWER_ROWS:
+        yield rows, span, rows // FEWER_ROWS
+        rows, span = rows // FEWER_ROWS, span * 2
+    yield rows, span, 0
 
 
 def _scaled(scale: float, softcap: float | None, products: Array) -> Array:
@@ -107,24 +138,34 @@ def _attend_one(
     scaled: Callable[[Array], Array],
     query: Float[Array, "batch 1 kv_heads group head_dim"],
     pages: Pages,
-    page: Int[Array, "batch 1"],
-    stored: Bool[Array, "batch 1 page_size"],
+    page: Int[Array, "batch span"],
+    stored: Bool[Array, "batch 1 stored"],
     highest: Float[Array, "batch kv_heads group 1"],
     total: Float[Array, "batch kv_heads group 1"],
     mixed: Float[Array, "batch kv_heads group 1 value_dim"],
 ) -> tuple[Array, Array, Array]:
-    """Add one page, for one token per row.
+    """Add several pages, for one token per row.
 
     The products are memory-bound. Written as sums of element-wise products, they read pages without copying them.
     """
-    key, value = (part[page[:, 0]][:, :, None].astype(jnp.float32) for part in (pages.keys, pages.values))
-    scores = jnp.sum(query[:, 0, :, :, :, None].astype(jnp.float32) * key, axis=-2)
+    rows, span = page.shape
+
+    def of_pages(x: Array) -> Array:
+        return jnp.repeat(x, span, axis=0)
+
+    def of_rows(reduce: Callable[..., Array], x: Array) -> Array:
+        return reduce(x.reshape(rows, span, *x.shape[1:]), axis=1)
+
+    key, value = (part[page.reshape(-1)][:, :, None].astype(jnp.float32) for part in (pages.keys, pages.values))
+    stored = stored.reshape(rows * span, 1, -1)
+    scores = jnp.sum(of_pages(query[:, 0, :, :, :, None].astype(jnp.float32)) * key, axis=-2)
     scores = jnp.where(stored[:, None], scaled(scores), MASKED)
-    peak = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
-    weights, kept = jnp.where(stored[:, None], jnp.exp(scores - peak), 0.0), jnp.exp(highest - peak)
+    peak = jnp.maximum(highest, of_rows(jnp.max, scores.max(axis=-1, keepdims=True)))
+    weights, kept = jnp.where(stored[:, None], jnp.exp(scores - of_pages(peak)), 0.0), jnp.exp(highest - peak)
     value = jnp.where(stored[:, None, :, :, None], value, 0)
-    added = jnp.sum(weights[..., None] * value, axis=-2, keepdims=True)
-    return peak, total * kept + weights.sum(axis=-1, keepdims=True), mixed * kept[..., None] + added
+    added = of_rows(jnp.sum, jnp.sum(weights[..., None] * value, axis=-2, keepdims=True))
+    total = total * kept + of_rows(jnp.sum, weights.sum(axis=-1, keepdims=True))
+    return peak, total, mixed * kept[..., None] + added
 
 
 def _attend_many(

@@ -71,12 +71,13 @@ class Decoder(ModelForCausalLM):
         adapter_index: Int[Array, "batch"] | None = None,
         kv_cache: KVCache | None = None,
         output_hidden_states: bool = False,
+        longest_first: bool = False,
     ) -> CausalLMOutput:
         """See `ModelForCausalLM.__call__`."""
         lora = None if adapter is None else Lora.of(adapter, adapter_index)
         segments = jnp.zeros_like(positions) if segment_ids is None else segment_ids
         rotations = [Rotation.at(positions, frequencies) for frequencies in self.design.rotations]
-        pass_ = _Pass(rotations, positions, segments, lora, output_hidden_states)
+        pass_ = _Pass(rotations, positions, segments, lora, output_hidden_states, longest_first)
         x = rows_of(self.embed_tokens[...], input_ids)
         if self.design.embedding_scale != 1:
             x = x * jnp.asarray(self.design.embedding_scale, x.dtype)
@@ -203,10 +204,16 @@ class _Pass:
     """Inputs shared by all layers of one forward pass."""
 
     def __init__(
-        self, rotations: Sequence[Rotation], positions: Array, segments: Array, lora: Lora | None, hidden_states: bool
+        self,
+        rotations: Sequence[Rotation],
+        positions: Array,
+        segments: Array,
+        lora: Lora | None,
+        hidden_states: bool,
+        longest_first: bool,
     ):
         self.rotations, self.positions, self.segments = rotations, positions, segments
-        self.lora, self.hidden_states = lora, hidden_states
+        self.lora, self.hidden_states, self.longest_first = lora, hidden_states, longest_first
 
     def context(self, rotation: int | Array, window: int | Array | None) -> Context:
         """Return the context of a layer with this rotation and window."""
@@ -214,7 +221,7 @@ class _Pass:
             chosen = self.rotations[rotation]
         else:
             chosen = jax.tree.map(lambda *each: jnp.stack(each)[rotation], *self.rotations)
-        return Context(chosen, window, self.positions, self.segments)
+        return Context(chosen, window, self.positions, self.segments, self.longest_first)
 
 
 def _varied(group: LayerGroup) -> tuple[Array, Array] | None:

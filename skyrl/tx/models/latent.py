@@ -72,6 +72,7 @@ class LatentAttentionLayer(nnx.Module):
             pages=cached,
             scale=design.scale,
             window=context.window,
+            longest_first=context.longest_first,
         )
         mixed = (mixed if absorbed is None else absorbed.value(mixed)).astype(x.dtype)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1), lora and lora.at("o_proj")), cached

@@ -40,6 +40,8 @@ class Context(NamedTuple):
     positions: Int[Array, "batch tokens"]
     segments: Int[Array, "batch tokens"]
     """Segment ids. Without a cache, tokens attend within their segment. With a cache, segment -1 marks padding."""
+    longest_first: bool = False
+    """See `attention`. Not an array."""
 
 
 class AttentionLayer(nnx.Module):
@@ -81,6 +83,7 @@ class AttentionLayer(nnx.Module):
             scale=design.scale,
             window=context.window,
             softcap=design.softcap,
+            longest_first=context.longest_first,
         )
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(gate)

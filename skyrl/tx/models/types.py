@@ -182,13 +182,15 @@ class ModelForCausalLM(nnx.Module):
         adapter_index: Int[Array, "batch"] | None = None,
         kv_cache: KVCache | None = None,
         output_hidden_states: bool = False,
+        longest_first: bool = False,
     ) -> CausalLMOutput:
         """Compute the hidden states of all tokens.
 
         Without a cache, attention is causal within equal `segment_ids` (None: each row is one segment), and positions
         restart in each segment. Segment -1 is padding, whose output is meaningless but finite. With a cache, token t of
         row b is stored at position `positions[b, t]` (dropped if past the end of the table), and attends to all earlier
-        positions and its own. Tokens of segment -1, which are the last ones of a row, are padding.
+        positions and its own. Tokens of segment -1, which are the last ones of a row, are padding. `longest_first`
+        says that rows with higher positions precede others, so that pages of long rows are read by themselves.
 
         Without `adapter_index`, all rows use `adapter`. With it, `adapter` is a bank, and row b uses slot
         `adapter_index[b]`, or no adapter if that is negative.

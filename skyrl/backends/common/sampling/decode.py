@@ -21,9 +21,12 @@ from skyrl.backends.common.sampling.sequences import Sequence
 
 
 def by_program(sequences: list[Sequence]) -> list[list[Sequence]]:
-    """Group sequences by decode program, so that a sequence's program does not depend on other sequences."""
+    """Group sequences by decode program, so that a sequence's program does not depend on other sequences.
+
+    The longest sequences of a group come first, see `Rows`.
+    """
     by_kind: dict[tuple[bool, bool], list[Sequence]] = {}
-    for sequence in sequences:
+    for sequence in sorted(sequences, key=lambda sequence: -sequence.position):
         by_kind.setdefault(_kind(sequence), []).append(sequence)
     return [by_kind[kind] for kind in sorted(by_kind)]
 

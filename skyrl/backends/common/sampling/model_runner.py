@@ -114,7 +114,10 @@ class RowOptions(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Inputs of one decode call, one entry per row. A pytree."""
+    """Inputs of one decode call, one entry per row. A pytree.
+
+    Rows with higher positions come first, so that runners can read the pages of long rows by themselves.
+    """
 
     tokens: Any
     """int32: first input token."""

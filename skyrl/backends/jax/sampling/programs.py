@@ -65,6 +65,7 @@ class SamplingPrograms:
     def __init__(self, graphdef: Any, model_config: Any, base: Any, deterministic: bool):
         self._graphdef = graphdef
         self._config = model_config
+        self._deterministic = deterministic
         self._targets = all_targets(model_config)
         token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         self.cache_dtype = jax.eval_shape(
@@ -122,6 +123,7 @@ class SamplingPrograms:
                 adapter=bank,
                 adapter_index=slots,
                 kv_cache=KVCache.of(pool, rows.table, rows.states),
+                longest_first=not self._deterministic,
             )
             logits = model.compute_logits(output.last_hidden_state[:, 0], adapter=bank, adapter_index=slots)
             numbers = uniforms(rows.seeds, rows.sample_index, rows.steps + done)
