@@ -103,9 +103,9 @@ def test_dummy_weights_are_of_the_asked_type_and_of_the_scale_that_keeps_activat
     backend.close()
     leaves = jax.tree.leaves(model.layers)
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(dtype)}
-    kernel = np.asarray(model.layers.mlp.down_proj.kernel[...], np.float32)
-    assert kernel.std() == pytest.approx(kernel.shape[1] ** -0.5, rel=0.02)
-    assert np.asarray(model.layers.mlp.gate_proj.kernel[...], np.float32).std() == pytest.approx(256**-0.5, rel=0.02)
+    weight = np.asarray(model.layers.mlp.down_proj.weight[...], np.float32)
+    assert weight.std() == pytest.approx(weight.shape[2] ** -0.5, rel=0.02)
+    assert np.asarray(model.layers.mlp.gate_proj.weight[...], np.float32).std() == pytest.approx(256**-0.5, rel=0.02)
     assert (np.asarray(model.norm.scale[...], np.float32) == 1).all()
 
 

@@ -53,7 +53,9 @@ def test_matrices_are_cut_where_the_mesh_cuts_what_they_map(architecture):
     for param in table(architecture):
         of_layers = (None,) * (param.stack.layers is not None) + ("ep",) * (param.stack.experts is not None)
         if len(param.shape) > 1:
-            assert partition(param) == (*of_layers, *WANTED[module_of(param)]), param.name
+            wanted = WANTED[module_of(param)]
+            wanted = wanted[::-1] if param.path[-1] == "weight" else wanted  # [out, in]
+            assert partition(param) == (*of_layers, *wanted), param.name
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

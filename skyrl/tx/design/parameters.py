@@ -114,7 +114,7 @@ class Param:
         if self.group is None:
             return None
         module = self.name.removesuffix(".weight")
-        path = self.path[:-1] if self.transposed else (module,)
+        path = self.path[:-1] or (module,)
         inner, outer = self.shape if self.transposed else self.shape[::-1]
         return LoraTarget(path, module, self.group, inner, outer, self.stack)
 
@@ -147,8 +147,8 @@ def _layers(group: LayerGroup, design: Design) -> Iterator[Param]:
     def linear(
         name: str, inner: tuple[str, int], outer: tuple[str, int], switch: ModuleGroup, bias: bool
     ) -> Iterator[Param]:
-        path, (axes, shape) = (group.name, *name.split(".")), ((inner[0], outer[0]), (inner[1], outer[1]))
-        yield Param((*path, "kernel"), f"{prefix}{name}.weight", shape, axes, stack, transposed=True, group=switch)
+        path, (axes, shape) = (group.name, *name.split(".")), ((outer[0], inner[0]), (outer[1], inner[1]))
+        yield Param((*path, "weight"), f"{prefix}{name}.weight", shape, axes, stack, group=switch)
         if bias:
             yield Param((*path, "bias"), f"{prefix}{name}.bias", outer[1:], outer[:1], stack, start="zeros")
 

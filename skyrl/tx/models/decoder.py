@@ -18,6 +18,7 @@ from skyrl.tx.families import design_of
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.layers.connector import mean
 from skyrl.tx.layers.embedding import rows_of
+from skyrl.tx.layers.linear import product
 from skyrl.tx.layers.logprobs import Needs, Scores, projected_scores
 from skyrl.tx.layers.lora import Lora
 from skyrl.tx.layers.norm import RMSNorm
@@ -194,7 +195,7 @@ class Decoder(ModelForCausalLM):
     def _logits(
         self, vocabulary: Float[Array, "vocab hidden"], lora: Lora | None, hidden: Float[Array, "tokens hidden"]
     ) -> Float[Array, "tokens vocab"]:
-        logits = jnp.einsum("nd,vd->nv", hidden, vocabulary, preferred_element_type=jnp.float32)
+        logits = product(hidden, vocabulary, jnp.float32)
         logits = logits if lora is None else logits + lora.delta(hidden)
         softcap = self.design.logit_softcap
         return logits if softcap is None else softcap * jnp.tanh(logits / softcap)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from skyrl.tx.design.design import LatentAttention
 from skyrl.tx.layers.attention import attention
 from skyrl.tx.layers.cached_attention import Pages
-from skyrl.tx.layers.linear import Linear
+from skyrl.tx.layers.linear import Linear, product
 from skyrl.tx.layers.lora import Lora
 from skyrl.tx.layers.norm import RMSNorm
 
@@ -56,7 +56,7 @@ class LatentAttentionLayer(nnx.Module):
         latent, shared = jnp.split(stored, [design.latent], axis=-1)
         latent, shared = self.kv_a_layernorm(latent), rotation.apply(shared[:, :, None], design.interleaved)
         own = lora and lora.at("kv_b_proj")
-        absorbed = None if cached is None else _Absorbed(self.kv_b_proj.kernel[...], design, own, len(x))
+        absorbed = None if cached is None else _Absorbed(self.kv_b_proj.weight[...].T, design, own, len(x))
         if absorbed is None:
             plain = plain.astype(jnp.float32)
             key, value = self._keys_and_values(latent, own)
@@ -78,7 +78,7 @@ class LatentAttentionLayer(nnx.Module):
         return self.o_proj(mixed.reshape(*x.shape[:2], -1), lora and lora.at("o_proj")), cached
 
     def _keys_and_values(self, latent: Hidden, lora: Lora | None) -> list[Float[Array, "batch tokens heads width"]]:
-        made = jnp.einsum("btl,lk->btk", latent, self.kv_b_proj.kernel[...], preferred_element_type=jnp.float32)
+        made = product(latent, self.kv_b_proj.weight[...], jnp.float32)
         made = made if lora is None else made + lora.delta(latent)
         return jnp.split(made.reshape(*made.shape[:2], self.design.heads, -1), [self.design.plain_dim], axis=-1)
 

@@ -96,7 +96,7 @@ def is_stacked(tensors: Mapping[str, np.ndarray]) -> bool:
 def stacked_shapes(model_config: "ModelConfig", base: Any, kind: Kind) -> Shapes:
     """Shapes of the arrays of a buffer in format 1."""
     tree = empty_adapter(model_config, base, kind).weights
-    return {name: array.shape for name, array in _flatten(tree).items()}
+    return dict(_in_format_1(name, array.shape) for name, array in _flatten(tree).items())
 
 
 def tree_of_stacked(model_config: "ModelConfig", base: Any, kind: Kind, tensors: Mapping[str, np.ndarray]) -> Tree:
@@ -109,12 +109,21 @@ def tree_of_stacked(model_config: "ModelConfig", base: Any, kind: Kind, tensors:
             node = node.setdefault(parent, {})
         node[name] = jnp.asarray(value)
     if kind.is_whole:
-        flat = [
-            (path, variable.replace(tree["base"][".".join(map(str, path))]))
-            for path, variable in nnx.to_flat_state(base)
-        ]
+        flat = []
+        for path, variable in nnx.to_flat_state(base):
+            own = ".".join(map(str, path))
+            name, _ = _in_format_1(own, variable.shape)
+            stored = tree["base"][name]
+            flat.append((path, variable.replace(stored if name == own else jnp.swapaxes(stored, -1, -2))))
         tree["base"] = nnx.from_flat_state(flat)
     return tree
+
+
+def _in_format_1(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Name and shape of an array in format 1, where weights of linear layers are transposed "kernels"."""
+    if not name.endswith(".weight"):
+        return name, shape
+    return name.removesuffix("weight") + "kernel", (*shape[:-2], shape[-1], shape[-2])
 
 
 def _flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
