@@ -24,7 +24,7 @@ def product(
     product itself if it is the weight. The barrier keeps XLA from swapping the operands.
     """
     leading = x.shape[:-1]
-    if math.prod(leading) > FEW_TOKENS:
+    if math.prod(leading) > FEW_TOKENS or jax.default_backend() != "cpu":
         return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
     turned = jnp.einsum("oi,ti->ot", weight, x.reshape(-1, x.shape[-1]), preferred_element_type=dtype)
     return jax.lax.optimization_barrier(turned).T.reshape(*leading, -1)
