@@ -183,7 +183,7 @@ class Sample(Operation):
     options: SamplingOptions = NO_OPTIONS
     num_samples: int = 1
     reports_progress: bool = False
-    """Report new tokens through `AbstractBackend.on_progress`. A backend may report none, as external engines do."""
+    """Report new tokens through `AbstractBackend.on_progress`. A backend may report none."""
     routing_key: str | None = None
     """Requests with equal keys, such as the turns of a conversation, share prefixes. With several engines, the router
     prefers to send them to the same engine, because its cache may have the prefix. The key has no influence on the

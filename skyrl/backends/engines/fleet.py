@@ -15,8 +15,9 @@ from functools import partial
 
 import uvloop
 
+from skyrl.backends.common.sampling.sampler import REPORT_S
 from skyrl.backends.engines.config import EngineOptions
-from skyrl.backends.engines.continuation import check_stamp, ended, is_whole, keep, rest_of, together
+from skyrl.backends.engines.continuation import check_stamp, ended, is_whole, keep, rest_of, together, unreported
 from skyrl.backends.engines.protocol import (
     Admitted,
     Drawn,
@@ -61,6 +62,7 @@ class Fleet:
         tidy: Called in the thread after each adapter load, with the names of all adapters on engines.
         check: Compares a version on an engine with ours, before its first sample there. Raises `Mismatch`.
         tell: Called in the thread with a ticket and its outcome.
+        report: Called in the thread with a ticket whose request reports progress, and its new tokens.
         changed: Called in the thread when an engine has joined, left, or failed to join.
         expects: Returns True for an engine that is started again if it does not answer. Samples wait for it.
     """
@@ -74,6 +76,7 @@ class Fleet:
         path: Callable[[str], str],
         tidy: Callable[[set[str]], None],
         tell: Callable[[Ticket, Outcome], None],
+        report: Callable[[Ticket, Drawn], None] = lambda ticket, drawn: None,
         check: Check | None = None,
         changed: Callable[[], None] = lambda: None,
         expects: Callable[[str], bool] = lambda name: False,
@@ -89,7 +92,7 @@ class Fleet:
         self._engines = {engine.name: engine for engine in engines}
         self._options = options
         self._admit, self._path, self._tidy = admit, path, tidy
-        self._tell, self._changed, self._expects = tell, changed, expects
+        self._tell, self._report, self._changed, self._expects = tell, report, changed, expects
         self._drawing: dict[str, asyncio.Task[None]] = {}
         """Tasks of running samples, by ticket id."""
         self._tickets: dict[str, Ticket] = {}
@@ -101,7 +104,7 @@ class Fleet:
         self._restore = restore
         self._checks = None if check is None else Checks(check, path, restore)
         self._tasks = Tasks()
-        self._pumping = False
+        self._pumping = self._reporting = False
         self._stop = asyncio.Event()
         self._loop = uvloop.new_event_loop()
         self._stranded = StrandedTickets(
@@ -305,6 +308,9 @@ class Fleet:
         for ticket in tickets:
             self._tickets[ticket.request.request_id] = ticket
             self.router.add(ticket)
+        if not self._reporting and any(ticket.request.reports_progress for ticket in tickets):
+            self._reporting = True
+            self._tasks.start(self._report_tokens())
         if not self._sleep.holds:
             self._stranded.look(tickets, self._servable)
         self._pump()
@@ -401,6 +407,15 @@ class Fleet:
             self.router.ended(ticket, len(drawn.tokens), drawn.cached)
             self._end(ticket, drawn)
         self._pump()
+
+    async def _report_tokens(self) -> None:
+        """Report new tokens of samples until there is no sample that wants it."""
+        while tickets := [ticket for ticket in self._tickets.values() if ticket.request.reports_progress]:
+            await asyncio.sleep(REPORT_S)
+            for ticket in tickets:
+                if (new := unreported(ticket, self.engines)) is not None:
+                    self._report(ticket, new)
+        self._reporting = False
 
     async def _pause(self, attempts: int) -> None:
         """Back off before a retry, if there have been at least as many failed attempts as there are engines in use."""

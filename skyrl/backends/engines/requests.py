@@ -15,7 +15,7 @@ from skyrl.backends.common.sampling.sequences import Job, Sequence
 from skyrl.backends.common.versions import Claim
 from skyrl.backends.engines.protocol import Draw, Drawn
 from skyrl.backends.engines.router import Ticket
-from skyrl.backends.operations import NO_OPTIONS, Sample
+from skyrl.backends.operations import NO_OPTIONS, Progress, Sample
 from skyrl.types import GeneratedSequence, SampleOutput
 from skyrl.utils.tokenizer import Tokenizer
 
@@ -37,6 +37,8 @@ class EngineRequest:
     """Its samples, with their indices, once submitted."""
     scores: SampleOutput | None = None
     """Scores of its prompt, once computed."""
+    shown: dict[Ticket, Sequence] = field(default_factory=dict)
+    """Reported tokens of its samples, if it reports progress."""
     hits: int | None = None
     """Prompt tokens found in the prefix cache for the sample that ended first; None until one has ended."""
 
@@ -68,6 +70,25 @@ class EngineRequest:
         self.job.finished[sequence.index] = GeneratedSequence(
             drawn.tokens, drawn.logprobs, reason, drawn.top, sequence.origins
         )
+
+    def progress(self, ticket: Ticket, drawn: Drawn, tokenizer: Tokenizer) -> Progress | None:
+        """Apply our own stopping rules to new tokens of a running sample.
+
+        Returns the tokens to report; None if there are none, because the sample has ended before.
+        """
+        index = self.tickets[ticket]
+        if ticket not in self.shown:
+            apart = dataclasses.replace(self.job, finished={})
+            self.shown[ticket] = Sequence(apart, index, tokenizer, [], [])
+        sequence = self.shown[ticket]
+        first = len(sequence.tokens)
+        for token, logprob in zip(drawn.tokens, drawn.logprobs, strict=True):
+            if sequence.job.finished or sequence.push(int(token), float(logprob)):
+                break
+        tokens, logprobs = sequence.tokens[first:], sequence.logprobs[first:]
+        if not tokens:
+            return None
+        return Progress(self.request_id, index, np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32))
 
     def output(self) -> SampleOutput:
         """The result, once all samples and any requested scores are complete."""

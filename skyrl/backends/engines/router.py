@@ -52,6 +52,8 @@ class Ticket:
     """Tokens delivered by previous engines."""
     pieces: list[Drawn] = field(default_factory=list)
     """Pieces received from the current engine."""
+    reported: int = 0
+    """Number of its tokens that were reported while it ran."""
     by_place: bool = True
     """True if all delivered tokens are from engines that derive randomness from seed and position."""
     passed_by: int = 0

@@ -38,7 +38,7 @@ from skyrl.backends.engines.reserved import ReservedEngine
 from skyrl.backends.engines.router import Ticket
 from skyrl.backends.engines.sync_check import SyncCheck
 from skyrl.backends.executor import failure
-from skyrl.backends.operations import Completion, Sample
+from skyrl.backends.operations import Completion, Progress, Sample
 from skyrl.backends.statistics import Statistics
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import BackendInfo, ErrorResponse, LoraConfig, Result, SampleOutput, SamplingParams
@@ -76,6 +76,7 @@ class EngineSampler(Generic[Version]):
         tokenizer: Tokenizer for stop strings.
         notify: Called from any thread when there may be work.
         base: Folder of the base model.
+        on_progress: Receives new tokens of requests with `reports_progress`.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class EngineSampler(Generic[Version]):
         tokenizer: Tokenizer,
         notify: Callable[[], None],
         base: Path,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
     ):
         self._launcher = None
         if options.launch is not None:
@@ -97,7 +99,7 @@ class EngineSampler(Generic[Version]):
             self._launcher = Launcher(options.launch, folder.with_name(f"{folder.name}.engines"))
             self._launcher.start()
         self._options, self._own, self._versions, self._exports = options, own, versions, exports
-        self._tokenizer, self._notify = tokenizer, notify
+        self._tokenizer, self._notify, self._on_progress = tokenizer, notify, on_progress
         self._requests: dict[str, EngineRequest] = {}
         """Requests that engines draw, or will draw."""
         self._unread: dict[str, EngineRequest] = {}
@@ -125,6 +127,7 @@ class EngineSampler(Generic[Version]):
             restore=self._restore,
             tidy=exports.folder.shed,
             tell=lambda ticket, outcome: self._hear(partial(self._take_in, ticket, outcome)),
+            report=lambda ticket, drawn: self._hear(partial(self._pass_on, ticket, drawn)),
             changed=lambda: self._hear(self._look_at_engines),
             expects=lambda name: self._launcher is not None and self._launcher.expects(name),
         )
@@ -349,6 +352,15 @@ class EngineSampler(Generic[Version]):
             return self._complete_if_done(request)
         self._gone = self._gone or isinstance(outcome, NoEngine)
         return self._move_here(request, outcome)
+
+    def _pass_on(self, ticket: Ticket, drawn: Drawn) -> list[Completion]:
+        """Report new tokens of a sample."""
+        request = self._requests.get(ticket.request.request_id.rpartition("/")[0])
+        if request is None or ticket not in request.tickets:
+            return []
+        if (progress := request.progress(ticket, drawn, self._tokenizer)) is not None:
+            self._on_progress(progress)
+        return []
 
     def _look_at_engines(self) -> list[Completion]:
         """Handle the news that an engine has joined or left."""

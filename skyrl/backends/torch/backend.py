@@ -238,6 +238,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             self.tokenizer,
             self.notify,
             self._computed,
+            lambda progress: self.on_progress(progress),
         )
 
     def _with_command(self, options: EngineOptions) -> EngineOptions:

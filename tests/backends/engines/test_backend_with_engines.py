@@ -16,6 +16,7 @@ from skyrl.backends.operations import (
     ForwardBackward,
     Operation,
     OptimStep,
+    Progress,
     Publish,
     Sample,
 )
@@ -127,6 +128,25 @@ def test_samples_are_drawn_by_the_engine_from_the_version_that_was_asked_for(bac
         for sequence in result.sequences:
             assert sequence.origins == (Origin(0, name, base_id(model), process.url),)
     assert process.ask()["drawn"] - before >= 2 * len(names)
+
+
+def test_tokens_are_reported_while_an_engine_draws_them(model, process, tmp_path):
+    """Up to the stop that our own rules find."""
+    process.anew(token_s=0.05)
+    with opened(model, tmp_path / "engines", process) as backend:
+        (free,) = done(backend, sample(None))
+        stop = free.sequences[0].tokens.tolist()[8]
+        reports: list[Progress] = []
+        backend.on_progress = reports.append
+        (result,) = done(backend, sample(None, reports_progress=True, params={"stop": [stop]}))
+    for number, sequence in enumerate(result.sequences):
+        parts = [report for report in reports if report.number == number]
+        assert len(parts) > 2
+        tokens, logprobs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "logprobs"))
+        assert len(tokens) > 3
+        np.testing.assert_array_equal(tokens, sequence.tokens[: len(tokens)])
+        np.testing.assert_array_equal(logprobs, sequence.logprobs[: len(tokens)])
+    assert result.sequences[0].tokens.tolist()[-1] == stop
 
 
 def test_what_is_drawn_depends_on_seed_and_number_alone(backend):
