@@ -3,6 +3,7 @@
 Run: `python benchmarks/bench_stop.py`. The phases are those of `tests/stopping.py`. Prints one JSON line per phase.
 """
 
+import argparse
 import signal
 import sys
 import tempfile
@@ -18,6 +19,7 @@ NUMBERS = signal.SIGTERM, signal.SIGINT
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for phase, start in PHASES.items():
         seconds = {}
         for number in NUMBERS:

@@ -7,7 +7,7 @@ a new seed, because random numbers must not be used twice.
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -104,17 +104,16 @@ def keep(ticket: Ticket, name: str, admitted: Admitted) -> None:
         ticket.delivered = together([ticket.delivered, sent] if ticket.delivered else [sent])
 
 
-def unreported(ticket: Ticket, engines: Mapping[str, Admitted]) -> Drawn | None:
+def unreported(ticket: Ticket, name: str, admitted: Admitted) -> Drawn | None:
     """Return the tokens of a running sample that were not reported yet, which then count as reported; None: none.
 
     A sample that restarts on another engine reports no token twice. Tokens from other weights are not reported.
     """
     if ticket.pieces:
         ticket.pieces[:] = [together(ticket.pieces)]  # few pieces, however long the sample is
-        name = ticket.pieces[0].origins[0].engine or ""
         try:
-            check_stamp(ticket.pieces[0], ticket, name, engines[name])
-        except (EngineDown, KeyError):  # the sample will fail, or its engine is lost
+            check_stamp(ticket.pieces[0], ticket, name, admitted)
+        except EngineDown:  # the sample will fail on this engine
             return None
     if not (sent := [piece for piece in (ticket.delivered, *ticket.pieces) if piece is not None]):
         return None

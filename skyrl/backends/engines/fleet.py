@@ -410,10 +410,12 @@ class Fleet:
 
     async def _report_tokens(self) -> None:
         """Report new tokens of samples until there is no sample that wants it."""
-        while tickets := [ticket for ticket in self._tickets.values() if ticket.request.reports_progress]:
+        while any(ticket.request.reports_progress for ticket in self._tickets.values()):
             await asyncio.sleep(REPORT_S)
-            for ticket in tickets:
-                if (new := unreported(ticket, self.engines)) is not None:
+            for ticket, name in self.router.running:
+                if not ticket.request.reports_progress:
+                    continue
+                if (new := unreported(ticket, name, self.engines[name])) is not None:
                     self._report(ticket, new)
         self._reporting = False
 

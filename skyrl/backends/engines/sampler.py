@@ -401,7 +401,9 @@ class EngineSampler(Generic[Version]):
         why = GONE if kind is NoEngine else REASONS.get(kind, "engines fail at them, as errors above say")
         try:
             # under the claim's version name: the version may have been dropped meanwhile
-            self._sample_here(dataclasses.replace(asked, version=request.claim.version), why)
+            reports = asked.reports_progress and not request.shown  # no token is reported twice
+            moved = dataclasses.replace(asked, version=request.claim.version, reports_progress=reports)
+            self._sample_here(moved, why)
         except RequestError as own:
             log.error("request %s: %s; it cannot be drawn here: %s", request.request_id, error, own)
             if isinstance(error, RequestError):

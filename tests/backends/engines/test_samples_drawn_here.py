@@ -8,7 +8,7 @@ import pytest
 
 from skyrl.backends.base_id import base_id
 from skyrl.backends.engines import fleet as fleet_module
-from skyrl.backends.operations import Publish
+from skyrl.backends.operations import Progress, Publish
 from skyrl.backends.torch import TorchBackend
 from skyrl.types import ErrorResponse, Origin, SamplingOptions
 from tests.backends.engines.test_backend_with_engines import check, done, opened, sample, train
@@ -28,7 +28,7 @@ def publish(backend: TorchBackend, *names: str, path: str | None = None) -> None
         done(backend, Publish(request_id=f"publish {name}", model_id=name, version=name, path=path))
 
 
-def check_here(backend: TorchBackend, model: Path, version: str, result: Any) -> None:
+def check_here(backend: TorchBackend, model: Path, version: str | None, result: Any) -> None:
     check(backend, version, result)
     assert {sequence.origins for sequence in result.sequences} == {(Origin(0, version, base_id(model), None),)}
 
@@ -54,6 +54,24 @@ def test_samples_of_an_engine_that_stays_away_are_drawn_here(model, process, tmp
             backend.step()
         (result,) = done(backend, sample("one"))
         assert {one.origins[0].engine for one in result.sequences} == {process.url}
+
+
+def test_no_token_is_reported_twice_if_the_engine_ends_in_mid_sample(model, process, tmp_path):
+    process.anew(token_s=0.05)
+    with opened(model, tmp_path / "e", process, absent_timeout_s=0.3) as backend:
+        reports: list[Progress] = []
+
+        def note(report: Progress) -> None:
+            reports.append(report)
+            process.kill()
+
+        backend.on_progress = note
+        (result,) = done(backend, sample(None, reports_progress=True))
+        check_here(backend, model, None, result)
+        assert reports
+        for number, sequence in enumerate(result.sequences):
+            assert sum(len(one.tokens) for one in reports if one.number == number) < len(sequence.tokens)
+    process.anew()
 
 
 def test_a_sample_that_the_engine_does_not_take_is_drawn_here(model, process, tmp_path, caplog):
