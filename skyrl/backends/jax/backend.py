@@ -239,8 +239,13 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             chunked_prefill=config.chunked_prefill,
             on_progress=lambda progress: self.on_progress(progress),
         )
-        warm_up = by_turns(self._passes.warm_up(), self.sampler.warm_up())
-        self._warm_up = warm_up if config.warm_up and not config.enforce_eager else iter(())
+        self._warm_up: Iterator[Any] = iter(())
+        if config.warm_up and not config.enforce_eager:
+            progress("compiling programs for a first sample, or reading them from the cache")
+            sampling = self.sampler.warm_up()
+            with self._computing():
+                next((ready for ready in sampling if ready), None)
+            self._warm_up = by_turns(self._passes.warm_up(), sampling)
 
     # -- hooks of the executor ----------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ Version = TypeVar("Version")
 
 STEPS_WHILE_READING = 2
 """Maximum decode steps of a burst while prompts are in prefill or wait to start samples."""
-REPORT_S = 0.02
+REPORT_S = 0.05
 """Minimum seconds between two reports of a sequence's new tokens. A report costs as much as many tokens, with all that
 is done for it up to the client."""
 

@@ -205,45 +205,58 @@ class JaxRunner(ModelRunner[Adapter]):
 
     # -- start --------------------------------------------------------------------------------------------------------
 
-    def warm_up(self) -> Iterator[int]:
+    def warm_up(self) -> Iterator[bool]:
         """Compile the programs of sampling on the scratch page, except those for decoding with penalties.
 
-        The first request with a penalty waits for its program. Yields the number of compiled programs after each step.
+        The first request with a penalty waits for its program. Yields, after each program, whether those of a sample of
+        a short prompt are ready, which are the first.
         """
         programs, start = self._programs, time.monotonic()
         while self._make_one():
-            yield self.compiled
+            yield False
         kinds = (1,) if self._deterministic else (1, SLOTS)
         banks = [None, *(programs.empty_bank(self._zero, slots=slots) for slots in kinds)]
         table = np.full(self._blocks, SCRATCH, np.int32)
-        blocks: list[jax.Array] = []
-        for adapter in (self._zero, None):
-            for chunk in self.chunks:
-                tokens, where = np.zeros(chunk, np.int32), (np.int32(0), np.int32(chunk), np.int32(SCRATCH))
-                self._pool, blocks = programs.prefill(self._base, adapter, self._pool, table, tokens, *where)
-                yield self.compiled
-        for bank in banks[1:]:
-            programs.write_slot(jax.tree.map(jnp.copy, bank), np.int32(0), self._zero)
-            yield self.compiled
-        for count in self.row_counts or ():
-            for bank in reversed(banks):  # one row too: others of its group may be decoded apart for their options
-                idle = Rows.idle(count, self._blocks, options=True)
-                self._pool, _ = programs.decode(self._base, bank, self._pool, idle, np.int32(0))
-                yield self.compiled
+
+        def decode(count: int, bank: Adapter | None) -> None:
+            idle = Rows.idle(count, self._blocks, options=True)
+            self._pool, _ = programs.decode(self._base, bank, self._pool, idle, np.int32(0))
+
+        def prefill(chunk: int, adapter: Adapter | None) -> list[jax.Array]:
+            tokens, where = np.zeros(chunk, np.int32), (np.int32(0), np.int32(chunk), np.int32(SCRATCH))
+            self._pool, blocks = programs.prefill(self._base, adapter, self._pool, table, tokens, *where)
+            return blocks
+
         for size in COPIES:
             self.copy_pages([(SCRATCH, SCRATCH)] * size)
         if self.state_bytes:
             self.copy_states([(SCRATCH, SCRATCH)])
-        yield self.compiled
+        yield False
+        for adapter, bank in zip((None, self._zero), banks, strict=False):
+            blocks = prefill(self.chunks[0], adapter)
+            yield False
+            decode(self.row_counts[0], bank)
+            yield False
+        for bank in banks[1:]:
+            programs.write_slot(jax.tree.map(jnp.copy, bank), np.int32(0), self._zero)
+            yield True
+        for adapter in (self._zero, None):
+            for chunk in self.chunks[1:]:
+                blocks = prefill(chunk, adapter)
+                yield True
+        for count in self.row_counts or ():
+            for bank in reversed(banks):  # one row too: others of its group may be decoded apart for their options
+                decode(count, bank)
+                yield True
         for adapter in (self._zero, None):
             logits = programs.project(self._base, adapter, blocks[0])
-            yield self.compiled
+            yield True
         for width in TARGET_WIDTHS:
             programs.pick(logits, np.zeros((SCORED_AT_ONCE, width), np.int32))
-            yield self.compiled
+            yield True
         for k in {top_width(width, self.vocab_size) for width in TOP_WIDTHS}:
             programs.best(logits, k=k)
-            yield self.compiled
+            yield True
         programs.alternatives(logits, np.zeros(2, np.uint32), np.int32(0), np.int32(0), np.float32(1))
-        yield self.compiled
+        yield True
         log.info("all %d programs of sampling are ready, after %.1f s", self.compiled, time.monotonic() - start)
