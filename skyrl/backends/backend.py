@@ -136,6 +136,10 @@ class AbstractBackend(ABC):
         """Return True if the model exists and is fully trained, so its files are large."""
         return False
 
+    def prepare_first(self) -> None:
+        """Prepare for a first request. Call before any."""
+        return
+
     def prepare(self) -> bool:
         """Do one step of the preparation for later requests. Call when idle. Returns False if nothing is left to do."""
         return False

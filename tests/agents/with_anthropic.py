@@ -51,7 +51,7 @@ def errors(given: SimpleNamespace) -> None:
     messages = client_of(given).messages
     request = {"model": given.model, "messages": HELLO, **GREEDY}
     rejected(anthropic.NotFoundError, lambda: messages.create(**request | {"model": "claude"}))
-    for name, value in (("max_tokens", 10_000), ("tool_choice", {"type": "any"}), ("thinking", {"type": "enabled"})):
+    for name, value in (("max_tokens", 100_000), ("tool_choice", {"type": "any"}), ("thinking", {"type": "enabled"})):
         bad = request | {"tools": [TOOL], name: value}
         assert name in str(rejected(anthropic.BadRequestError, lambda bad=bad: messages.create(**bad)))
 

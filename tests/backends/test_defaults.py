@@ -41,8 +41,13 @@ def test_products_are_exact_where_base_weights_are_float32(platform, exact, aske
     assert on(platform, exact, matmul_precision=asked).matmul_precision == used
 
 
-def test_a_cpu_has_small_micro_batches_a_small_cache_and_few_rows():
-    assert on("cpu", left=10**15)[1:4] == (512, 2 * GIB, 32)
+def test_a_cpu_has_small_micro_batches_and_a_small_cache():
+    assert on("cpu", left=10**15)[1:3] == (512, 2 * GIB)
+
+
+@pytest.mark.parametrize(("kib", "rows"), [(1, 128), (32, 128), (33, 64), (64, 64), (256, 32)])
+def test_rows_on_a_cpu_follow_from_the_size_of_keys_and_values(kib, rows):
+    assert on("cpu", token=kib * 1024).rows == rows
 
 
 def test_an_accelerators_cache_is_a_share_of_what_base_weights_leave():

@@ -174,6 +174,20 @@ def test_a_stack_of_models_gives_each_what_it_gets_alone(backend, models):
         assert_close(backend.accumulated_grads[name], alone[name][1])
 
 
+@pytest.mark.full
+def test_incomplete_stacks_on_a_cpu_need_no_idle_tile(tiny_model):
+    """Three small tiles are computed one by one, without a program for four."""
+    backend, names = opened(tiny_model), ["a", "b", "c"]
+    for name in ("before", *names):
+        create(backend, name)
+    forward_backward(backend, [random_datum(5)], "before")
+    programs = backend._programs.compiled
+    results, most = run_all(backend, [a_pass(name, [random_datum(5)]) for name in names])
+    assert most == len(results) == 3
+    assert backend._programs.compiled == programs
+    backend.close()
+
+
 def trained(backend, names, steps: int, data) -> tuple[list, list]:
     """Losses and weights of the first model after some steps that all models take side by side."""
     for i, name in enumerate(names):

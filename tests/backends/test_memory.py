@@ -98,6 +98,7 @@ def test_calls_with_several_tiles_are_those_that_memory_has_room_for():
     assert choose_stacks(10**9, 100) == STACKS
     assert choose_stacks(3 * 4 * 100, 100) == (1, 4)
     assert choose_stacks(0, 100) == (1,)
+    assert choose_stacks(10**9, 100, most=15) == (1, 4)
 
 
 @pytest.mark.full

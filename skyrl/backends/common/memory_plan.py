@@ -12,6 +12,8 @@ from skyrl.utils.machine import host_memory
 
 T = TypeVar("T")
 
+Device = Literal["host", "accelerator"]
+
 GIB = 2**30
 
 KEPT_FREE = 0.1
@@ -39,14 +41,13 @@ published versions."""
 CPU_CACHE = 2 * GIB
 """Bytes of the KV cache on a CPU."""
 
-FEWEST_ROWS, MOST_ROWS = 32, 256
+FEWEST_ROWS = 32
+MOST_ROWS: dict[Device, int] = {"host": 128, "accelerator": 256}
 """Bounds of the decode batch size. Smaller batches read the same weights in each step; larger batches need more memory
-for float32 logits."""
+for float32 logits, and new requests wait longer for a step to end."""
 
 ROW_TOKENS = 512
 """Desired tokens of KV cache per row."""
-
-Device = Literal["host", "accelerator"]
 
 
 class SharedDevice(NamedTuple):
@@ -231,17 +232,17 @@ def default_cache(device: Device, left: int) -> int:
     return CPU_CACHE if device == "host" else int(max(left, 0) * CACHE_SHARE)
 
 
-def default_rows(device: Device, cache: int, row_bytes: int, most: int = MOST_ROWS) -> int:
+def default_rows(device: Device, cache: int, row_bytes: int, most: int = 0) -> int:
     """Sequences to decode at once if no number is configured.
 
     Args:
         device: Kind of the device.
         cache: Bytes of KV cache.
         row_bytes: Desired bytes of cache per sequence.
-        most: Maximum.
+        most: Maximum; 0: none of its own.
     """
-    rows = FEWEST_ROWS
-    while device == "accelerator" and 2 * rows <= min(most, MOST_ROWS) and 2 * rows * row_bytes <= cache:
+    rows, most = FEWEST_ROWS, min(most or MOST_ROWS[device], MOST_ROWS[device])
+    while 2 * rows <= most and 2 * rows * row_bytes <= cache:
         rows *= 2
     return rows
 

@@ -239,19 +239,19 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             chunked_prefill=config.chunked_prefill,
             on_progress=lambda progress: self.on_progress(progress),
         )
-        self._warm_up: Iterator[Any] = iter(())
-        if config.warm_up and not config.enforce_eager:
-            progress("compiling programs for a first sample, or reading them from the cache")
-            sampling = self.sampler.warm_up()
-            with self._computing():
-                next((ready for ready in sampling if ready), None)
-            self._warm_up = by_turns(self._passes.warm_up(), sampling)
+        warm_up = config.warm_up and not config.enforce_eager
+        self._sampling_warm_up = self.sampler.warm_up() if warm_up else iter(())
+        self._warm_up = by_turns(self._passes.warm_up(), self._sampling_warm_up) if warm_up else iter(())
 
     # -- hooks of the executor ----------------------------------------------------------------------------------------
 
     def step(self):
         with self._computing():
             return super().step()
+
+    def prepare_first(self) -> None:
+        with self._computing():
+            next((ready for ready in self._sampling_warm_up if ready), None)
 
     def prepare(self) -> bool:
         with self._computing():

@@ -6,7 +6,7 @@ sizes and have not been measured; `benchmarks/accelerator.py` measures them.
 
 from typing import Literal, NamedTuple
 
-from skyrl.backends.common.memory_plan import GIB, MOST_ROWS, ROW_TOKENS, Device, default_cache, default_rows
+from skyrl.backends.common.memory_plan import GIB, ROW_TOKENS, Device, default_cache, default_rows
 from skyrl.backends.jax.config import JaxBackendConfig
 
 Precision = Literal["default", "high", "highest"]
@@ -64,7 +64,7 @@ def resolved(
     cache = int(config.kv_cache_gib * GIB) or default_cache(device, left)
     cache = cache if room is None else min(cache, room)
     row_bytes = ROW_TOKENS * token_bytes + 2 * state_bytes  # the state of its prompt is stored too
-    rows = default_rows(device, cache, row_bytes, config.sample_max_num_batched_tokens or MOST_ROWS)
+    rows = default_rows(device, cache, row_bytes, config.sample_max_num_batched_tokens)
     return Defaults(
         matmul_precision=automatic if config.matmul_precision == "auto" else config.matmul_precision,
         tile_tokens=config.train_tile_tokens or (CPU_TILE if on_host else ACCELERATOR_TILE),

@@ -22,6 +22,9 @@ MODES: tuple[Mode, ...] = (False, "selective", True)
 STACKS = (1, 4, 16)
 """Possible numbers of tiles in a call, ascending."""
 
+TOGETHER_ON_CPU = 128
+"""Maximum tokens of a call with several tiles on a CPU. A larger call takes as long as a call for each tile."""
+
 COPIES_OF_A_STACK = 3
 """Copies of each adapter in a call with several tiles: in the stack, in the stack's gradients, and in its own
 gradients."""
@@ -78,14 +81,20 @@ def choose_modes(
     return modes, most
 
 
-def choose_stacks(room: int, adapter: int) -> tuple[int, ...]:
+def tokens_together(tile_tokens: int) -> int:
+    """Maximum tokens of a call with several tiles. `tile_tokens`: tokens of a full tile."""
+    return min(tile_tokens, TOGETHER_ON_CPU) if jax.default_backend() == "cpu" else tile_tokens
+
+
+def choose_stacks(room: int, adapter: int, most: int = STACKS[-1]) -> tuple[int, ...]:
     """Choose the numbers of tiles per call that fit into `room` bytes, in addition to the memory of a single tile.
 
     Args:
         room: Available bytes.
         adapter: Bytes of the largest adapter's weights.
+        most: Maximum number.
     """
-    return tuple(stack for stack in STACKS if stack == 1 or stack_bytes(stack, adapter) <= room)
+    return tuple(stack for stack in STACKS if stack == 1 or (stack <= most and stack_bytes(stack, adapter) <= room))
 
 
 def stack_bytes(stack: int, adapter: int) -> int:

@@ -128,7 +128,8 @@ class TorchBackendConfig(BaseModel):
     takes a minute at startup."""
 
     sample_max_num_sequences: int = Field(default=0, ge=0)
-    """Maximum sequences decoded at once. 0: 32 on CPU, 32 to 256 on an accelerator, depending on the KV cache."""
+    """Maximum sequences decoded at once. 0: one for each 512 tokens of the KV cache, from 32 to 128 on
+    CPU, to 256 on an accelerator."""
 
     sample_max_num_batched_tokens: int = Field(default=0, ge=0)
     """Maximum tokens per call of the sampler, at least 32. A call processes tokens of prompts, or one token for each

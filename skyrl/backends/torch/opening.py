@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from skyrl.backends.common.memory_plan import GIB, MOST_ROWS
+from skyrl.backends.common.memory_plan import GIB
 from skyrl.backends.torch.base_model.base_weights import ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions
 from skyrl.backends.torch.base_model.memory import MemoryOptions
@@ -67,7 +67,7 @@ def worker_options(config: TorchBackendConfig, folder: Path) -> WorkerOptions:
         int(config.memory_limit_gib * GIB),
         int(config.kv_cache_gib * GIB),
         config.sample_max_num_sequences,
-        config.sample_max_num_batched_tokens or MOST_ROWS,
+        config.sample_max_num_batched_tokens,
         config.max_context_length,
         config.train_tile_tokens,
         config.max_lora_rank,

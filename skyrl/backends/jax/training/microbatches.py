@@ -1,7 +1,9 @@
 """Training passes tile by tile: the work of a pass, calls with several tiles, and their results.
 
 Tiles of several models with equal length and rank are stacked up to the size of one full tile, so many small requests
-cost as much as one large request. A stack has one of a few sizes; unused places are filled with an idle tile.
+cost as much as one large request. A stack has one of a few sizes. On an accelerator, unused places are filled with an
+idle tile. On a CPU, where an idle tile costs as much as another, only the smallest tiles are stacked, and the rest of
+an incomplete stack is computed one by one.
 """
 
 import logging
@@ -17,6 +19,7 @@ from skyrl.backends.common.adamw import AdamScalars
 from skyrl.backends.common.packing import WIDE, TileArrays, TileShape, idle_tile, make_tiles
 from skyrl.backends.common.pass_output import PassOutput, PassOutputs
 from skyrl.backends.executor import Quantum
+from skyrl.backends.jax.memory_plan import tokens_together
 from skyrl.backends.jax.models.padding import padded
 from skyrl.backends.jax.models.state import ModelState, Tree, zeros_like
 from skyrl.backends.jax.training.programs import TrainingPrograms, abstract_tile
@@ -129,21 +132,31 @@ class Passes:
 
     def _stacks_of(self, length: int, width: int) -> list[int]:
         """Possible numbers of tiles of this shape in one call, ascending."""
-        room = self._shape.tokens // length if width == 1 else 1
+        room = tokens_together(self._shape.tokens) // length if width == 1 else 1
         return [stack for stack in self._stacks if stack == 1 or stack <= room]
 
     def compute(self, works: list[TileWork]) -> list[Computed]:
         """Compute tiles that share one kind but may belong to different models. Returns when all are complete."""
         first = works[0]
-        forward, forward_backward = self._programs.of(first.objective, first.tenant)
         if first.forward_only:
+            forward, _ = self._programs.of(first.objective, first.tenant)
             return [(jax.device_get(forward(self._base, first.adapter, first.arrays)), None)]
-        missing = next(stack for stack in self._stacks if stack >= len(works)) - len(works)
-        idle = [idle_tile(*first.arrays.targets.shape)] * missing
-        adapters = tuple([work.adapter for work in works] + [first.adapter] * missing)
-        tiles = tuple([work.arrays for work in works] + idle)
-        results = jax.block_until_ready(forward_backward(self._base, adapters, tiles))
-        return [(jax.device_get(output), gradients) for output, gradients in results[: len(works)]]
+        _, forward_backward = self._programs.of(first.objective, first.tenant)
+        computed: list[Computed] = []
+        while left := works[len(computed) :]:
+            size = self._tiles_of_call(len(left))
+            some, missing = left[:size], max(0, size - len(left))
+            adapters = tuple([work.adapter for work in some] + [first.adapter] * missing)
+            tiles = tuple([work.arrays for work in some] + [idle_tile(*first.arrays.targets.shape)] * missing)
+            results = jax.block_until_ready(forward_backward(self._base, adapters, tiles))
+            computed += [(jax.device_get(output), gradients) for output, gradients in results[: len(some)]]
+        return computed
+
+    def _tiles_of_call(self, left: int) -> int:
+        """Number of tiles of the next call, with idle ones, if `left` are to be computed."""
+        if jax.default_backend() == "cpu":
+            return max(stack for stack in self._stacks if stack <= left)
+        return next(stack for stack in self._stacks if stack >= left)
 
     def warm_up(self) -> Iterator[None]:
         """Compile, one at a time, every program that a request may need, the most frequently used first."""

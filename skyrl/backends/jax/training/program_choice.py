@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from skyrl.backends.common.memory_plan import COPIES, GIB, KEPT_FREE, NEW_IN_A_STEP, Device, Plan, first_fitting
-from skyrl.backends.common.packing import TileShape
+from skyrl.backends.common.packing import SHORTEST_TILE, TileShape
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.defaults import Defaults, resolved
 from skyrl.backends.jax.memory_plan import (
@@ -20,6 +20,7 @@ from skyrl.backends.jax.memory_plan import (
     choose_stacks,
     memory_limit,
     stack_bytes,
+    tokens_together,
 )
 from skyrl.backends.jax.training.programs import TrainingPrograms
 from skyrl.errors import RequestError
@@ -106,7 +107,7 @@ def planned(
         return *choose_modes(asked, shape.lengths(longest), typical, room, training_bytes, measures), longest
 
     modes, taken, longest = first_fitting(map(choice, lengths), lambda choice: choice[1] <= room)
-    stacks = choose_stacks(room - taken, widest_bytes)
+    stacks = choose_stacks(room - taken, widest_bytes, tokens_together(shape.tokens) // SHORTEST_TILE)
     calls = taken + stack_bytes(stacks[-1], widest_bytes), NEW_IN_A_STEP * widest_bytes
     plan = plan._replace(training=max(calls))
     plan.check(SMALLER_CALLS, f"a training call of {longest} tokens")

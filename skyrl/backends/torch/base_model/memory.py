@@ -18,7 +18,6 @@ from skyrl.backends.common.memory_plan import (
     COPIES,
     CPU_CACHE,
     KEPT_FREE,
-    MOST_ROWS,
     NEW_IN_A_STEP,
     ROW_TOKENS,
     Device,
@@ -69,8 +68,8 @@ class MemoryOptions:
     """Maximum bytes of KV cache; 0: planned."""
     rows: int = 0
     """Maximum sequences decoded at once; 0: planned."""
-    most_rows: int = MOST_ROWS
-    """Maximum planned value of `rows`."""
+    most_rows: int = 0
+    """Maximum planned value of `rows`; 0: none of its own."""
     max_context_length: int = 0
     """Configured length of the longest sequence in tokens; 0: planned."""
     tile_tokens: int = 0
