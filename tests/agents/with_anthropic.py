@@ -48,7 +48,7 @@ def tools(given: SimpleNamespace) -> None:
 
 def errors(given: SimpleNamespace) -> None:
     """An unknown model is NotFoundError. A parameter that cannot be served is BadRequestError with its name."""
-    messages = client_of(given).messages
+    messages = client_of(given, timeout=600).messages  # else the client refuses many tokens without a stream
     request = {"model": given.model, "messages": HELLO, **GREEDY}
     rejected(anthropic.NotFoundError, lambda: messages.create(**request | {"model": "claude"}))
     for name, value in (("max_tokens", 100_000), ("tool_choice", {"type": "any"}), ("thinking", {"type": "enabled"})):
