@@ -37,9 +37,17 @@ EIGHT = Case("8 adapters, 2 x 256 each", [[256] * 2] * 8)
 MIXED = Case("64 sequences of 16 to 512", [LENGTHS], ("tiny",))
 EQUAL = Case(f"{ROWS} x 256, as many tokens", [[256] * ROWS], ("tiny",))
 AVERAGE = Case(f"64 x {MEAN}, as many tokens", [[MEAN] * 64], ("tiny",))
+CROWDS = [
+    (
+        Case(f"{count} adapters, 1 x {length} each", [[length]] * count, ("tiny",)),
+        Case(f"1 adapter, 1 x {length}", [[length]], ("tiny",)),
+    )
+    for count, length in ((7, 512), (5, 128), (7, 32))
+]
+"""Numbers of adapters that fill no stack, and one of them."""
 
-CASES = [ONE, EIGHT, MIXED, EQUAL, AVERAGE]
-COMPARED = [(EIGHT, ONE), (MIXED, EQUAL), (MIXED, AVERAGE)]
+CASES = [ONE, EIGHT, MIXED, EQUAL, AVERAGE, *(case for pair in CROWDS for case in pair)]
+COMPARED = [(EIGHT, ONE), (MIXED, EQUAL), (MIXED, AVERAGE), *CROWDS]
 
 
 def steps(trainers, batches, count: int) -> float:
@@ -83,9 +91,9 @@ def rates(model: str, cases: list[Case], rounds: int, seconds: float) -> tuple[d
         return found, max(peak, peak_flops())
 
 
-def main(models: list[str], rounds: int, seconds: float) -> None:
+def main(models: list[str], parts: list[str], rounds: int, seconds: float) -> None:
     for model in models:
-        cases = [case for case in CASES if model in case.models]
+        cases = [case for case in CASES if model in case.models and any(part in case.name for part in parts)]
         found, peak = rates(model, cases, rounds, seconds)
         for case in cases:
             rate = statistics.median(found[case.name])
@@ -102,7 +110,7 @@ def main(models: list[str], rounds: int, seconds: float) -> None:
                 fraction_of_peak=round(work * rate / peak, 3),
             )
         for case, other in COMPARED:
-            if case in cases:
+            if case in cases and other in cases:
                 pairs = zip(found[case.name], found[other.name], strict=True)
                 ratios = sorted(one / another for one, another in pairs)
                 emit(
@@ -119,8 +127,9 @@ def main(models: list[str], rounds: int, seconds: float) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=[""], help="parts of the names of cases")
     parser.add_argument("--models", nargs="+", choices=sorted(flops.SHAPES), default=["tiny", "medium"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="of a case in a round, about; two steps at least")
     arguments = parser.parse_args()
-    main(arguments.models, arguments.rounds, arguments.seconds)
+    main(arguments.models, arguments.cases, arguments.rounds, arguments.seconds)

@@ -118,8 +118,8 @@ def test_xla_flags_have_the_last_word_on_options_that_they_name(monkeypatch):
 COMPILES = """
 import jax
 from skyrl.backends.jax import backend
-loading.CACHE_BYTES = 2**20
-loading.keep_compiled_programs()
+backend.CACHE_BYTES = 2**20
+backend.keep_compiled_programs()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.jit(lambda x: x * 3 + 1)(2.0).block_until_ready()
 """

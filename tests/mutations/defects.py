@@ -244,7 +244,7 @@ DEFECTS = [
         "models in one call get the gradients of each other",
         "tests/backends/test_jax_tenants.py::test_a_stack_of_models_gives_each_what_it_gets_alone",
         "skyrl/backends/jax/training/microbatches.py",
-        "for output, gradients in results[: len(works)]]",
+        "for output, gradients in results[: len(some)]]",
         "for output, gradients in results[len(works) - 1 :: -1]]",
     ),
     Defect(

@@ -216,7 +216,9 @@ class JaxRunner(ModelRunner[Adapter]):
             yield False
         kinds = (1,) if self._deterministic else (1, SLOTS)
         banks = [None, *(programs.empty_bank(self._zero, slots=slots) for slots in kinds)]
-        table = np.full(self._blocks, SCRATCH, np.int32)
+        table, counts = np.full(self._blocks, SCRATCH, np.int32), self.row_counts
+        blocks: list[jax.Array] = []
+        assert counts is not None
 
         def decode(count: int, bank: Adapter | None) -> None:
             idle = Rows.idle(count, self._blocks, options=True)
@@ -235,7 +237,7 @@ class JaxRunner(ModelRunner[Adapter]):
         for adapter, bank in zip((None, self._zero), banks, strict=False):
             blocks = prefill(self.chunks[0], adapter)
             yield False
-            decode(self.row_counts[0], bank)
+            decode(counts[0], bank)
             yield False
         for bank in banks[1:]:
             programs.write_slot(jax.tree.map(jnp.copy, bank), np.int32(0), self._zero)
@@ -244,7 +246,7 @@ class JaxRunner(ModelRunner[Adapter]):
             for chunk in self.chunks[1:]:
                 blocks = prefill(chunk, adapter)
                 yield True
-        for count in self.row_counts or ():
+        for count in counts:
             for bank in reversed(banks):  # one row too: others of its group may be decoded apart for their options
                 decode(count, bank)
                 yield True
