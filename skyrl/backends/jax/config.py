@@ -120,7 +120,7 @@ class JaxBackendConfig(BaseModel):
     """Make results of training and sampling bit-identical whatever else is running."""
 
     warm_up: bool = True
-    """Compile all programs of training and sampling ahead of time, while the server is idle."""
+    """Compile the programs of a first sample before the server is ready, and all others while it is idle."""
 
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that a restart need not compile again."""
