@@ -188,6 +188,26 @@ def test_incomplete_stacks_on_a_cpu_need_no_idle_tile(tiny_model):
     backend.close()
 
 
+@pytest.mark.full
+def test_idle_tiles_of_an_incomplete_stack_change_nothing(backend, monkeypatch):
+    """Accelerators compute three small tiles together with an idle one."""
+    names = ["a", "b", "c"]
+    data = {name: [random_datum(20 + place, place)] for place, name in enumerate(names)}
+    found = []
+    for pads in (False, True):
+        monkeypatch.setattr(backend._passes, "_pads", pads)
+        for place, name in enumerate(names):
+            create(backend, name, seed=place)
+        results, most = run_all(backend, [a_pass(name, data[name]) for name in names])
+        assert most == 3
+        found.append([result.loss_fn_outputs for result in results.values()])
+        found.append([backend.accumulated_grads[name] for name in names])
+        for name in names:
+            backend.delete_model(name)
+    assert_close(found[0], found[2])
+    assert_close(found[1], found[3])
+
+
 def trained(backend, names, steps: int, data) -> tuple[list, list]:
     """Losses and weights of the first model after some steps that all models take side by side."""
     for i, name in enumerate(names):

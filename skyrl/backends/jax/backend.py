@@ -38,6 +38,7 @@ from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.executor import Quantum
 from skyrl.backends.jax.compile_cache import by_turns
 from skyrl.backends.jax.config import JaxBackendConfig
+from skyrl.backends.jax.memory_plan import tokens_together
 from skyrl.backends.jax.models.checkpoint_format import JaxFormat
 from skyrl.backends.jax.models.padding import fitted
 from skyrl.backends.jax.models.state import (
@@ -189,6 +190,8 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             empty=partial(zero_adapter, self.model_config),
             ranks=ranks,
             stacks=(1,) if config.deterministic else stacks,
+            together=tokens_together(shape.tokens),
+            pads=device.platform != "cpu",
             forward_shape=TileShape(shape.tokens, config.forward_micro_batch_size or config.train_micro_batch_size),
             has_connectors=config.mhc_expansion_rate > 1,
         )

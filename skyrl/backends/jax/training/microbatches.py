@@ -19,7 +19,6 @@ from skyrl.backends.common.adamw import AdamScalars
 from skyrl.backends.common.packing import WIDE, TileArrays, TileShape, idle_tile, make_tiles
 from skyrl.backends.common.pass_output import PassOutput, PassOutputs
 from skyrl.backends.executor import Quantum
-from skyrl.backends.jax.memory_plan import tokens_together
 from skyrl.backends.jax.models.padding import padded
 from skyrl.backends.jax.models.state import ModelState, Tree, zeros_like
 from skyrl.backends.jax.training.programs import TrainingPrograms, abstract_tile
@@ -60,6 +59,8 @@ class Passes:
         empty: Returns an adapter without effect for a padded rank.
         ranks: All padded ranks, ascending.
         stacks: Possible numbers of tiles per call, ascending, starting with 1.
+        together: Maximum tokens of a call with several tiles.
+        pads: Fill incomplete stacks with idle tiles. False: compute their tiles one by one.
         forward_shape: Size of tiles without gradients; None: `shape`.
         has_connectors: True if there are several residual streams.
     """
@@ -73,6 +74,8 @@ class Passes:
         empty: Callable[[int], Adapter],
         ranks: list[int],
         stacks: tuple[int, ...],
+        together: int,
+        pads: bool,
         forward_shape: TileShape | None = None,
         has_connectors: bool = False,
     ):
@@ -84,7 +87,7 @@ class Passes:
         self._empty = empty
         self._ranks = ranks
         self._widest = empty(ranks[-1])
-        self._stacks = stacks
+        self._stacks, self._together, self._pads = stacks, together, pads
         self._has_connectors = has_connectors
 
     def run(
@@ -132,7 +135,7 @@ class Passes:
 
     def _stacks_of(self, length: int, width: int) -> list[int]:
         """Possible numbers of tiles of this shape in one call, ascending."""
-        room = tokens_together(self._shape.tokens) // length if width == 1 else 1
+        room = self._together // length if width == 1 else 1
         return [stack for stack in self._stacks if stack == 1 or stack <= room]
 
     def compute(self, works: list[TileWork]) -> list[Computed]:
@@ -154,9 +157,9 @@ class Passes:
 
     def _tiles_of_call(self, left: int) -> int:
         """Number of tiles of the next call, with idle ones, if `left` are to be computed."""
-        if jax.default_backend() == "cpu":
-            return max(stack for stack in self._stacks if stack <= left)
-        return next(stack for stack in self._stacks if stack >= left)
+        if self._pads:
+            return next(stack for stack in self._stacks if stack >= left)
+        return max(stack for stack in self._stacks if stack <= left)
 
     def warm_up(self) -> Iterator[None]:
         """Compile, one at a time, every program that a request may need, the most frequently used first."""
