@@ -59,8 +59,8 @@ class Stalls(InProcessServer):
         return self._http.request("POST", path, content=body, headers=headers, **options)
 
     def asked(self, url: str) -> Coroutine:
-        """A page that anybody may read, without a key."""
-        return self._http.get(f"http://server{url}")
+        """A page that any key may read."""
+        return self._http.get(f"http://server{url}", headers={"X-API-Key": "tml-test"})
 
     def meanwhile(self, *requests: Coroutine) -> Meanwhile:
         """Make requests, and see what goes on beside them.
