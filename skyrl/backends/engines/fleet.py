@@ -410,14 +410,16 @@ class Fleet:
 
     async def _report_tokens(self) -> None:
         """Report new tokens of samples until there is no sample that wants it."""
-        while any(ticket.request.reports_progress for ticket in self._tickets.values()):
-            await asyncio.sleep(REPORT_S)
-            for ticket, name in self.router.running:
-                if not ticket.request.reports_progress:
-                    continue
-                if (new := unreported(ticket, name, self.engines[name])) is not None:
-                    self._report(ticket, new)
-        self._reporting = False
+        try:
+            while any(ticket.request.reports_progress for ticket in self._tickets.values()):
+                await asyncio.sleep(REPORT_S)
+                for ticket, name in self.router.running:
+                    if not ticket.request.reports_progress:
+                        continue
+                    if (new := unreported(ticket, name, self.engines[name])) is not None:
+                        self._report(ticket, new)
+        finally:  # after an error, the next samples are reported again
+            self._reporting = False
 
     async def _pause(self, attempts: int) -> None:
         """Back off before a retry, if there have been at least as many failed attempts as there are engines in use."""

@@ -421,7 +421,7 @@ def serve(channel: EngineChannel, alone: bool = False) -> int:
         try:
             stack.enter_context(engine_lock(config.checkpoints_folder, progress))
             backend = open_backend(config, progress)
-            progress("preparing for a first sample: programs are compiled, or read from the cache")
+            progress("preparing for a first sample")
             backend.prepare_first()
         except ChannelClosed:
             return 1
