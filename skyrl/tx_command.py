@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tracker-args", type=_json_object, default={}, metavar="JSON", help="its project and the name of the run"
     )
-    parser.add_argument("--tp-size", type=int, default=1, metavar="N", help="tensor parallelism: only 1 is served")
+    parser.add_argument("--tp-size", type=int, metavar="N", help="devices that share each layer (default: 1)")
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -135,12 +135,6 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _overrides(given: argparse.Namespace) -> Iterator[str]:
     """Yield the fields of the trainer's configuration as `key.path=value`. Raises ConfigError for unusable options."""
-    if given.tp_size != 1:
-        raise ConfigError(
-            f"--tp-size {given.tp_size}: tensor parallelism is not served, a model is trained on one device; leave "
-            "--tp-size out, and make the model fit with --lora-rank, or shard it over several GPUs with "
-            "skyrl train sft strategy=torch"
-        )
     if given.resume and given.load_checkpoint_path:
         raise ConfigError("--resume and --load-checkpoint-path both say where the run begins; leave out one")
     sets_rank = any(override.startswith("model.lora.rank=") for override in given.overrides)
@@ -154,6 +148,7 @@ def _overrides(given: argparse.Namespace) -> Iterator[str]:
     # Only the export after the last step is needed, so periodic exports are disabled.
     fields: dict[str, Any] = {
         "strategy": "jax",
+        "jax.tensor_parallel_size": given.tp_size,
         "model.path": given.model,
         "train_datasets": [_source(given.dataset, given.split)],
         "ckpt_path": given.output_dir,

@@ -1,4 +1,4 @@
-"""Settings for the whole suite: strict JAX, two CPU devices, no network; and the one live server that tests share.
+"""Settings for the whole suite: strict JAX, eight CPU devices, no network; and the one live server that tests share.
 
 `pytest -m gpu` runs what is marked so on the accelerator that there is.
 """
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Compiling dominates the suite: XLA optimises little, and programs are kept for the servers and runs that follow.
-    flags = ["--xla_force_host_platform_device_count=2", "--xla_backend_optimization_level=0"]
+    flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
     if [int(part) for part in version("jaxlib").split(".")[:2]] <= [0, 10]:  # a later one ends at a flag it has lost
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])

@@ -38,7 +38,7 @@ def test_an_option_of_the_server_is_refused():
     assert ANSWERS[asked] in said("serve", *shlex.split(WITH[asked]))
 
 
-@pytest.mark.parametrize("asked", ["several devices on JAX", "several processes on JAX"])
+@pytest.mark.parametrize("asked", ["several processes on JAX"])
 def test_an_option_of_the_backend_is_refused(asked):
     option, value = shlex.split(WITH[asked])
     assert option == "--backend-config"
@@ -88,7 +88,7 @@ def test_a_second_base_model_and_an_image_are_refused(tmp_path):
 def test_every_row_has_its_test():
     tested = {
         *["an inference server without a shared folder", "Megatron"],
-        *["several devices on JAX", "several processes on JAX"],
+        "several processes on JAX",
         *["sorting in a traced loss", "quantised base models"],
         *["several base models per server", "images"],
     }

@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from skyrl.tx.layers.devices import axis_size
 
 _BLOCK = 256
 _FILTERED_AT_ONCE = 4
@@ -202,15 +205,44 @@ def _fewest(keys: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array
     return above | (equal & (ids <= last))
 
 
+def most_likely(logits: Float[Array, "rows vocab"], k: int) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
+    """Return the `k` highest logits of each row, and their tokens. Lower ids win ties.
+
+    If devices share the vocabulary, each finds the highest of its own.
+    """
+    if _parts(logits.shape[1]) == 1:
+        top, ids = jax.lax.top_k(logits, k)
+        return top, ids
+
+    def of_device(own: Array) -> tuple[Array, Array]:
+        top, ids = jax.lax.top_k(own, min(k, own.shape[1]))
+        return top, ids + jax.lax.axis_index("tp") * own.shape[1]
+
+    split = PartitionSpec(None, "tp")
+    shared = jax.shard_map(of_device, in_specs=split, out_specs=split, axis_names={"tp"}, check_vma=False)
+    top, ids = shared(logits)
+    top, places = jax.lax.top_k(top, k)
+    return top, jnp.take_along_axis(ids, places, axis=1)
+
+
+def _parts(vocab: int) -> int:
+    """Number of devices that share a vocabulary."""
+    return axis_size("tp") if vocab % axis_size("tp") == 0 else 1
+
+
 def _invert(weights: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (first token at which the cumulative weight exceeds `uniforms` times the total, True if there is one).
 
     The search has two levels, blocks and tokens within a block, so that only block sums are scanned. A token of weight
-    zero is never chosen, even if the cumulative sum increases there by rounding.
+    zero is never chosen, even if the cumulative sum increases there by rounding. If devices share the vocabulary, each
+    has whole blocks.
     """
     rows, vocab = weights.shape
-    blocks = -(-vocab // _BLOCK)
-    weights = jnp.pad(weights, ((0, 0), (0, blocks * _BLOCK - vocab))).reshape(rows, blocks, _BLOCK)
+    parts = _parts(vocab)
+    width = vocab // parts
+    blocks = -(-width // _BLOCK)
+    weights = jnp.pad(weights.reshape(rows, parts, width), ((0, 0), (0, 0), (0, blocks * _BLOCK - width)))
+    weights = weights.reshape(rows, parts * blocks, _BLOCK)
     sums = weights.sum(-1)
     ends = jnp.cumsum(sums, axis=-1)
     target = uniforms[:, None] * ends[:, -1:]
@@ -218,7 +250,7 @@ def _invert(weights: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Arr
     start = jnp.take_along_axis(ends - sums, block[:, None], axis=-1)
     inside = jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0]
     index, found = _first((start + jnp.cumsum(inside, axis=-1) > target) & (inside > 0), inside > 0)
-    return block * _BLOCK + index, found
+    return block // blocks * width + block % blocks * _BLOCK + index, found
 
 
 def _first(hit: jax.Array, possible: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -13,6 +13,7 @@ from flax import nnx
 from skyrl.backends.common.sampling.sampler import Sampler
 from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.jax.backend import keep_compiled_programs
+from skyrl.backends.jax.layout import Layout, make_mesh
 from skyrl.backends.jax.models.padding import fitted
 from skyrl.backends.jax.models.state import bytes_of
 from skyrl.backends.jax.sampling.runner import JaxRunner
@@ -43,6 +44,7 @@ class Rig:
         self.config = self.model.config
         self.tokenizer = Tokenizer(folder)
         self.graphdef, self.base = nnx.split(self.model)
+        self.layout = Layout(make_mesh((1, 1, 1), self.model.design, jax.devices()), self.model.design)
         self.stored: dict[str, Adapter] = {}
         self.held: dict[str, Future[Adapter] | None] = {}
         """Adapters that are being read from folders whose disk does not answer."""
@@ -69,6 +71,7 @@ class Rig:
             versions,
             zero,
             self.config,
+            self.layout,
             max_rows=max_rows,
             max_tokens=max_tokens,
             deterministic=deterministic,

@@ -309,9 +309,6 @@ def test_a_damaged_checkpoint_is_refused_and_the_model_stays(backend, tmp_path):
 @pytest.mark.parametrize(
     "option",
     [
-        {"tensor_parallel_size": 2},
-        {"fully_sharded_data_parallel_size": 2},
-        {"expert_parallel_size": 2},
         {"coordinator_address": "localhost:1"},
         {"num_processes": 2},
         {"use_ray": True},

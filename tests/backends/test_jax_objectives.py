@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from devices import DEVICES
 from test_jax_whole_models import as_in_files, leaves
 from transformers import AutoModelForCausalLM
 
@@ -37,9 +38,9 @@ CRITIC = ValueObjective(value_clip=0.2)
 RANKS = {"adapter": 4, "whole": 0}
 
 
-@pytest.fixture(scope="module")
-def shared(tiny_model):
-    backend = JaxBackend(str(tiny_model), JaxBackendConfig(**CONFIG))
+@pytest.fixture(scope="module", params=DEVICES)
+def shared(request, tiny_model):
+    backend = JaxBackend(str(tiny_model), JaxBackendConfig(**CONFIG, **request.param))
     yield backend
     backend.close()
 

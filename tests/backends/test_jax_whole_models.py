@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from devices import DEVICES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import driver
@@ -37,9 +38,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_model(tmp_path_factory.mktemp("whole") / name, **SIZE, **MODELS[name])
 
 
-@pytest.fixture(scope="module")
-def shared(folder):
-    backend = JaxBackend(str(folder), JaxBackendConfig(**CONFIG))
+@pytest.fixture(scope="module", params=DEVICES)
+def shared(request, folder):
+    backend = JaxBackend(str(folder), JaxBackendConfig(**CONFIG, **request.param))
     yield backend
     backend.close()
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from devices import MESH
 
 from driver import create, finish_all, forward_backward, new_id, optim_step, publish, random_datum, sampling, stepping
 from skyrl.backends.backend import AbstractBackend, ForwardBackward
@@ -18,6 +19,7 @@ TOO_FAR = 3e38
 """A learning rate that leaves infinities, and after another step NaN."""
 OPENERS: dict[str, Callable[..., AbstractBackend]] = {
     "jax": lambda model, **sizes: JaxBackend(model, JaxBackendConfig(warm_up=False, **SIZES, **sizes)),
+    "mesh": lambda model, **sizes: JaxBackend(model, JaxBackendConfig(warm_up=False, **SIZES, **sizes, **MESH)),
     "torch": lambda model, **sizes: TorchBackend(model, TorchBackendConfig(**SIZES, **sizes)),
 }
 
@@ -48,7 +50,7 @@ def logprobs(backend: AbstractBackend, *models: str) -> list[np.ndarray]:
     return [np.concatenate([each["logprobs"] for each in output]) for output in outputs]
 
 
-@pytest.mark.full("jax")
+@pytest.mark.full("jax", "mesh")
 def test_training_beside_it_is_as_alone(backend):
     create(backend, "alone")
     create(backend, "beside")
@@ -62,7 +64,7 @@ def test_training_beside_it_is_as_alone(backend):
 CONTEXTS = [64, 192, *np.random.default_rng(0).integers(65, 1000, 3).tolist()]
 
 
-@pytest.mark.full("jax")
+@pytest.mark.full("jax", "mesh")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("context", [400, *(pytest.param(context, marks=pytest.mark.slow) for context in CONTEXTS)])
 @pytest.mark.parametrize("kind", OPENERS)

@@ -32,7 +32,7 @@ def training(backend) -> dict:
     zeros = zeros_like(widest.weights)
     tiles = (abstract_tile(64, 1),)
     return {
-        "forward": (programs.forward._function, (backend._base, widest, tiles[0])),
+        "forward": (programs.forward._function, (backend._base, widest, tiles)),
         "forward_backward": (programs.forward_backward._function, (backend._base, (widest,), tiles)),
         "a stack": (programs.forward_backward._function, (backend._base, (widest,) * 4, tiles * 4)),
         "optim_step": (programs.optim_step, (zeros, zeros, zeros, zeros, AdamScalars.of(AdamParams(), 1))),

@@ -24,7 +24,7 @@ def rig(tiny_model) -> Rig:
 
 @pytest.fixture
 def programs(rig) -> TrainingPrograms:
-    return TrainingPrograms(lambda _: rig.graphdef, 0, False)
+    return TrainingPrograms(lambda _: rig.graphdef, 0, False, rig.layout)
 
 
 COUNTER = itertools.count()
@@ -48,7 +48,7 @@ def executables() -> int:
 
 @pytest.mark.full
 def test_what_was_compiled_for_an_objective_that_went_is_freed(rig, programs):
-    objective, arguments = another(), (rig.base, rig.adapter(0), abstract_tile(32, 1))
+    objective, arguments = another(), (rig.base, rig.adapter(0), (abstract_tile(32, 1),))
     own, before = weakref.ref(objective), executables()
     programs.of(objective)[0].compiled_for(*arguments)
     assert executables() == before + 1

@@ -227,7 +227,7 @@ def test_an_option_under_trainer_jax_is_laid_over_what_follows(option, value):
             "trainer.jax.gradient_reduction=mean",
             "trainer.jax.gradient_reduction=mean: trainers weight .*; leave it out",
         ),
-        ("trainer.jax.tensor_parallel_size=2", "trainer.jax: tensor_parallel_size=2 is not served yet; leave it at 1"),
+        ("trainer.jax.num_processes=2", "trainer.jax: num_processes=2 is not served yet; leave it unset"),
     ],
 )
 def test_an_option_that_the_backend_does_not_take_is_refused_by_its_path(override, message):

@@ -115,7 +115,6 @@ def test_a_checkpoint_is_gone_on_from_by_its_path(adapted, command, tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--tp-size", "2"], "--tp-size 2: tensor parallelism is not served"),
         (["--resume", "--load-checkpoint-path", "x"], "--resume and --load-checkpoint-path both say"),
         (["--optimizer", "sgd"], "--optimizer sgd: only adamw is served"),
         (["--optimizer-args", "lr=1"], "argument --optimizer-args: lr=1 is not JSON"),

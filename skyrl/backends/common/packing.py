@@ -190,6 +190,16 @@ def idle_tile(length: int, width: int) -> TileArrays:
     return _empty(length, width)
 
 
+def idle_like(tile: TileArrays) -> TileArrays:
+    """A tile without sequences, of the shape and with the inputs of another."""
+    length, width = tile.targets.shape
+    temperature = None if tile.temperature is None else np.ones_like(tile.temperature)
+    return _empty(length, width, tile.inputs, temperature)._replace(
+        named=None if tile.named is None else {name: np.zeros_like(array) for name, array in tile.named.items()},
+        dropout=tile.dropout,
+    )
+
+
 def _layout(
     data: list[Datum], members: list[int], shape: TileShape, wide: bool
 ) -> Iterator[tuple[list[Placement], int]]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from skyrl.backends.active_parameters import active_parameters
@@ -38,6 +37,7 @@ from skyrl.backends.common.versions import VersionPool
 from skyrl.backends.executor import Quantum
 from skyrl.backends.jax.compile_cache import by_turns
 from skyrl.backends.jax.config import JaxBackendConfig
+from skyrl.backends.jax.layout import Layout, make_mesh
 from skyrl.backends.jax.memory_plan import tokens_together
 from skyrl.backends.jax.models.checkpoint_format import JaxFormat
 from skyrl.backends.jax.models.padding import fitted
@@ -150,22 +150,26 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             progress(disagreement)
         if notice := length_notice(self.model_config):
             progress(notice)
-        self.mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("fsdp", "ep", "tp"))
+        self.mesh = make_mesh(config.mesh_sizes, model.design, jax.devices())
+        self._layout = layout = Layout(self.mesh, model.design, config.shard_attention_heads)
         self.process_id = 0
-        zero = zero_adapter(self.model_config, padded_rank(config.max_lora_rank))
-        self._defaults = defaults = defaults_for(model, config)
+        zero = self._zero_adapter(padded_rank(config.max_lora_rank))
+        self._defaults = defaults = defaults_for(model, config, layout)
         shape = TileShape(defaults.tile_tokens, config.train_micro_batch_size)
         device, dtype = jax.devices()[0], jax.tree.leaves(nnx.state(model))[0].dtype
         progress(f"device {device.platform} ({device.device_kind}), base weights in {dtype}, {defaults}")
+        if len(jax.devices()) > 1:
+            progress(layout.description(len(jax.devices())))
         with self._computing():
             lengths = contexts(config.max_context_length, self.model_config, defaults.cache_tokens)
             self._programs, plan, stacks, self._max_context_length = planned(
-                model, config, defaults.cache_bytes, shape, lengths, zero
+                model, config, defaults.cache_bytes, shape, lengths, zero, layout
             )
         self.plan = plan
         progress(str(plan))
         budget = MemoryBudget(*plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib))
         version_bytes = plan.versions(config.version_memory_gib, (budget.device, budget.host))
+        budget.host //= self.mesh.size  # sizes of models are those of their parts on a device
         self._models = ModelOffload[ModelState](
             budget,
             lambda path, state: self._storage.write_state(path, state),
@@ -174,12 +178,14 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             self.notify,
             offloads=config.offload_after_step,
         )
+        shardings = layout.of_parameters(nnx.split(model)[1])
         if config.load_format == "dummy":
             progress("making random weights (load_format=dummy)")
-            self.model = with_random_weights(model)
+            self.model = with_random_weights(model, shardings)
         else:
             progress(f"reading the weights of {self._folder}")
-            self.model = with_weights(model, self._folder, beside={f"{config.value_head}.weight"})
+            beside = {f"{config.value_head}.weight"}
+            self.model = with_weights(model, self._folder, beside, shardings)
         graphdef, self._base = nnx.split(self.model)
         ranks = sorted({padded_rank(rank) for rank in range(1, config.max_lora_rank + 1)})
         self._passes = Passes(
@@ -187,19 +193,21 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             self._base,
             shape,
             self._max_context_length,
-            empty=partial(zero_adapter, self.model_config),
+            empty=self._zero_adapter,
             ranks=ranks,
-            stacks=(1,) if config.deterministic else stacks,
+            stacks=stacks[:1] if config.deterministic else stacks,
             together=tokens_together(shape.tokens),
-            pads=device.platform != "cpu",
+            pads=device.platform != "cpu" or layout.rows > 1,
             forward_shape=TileShape(shape.tokens, config.forward_micro_batch_size or config.train_micro_batch_size),
             has_connectors=config.mhc_expansion_rate > 1,
+            rows=layout.rows,
         )
         self._format = JaxFormat(
             base_model=self.info().base_model,
             folder=self._computed,
             model=self.model,
             base=self._base,
+            layout=layout,
             value_head=config.value_head,
             max_lora_rank=config.max_lora_rank,
         )
@@ -225,6 +233,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             self._versions,
             zero,
             self.model_config,
+            layout,
             max_rows=defaults.rows,
             deterministic=config.deterministic,
             max_tokens=config.sample_max_num_batched_tokens,
@@ -246,6 +255,10 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
         self._sampling_warm_up = self.sampler.warm_up() if warm_up else iter(())
         self._warm_up = by_turns(self._passes.warm_up(), self._sampling_warm_up) if warm_up else iter(())
 
+    def _zero_adapter(self, rank: int) -> Adapter:
+        """An adapter without effect, of a padded rank."""
+        return self._layout.place(zero_adapter(self.model_config, rank))
+
     # -- hooks of the executor ----------------------------------------------------------------------------------------
 
     def step(self):
@@ -265,6 +278,8 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
         """Context for tracing and running programs."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(jax.default_matmul_precision(self._defaults.matmul_precision))
+            if self._layout.spread:
+                stack.enter_context(jax.set_mesh(self.mesh))
             if self.config.enforce_eager:
                 stack.enter_context(jax.disable_jit())
             yield
@@ -351,13 +366,13 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             )
 
     def nbytes_of(self, kind: Kind) -> int:
-        return model_bytes(self.model_config, self._base, kind)
+        return model_bytes(self.model_config, self._base, kind, self._layout)
 
     def fresh_state(self, kind: Kind, seed: int) -> ModelState:
         stored = kind.value_head and self.config.load_format != "dummy"
         head = stored_tensor(self._folder, f"{self.config.value_head}.weight") if stored else None
         adapter = fresh_adapter(self.model_config, self._base, kind, seed, None if head is None else head[0])
-        return ModelState.fresh(kind.lora_config, adapter)
+        return ModelState.fresh(kind.lora_config, self._layout.place(adapter))
 
     def run_pass(self, operation: ForwardBackward, state: ModelState):
         return self._passes.run(operation, state)

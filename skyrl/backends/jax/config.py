@@ -126,16 +126,16 @@ class JaxBackendConfig(BaseModel):
     """Keep compiled programs in the user's cache folder, so that a restart need not compile again."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices a layer is split over. Only 1 is supported yet."""
+    """Devices that share each matrix of a layer, key/value heads of the cache, and the vocabulary."""
 
     expert_parallel_size: int = Field(default=1, ge=1)
-    """Devices experts are split over. Only 1 is supported yet."""
+    """Devices that share the experts of a layer, a divisor of their number."""
 
     fully_sharded_data_parallel_size: int = Field(default=1, ge=1)
-    """Devices weights and batch are split over. Only 1 is supported yet."""
+    """Devices that share weights, adapters and moments. In training, each computes its own part of a batch."""
 
     shard_attention_heads: bool = True
-    """Split attention heads over the tensor-parallel devices (no effect on one device)."""
+    """Split attention heads over the tensor-parallel devices. False: each computes all heads."""
 
     mhc_expansion_rate: int = Field(default=1, ge=1, le=16)
     """Number of residual streams (mHC, arXiv:2512.24880), at most 16. If above 1, adapters include connectors between
@@ -162,12 +162,14 @@ class JaxBackendConfig(BaseModel):
         if 0 < self.train_tile_tokens < SHORTEST_TILE:
             raise ValueError(f"train_tile_tokens={self.train_tile_tokens} is below {SHORTEST_TILE}; use more, or 0")
         check_call_tokens(self.sample_max_num_batched_tokens, self.sample_max_num_sequences)
-        for name in ["tensor_parallel_size", "expert_parallel_size", "fully_sharded_data_parallel_size"]:
-            if getattr(self, name) != 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not served yet; leave it at 1")
         if self.num_processes not in (None, 1):
             raise ValueError(f"num_processes={self.num_processes} is not served yet; leave it unset")
         for name in ["coordinator_address", "use_ray", "ray_actor_options", "ray_pg_bundles"]:
             if getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not served yet; leave it unset")
         return self
+
+    @property
+    def mesh_sizes(self) -> tuple[int, int, int]:
+        """Sizes of the mesh axes `fsdp`, `ep` and `tp`."""
+        return self.fully_sharded_data_parallel_size, self.expert_parallel_size, self.tensor_parallel_size

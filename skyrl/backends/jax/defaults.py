@@ -43,6 +43,7 @@ def resolved(
     token_bytes: int,
     room: int | None = None,
     state_bytes: int = 0,
+    devices: int = 1,
 ) -> Defaults:
     """Resolve the options of a backend on its platform.
 
@@ -57,11 +58,12 @@ def resolved(
         token_bytes: Bytes of KV cache per token in all layers.
         room: Bytes that `gpu_memory_utilization` allows after base weights. None: no such limit.
         state_bytes: Bytes of recurrent state per sequence in all layers that have one.
+        devices: Number of devices, which share the host's memory on a CPU.
     """
     on_host = platform == "cpu"
     automatic: Precision = "highest" if on_host or exact else "high"
     device: Device = "host" if on_host else "accelerator"
-    cache = int(config.kv_cache_gib * GIB) or default_cache(device, left)
+    cache = int(config.kv_cache_gib * GIB) or default_cache(device, left) // (devices if on_host else 1)
     cache = cache if room is None else min(cache, room)
     row_bytes = ROW_TOKENS * token_bytes + 2 * state_bytes  # the state of its prompt is stored too
     rows = default_rows(device, cache, row_bytes, config.sample_max_num_batched_tokens)

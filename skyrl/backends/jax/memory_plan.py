@@ -33,12 +33,12 @@ AT_ONCE = GIB // 4
 """Maximum bytes of attention scores that are computed at once, and of arrays derived from them."""
 
 
-def memory_limit() -> int:
-    """Bytes of memory of the base model's device: the accelerator, or the host if there is none."""
+def memory_limit(devices: int = 1) -> int:
+    """Bytes of memory of one of `devices`: of an accelerator, or the device's share of the host's."""
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
-    return host_memory()
+    return host_memory() // devices
 
 
 def choose_modes(

@@ -1,9 +1,10 @@
 """Mesh axes of a decoder's parameters and adapters, derived from the names of their dimensions.
 
 A mesh has three axes: `fsdp` shards the residual stream, `tp` shards heads, inner widths and the vocabulary, and `ep`
-shards experts. A new kind of dimension needs an entry here. There is no mesh yet; this is the table that it needs.
+shards experts. A new kind of dimension needs an entry here. `skyrl.backends.jax.layout` places arrays by this table.
 """
 
+from skyrl.tx.design.design import Attention, DeltaNet, Mixer
 from skyrl.tx.design.parameters import Param
 
 Spec = tuple[str | None, ...]
@@ -52,6 +53,20 @@ def adapter_partition(param: Param, *, shard_attention_heads: bool = True) -> tu
     matrix = _matrix(param, shard_attention_heads)
     inner, outer = matrix if param.transposed else matrix[::-1]
     return (*_stack(param), inner, None), (*_stack(param), None, outer)
+
+
+def whole_heads(param: Param, mixer: Mixer | None, parts: int) -> bool:
+    """Return True if `parts` devices get whole heads of an attention parameter. Also True for other parameters.
+
+    Args:
+        param: Entry of the table of parameters.
+        mixer: Token mixer of the parameter's layer; None for parameters outside of layers.
+        parts: Size of the mesh axis `tp`.
+    """
+    if "self_attn" not in param.path or mixer is None or isinstance(mixer, DeltaNet):
+        return True
+    heads = mixer.kv_heads if isinstance(mixer, Attention) and "key_value" in param.axes else mixer.heads
+    return heads % parts == 0
 
 
 def _stack(param: Param) -> Spec:

@@ -2,7 +2,8 @@
 
 The code is generic: the table of parameters (`skyrl.tx.design.parameters`) describes each architecture. Tensors are
 read one at a time, and each is cast and copied to its place. On a CPU, loading takes the memory of the model and of its
-largest tensor. On an accelerator, it takes host memory for one parameter, stacked over all layers.
+largest tensor. On an accelerator, it takes host memory for one parameter, stacked over all layers; on a mesh of
+devices, for the part of one device.
 """
 
 import math
@@ -37,6 +38,10 @@ COMPUTED = "rotary_emb.inv_freq"
 EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
 """Names of tensors of experts. transformers 5 may store all experts of a layer as two tensors instead: `gate_up_proj`
 `[experts, 2 inner, hidden]`, with the gate first, and `down_proj` `[experts, hidden, inner]`."""
+Index = tuple[slice, ...]
+"""Part of an array, with a start and an end for each axis."""
+Take = Callable[[str, tuple[int, ...], bool, Index], np.ndarray]
+"""Returns a part of a tensor by its Hugging Face name and whole shape, transposed if the third argument is True."""
 ALIGNMENT = 64
 """Alignment in bytes that lets JAX use a NumPy array on a CPU without a copy."""
 
@@ -101,10 +106,10 @@ def stored_tensor(path: str | Path, name: str) -> np.ndarray | None:
         return tensors.read(name).astype(np.float32) if name in tensors.names else None
 
 
-def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = ()) -> Decoder:
+def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = (), shardings: Any = None) -> Decoder:
     """Return `model` (from `abstract_model`) with the weights of a folder.
 
-    The folder may also contain the tensors named in `beside`.
+    The folder may also contain the tensors named in `beside`. `shardings` are as in `state_of`.
 
     Raises StorageError for files that are damaged or do not match the model.
     """
@@ -117,7 +122,7 @@ def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = ())
         embedding = ("embed_tokens",)
         for name in copies & tensors.names:
             tensors.check_copy(table[embedding].name, name, dict(nnx.to_flat_state(state))[embedding].dtype)
-        loaded = state_of(state, table, tensors.take, place=jax.device_put)
+        loaded = state_of(state, table, tensors.take, shardings=shardings)
         read = (name for name in tensors.names if not name.endswith(COMPUTED))
         unused = {name for name in read if not name.startswith(model.design.unread)}
         unused -= tensors.taken | copies | set(beside)
@@ -132,28 +137,55 @@ def with_weights(model: Decoder, path: str | Path, beside: Collection[str] = ())
 def state_of(
     like: Any,
     table: Mapping[tuple[str, ...], Param],
-    take: Callable[[str, tuple[int, ...], bool], np.ndarray],
+    take: Take,
     dtype: Any = None,
-    place: Callable[[np.ndarray], jax.Array] = jnp.asarray,
+    shardings: Any = None,
 ) -> Any:
     """Build parameters with the structure of `like`. The inverse of `skyrl.tx.io.export.named_tensors`.
 
     Args:
         like: Parameters of a split NNX model, or their shapes.
         table: Table of the model's parameters, by path.
-        take: Returns a tensor by its Hugging Face name and shape, transposed if the last argument is True.
+        take: Source of the tensors.
         dtype: Dtype of the arrays; None: the dtypes of `like`.
-        place: Moves an array to the device. Nothing else uses the array, so the result may share its memory, as with
-            `jax.device_put`. If such a result is donated, XLA does not write to the shared memory.
+        shardings: Sharding of each parameter, in the structure of `like`. Each part is made by itself, and copied to
+            its devices. None: all are on the default device.
     """
     loaded = []
+    places = None if shardings is None else dict(nnx.to_flat_state(shardings))
     for path, variable in nnx.to_flat_state(like):
         layer, param = next((part for part in path if isinstance(part, int)), None), table[_without_layer(path)]
-        array = _empty(variable.shape, np.dtype(dtype or variable.dtype))
-        for index, name in param.stack.names(param.name, layer):
-            array[index] = take(name, param.shape, param.transposed)
-        loaded.append((path, variable.replace(place(array))))
+        part = partial(_part, param, layer, take, np.dtype(dtype or variable.dtype))
+        if places is None:
+            array = jax.device_put(part(tuple(slice(0, size) for size in variable.shape)))
+        else:
+            array = _placed(variable.shape, places[path].get_raw_value(), part)
+        loaded.append((path, variable.replace(array)))
     return nnx.from_flat_state(loaded)
+
+
+def _part(param: Param, layer: int | None, take: Take, dtype: np.dtype, index: Index) -> np.ndarray:
+    """Make a part of a parameter. Nothing else uses the memory of the result, so a device array may share it."""
+    stacked = len(index) - len(param.shape)
+    array = _empty(tuple(cut.stop - cut.start for cut in index), dtype)
+    for place, name in param.stack.names(param.name, layer):
+        if all(cut.start <= number < cut.stop for number, cut in zip(place, index[:stacked], strict=True)):
+            at = tuple(number - cut.start for number, cut in zip(place, index[:stacked], strict=True))
+            array[at] = take(name, param.shape, param.transposed, index[stacked:])
+    return array
+
+
+def _placed(shape: tuple[int, ...], sharding: Any, part: Callable[[Index], np.ndarray]) -> jax.Array:
+    """Make an array part by part. Parts that several devices have are made once."""
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    arrays = []
+    for bounds, having in devices.items():
+        made = part(tuple(slice(*ends) for ends in bounds))
+        arrays += jax.block_until_ready([jax.device_put(made, device) for device in having])
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -163,7 +195,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[first : first + size].view(dtype).reshape(shape)
 
 
-def with_random_weights(model: Decoder) -> Decoder:
+def with_random_weights(model: Decoder, shardings: Any = None) -> Decoder:
     """Return `model` (from `abstract_model`) with random weights, for benchmarks without a checkpoint.
 
     The weights are created on the device. Norms have scale 1 and biases are 0; other weights are normal with variance
@@ -171,9 +203,11 @@ def with_random_weights(model: Decoder) -> Decoder:
     """
     graph, state = nnx.split(model)
     made, table = [], _table(model)
+    places = {} if shardings is None else dict(nnx.to_flat_state(shardings))
     for number, (path, variable) in enumerate(nnx.to_flat_state(state)):
         key, param = jax.random.fold_in(jax.random.key(0), number), table[_without_layer(path)]
-        made.append((path, variable.replace(_random(key, param, variable.shape, variable.dtype))))
+        array = _random(key, param, variable.shape, variable.dtype)
+        made.append((path, variable.replace(jax.device_put(array, places[path].get_raw_value()) if places else array)))
     return nnx.merge(graph, nnx.from_flat_state(made))
 
 
@@ -211,8 +245,8 @@ class _Tensors:
         self.stored = text_names(self.places)
         self.names = set(self.stored)
 
-    def take(self, name: str, shape: tuple[int, ...], transposed: bool) -> np.ndarray:
-        """Read a tensor, transposed if requested. Raises StorageError unless the result would have shape `shape`."""
+    def take(self, name: str, shape: tuple[int, ...], transposed: bool, index: Index) -> np.ndarray:
+        """Read a part of a tensor, see `Take`. Raises StorageError unless the whole tensor has shape `shape`."""
         source, expert = name, None if name in self.stored else EXPERT.fullmatch(name)
         if expert is not None:
             source = expert["experts"] + (".down_proj" if expert["kind"] == "down" else ".gate_up_proj")
@@ -222,22 +256,27 @@ class _Tensors:
             stored = self._file_of(source).entries[self.stored[source]]
         if stored["dtype"] not in READABLE:
             raise ValueError(f"{self.path}: {source} is stored as {stored['dtype']}; use a base model in bfloat16")
-        expected, rows = list(shape[::-1] if transposed else shape), None
+        expected, first = list(shape[::-1] if transposed else shape), 0
+        index = index[::-1] if transposed else index
         if expert is not None:
             parts, number = 1 if expert["kind"] == "down" else 2, int(expert["number"])
             first = (parts * number + (expert["kind"] == "up")) * expected[0]
-            rows = slice(first, first + expected[0])
             expected = [max([number + 1, *stored["shape"][:1]]), parts * expected[0], expected[1]]
         if stored["shape"] != expected:
             raise StorageError(f"{self.path}: {source} has shape {stored['shape']}; config.json asks for {expected}")
         self.taken.add(source)
-        tensor = self.read(source, rows)
+        if len(index) != 2:
+            return self.read(source)[index]
+        rows, columns = index
+        rows = slice(first + rows.start, first + rows.stop)
+        is_whole = columns.stop - columns.start == expected[-1]
+        tensor = self.read(source, rows, None if is_whole else columns)
         return tensor.T if transposed else tensor
 
-    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """Read a tensor as it is stored, or rows of it as in `TensorReader.read`."""
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> np.ndarray:
+        """Read a tensor as it is stored, or a part of it as in `TensorReader.read`."""
         with self._reading(self.places[self.stored[name]]):
-            return self._file_of(name).read(self.stored[name], rows)
+            return self._file_of(name).read(self.stored[name], rows, columns)
 
     def check_copy(self, name: str, copy: str, dtype: Any) -> None:
         """Raise StorageError unless both tensors have the same values in `dtype`. Skips files without `name`."""

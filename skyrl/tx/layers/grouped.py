@@ -4,6 +4,7 @@ Rows are sorted by group and divided into blocks of one group each; the last blo
 loop over blocks with one matrix each, so work and memory grow with the number of rows, not with rows times groups.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -94,35 +95,67 @@ def grouped(groups: Int[Array, "rows"], count: int) -> Grouping:
     return Grouping(source.reshape(most, size), place, jnp.minimum(group, count - 1).astype(jnp.int32))
 
 
-@jax.custom_vjp
-def grouped_product(blocks: Blocks, matrices: Matrices, group: Group) -> Products:
-    """Multiply each block by the matrix of its group. Groups may be empty."""
-    return _forward(blocks, matrices, group)[0]
+def grouped_product(blocks: Blocks, matrices: Matrices, group: Group, incomplete: bool = False) -> Products:
+    """Multiply each block by the matrix of its group. Groups may be empty.
+
+    If `incomplete`, groups from `len(matrices)` on have no matrix: their blocks are skipped, and give zeros.
+    """
+    products: Products = _product(blocks, matrices, group, incomplete)  # pyright: ignore[reportAssignmentType]
+    return products
 
 
-def _forward(blocks: Blocks, matrices: Matrices, group: Group) -> tuple[Products, tuple[Blocks, Matrices, Group]]:
-    def product(inputs: tuple[Array, Array]) -> Array:
-        block, index = inputs
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(blocks: Blocks, matrices: Matrices, group: Group, incomplete: bool) -> Products:
+    return _forward(blocks, matrices, group, incomplete)[0]
+
+
+def _forward(
+    blocks: Blocks, matrices: Matrices, group: Group, incomplete: bool
+) -> tuple[Products, tuple[Blocks, Matrices, Group]]:
+    def product(block: Array, index: Array) -> Array:
         return block @ jax.lax.dynamic_index_in_dim(matrices, index, keepdims=False)
 
-    return jax.lax.map(product, (blocks, group)), (blocks, matrices, group)
+    return _over_blocks(product, blocks, group, len(matrices) if incomplete else None), (blocks, matrices, group)
 
 
-def _backward(saved: tuple[Blocks, Matrices, Group], gradient: Products) -> tuple[Blocks, Matrices, None]:
+def _backward(
+    incomplete: bool, saved: tuple[Blocks, Matrices, Group], gradient: Products
+) -> tuple[Blocks, Matrices, None]:
     """Compute the gradients of blocks and matrices. A matrix's gradient is summed in place over its group's blocks."""
     blocks, matrices, group = saved
 
-    def of_block(inputs: tuple[Array, Array]) -> Array:
-        gradient, index = inputs
+    def of_block(gradient: Array, index: Array) -> Array:
         return gradient @ jax.lax.dynamic_index_in_dim(matrices, index, keepdims=False).T
 
     def add(total: Array, inputs: tuple[Array, Array, Array]) -> tuple[Array, None]:
         block, gradient, index = inputs
-        return total.at[index].add((block.T @ gradient).astype(total.dtype)), None
+
+        def added(total: Array) -> Array:
+            return total.at[index].add((block.T @ gradient).astype(total.dtype))
+
+        if incomplete:
+            return jax.lax.cond(index < len(matrices), added, lambda total: total, total), None
+        return added(total), None
 
     total = jnp.zeros(matrices.shape, jnp.float32)
     of_matrices, _ = jax.lax.scan(add, total, (blocks, gradient, group))
-    return jax.lax.map(of_block, (gradient, group)), of_matrices.astype(matrices.dtype), None
+    of_blocks = _over_blocks(of_block, gradient, group, len(matrices) if incomplete else None)
+    return of_blocks, of_matrices.astype(matrices.dtype), None
 
 
-grouped_product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
+
+
+def _over_blocks(
+    function: Callable[[Array, Array], Array], blocks: Blocks, group: Group, known: int | None
+) -> Products:
+    """Apply `function` to each block and its group, in a loop. Groups from `known` on give zeros."""
+    result = jax.eval_shape(function, blocks[0], group[0])
+
+    def apply(inputs: tuple[Array, Array]) -> Array:
+        if known is None:
+            return function(*inputs)
+        zeros = jnp.zeros(result.shape, result.dtype)
+        return jax.lax.cond(inputs[1] < known, function, lambda block, index: zeros, *inputs)
+
+    return jax.lax.map(apply, (blocks, group))

@@ -10,38 +10,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from skyrl.tx.design.design import Experts, Gated
+from skyrl.tx.layers.devices import axis_size
 from skyrl.tx.layers.grouped import Grouping, grouped, grouped_product
 from skyrl.tx.layers.lora import Lora
 from skyrl.tx.models.gated import ACTIVATIONS, GatedLayer
 
 Rows = Float[Array, "tokens hidden"]
+Weights = Float[Array, "tokens k"]
+Chosen = Int[Array, "tokens k"]
+Kernels = dict[str, Float[Array, "experts in out"]]
+"""Weights of experts by the name of the projection."""
+
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 
 
 class ExpertLinear(nnx.Module):
-    """One linear layer per expert. Each row uses the layer of its expert."""
+    """Weights of one linear layer per expert."""
 
     def __init__(self, shapes: dict[str, Any], dtype: jnp.dtype, rngs: nnx.Rngs):
         self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shapes["kernel"], dtype))
-
-    def __call__(
-        self,
-        x: Float[Array, "blocks size in"],
-        grouping: Grouping,
-        lora: Lora | None,
-        scaling: Float[Array, "blocks size 1"] | None,
-    ) -> Float[Array, "blocks size out"]:
-        """Apply to the rows of blocks. `scaling` is the scaling of each row's adapter."""
-        slots = 1 if lora is None or lora.slots is None else lora.weights["lora_A"].shape[-3]
-        y = grouped_product(x, self.kernel[...], grouping.group // slots)
-        if lora is None or scaling is None:
-            return y
-        a, b = (lora.weights[name] for name in ("lora_A", "lora_B"))
-        a, b = (matrix.reshape(-1, *matrix.shape[-2:]) for matrix in (a, b))
-        low = grouped_product(lora.read(x), a, grouping.group) * scaling
-        return (y.astype(jnp.float32) + grouped_product(low, b, grouping.group)).astype(y.dtype)
 
 
 class ExpertWeights(nnx.Module):
@@ -62,7 +53,7 @@ class Router(nnx.Module):
         own = shapes.get("correction")
         self.correction = None if own is None else nnx.Param(jnp.zeros(own, jnp.float32))
 
-    def __call__(self, x: Rows, design: Experts) -> tuple[Float[Array, "tokens k"], Int[Array, "tokens k"]]:
+    def __call__(self, x: Rows, design: Experts) -> tuple[Weights, Chosen]:
         """Return (float32 weights, indices) of each token's experts."""
         scores = jnp.matmul(x.astype(jnp.float32), self.kernel[...].astype(jnp.float32), precision="highest")
         scores = jax.nn.sigmoid(scores) if design.sigmoid else jax.nn.softmax(scores, axis=-1)
@@ -100,27 +91,79 @@ class ExpertsLayer(nnx.Module):
         self, x: Float[Array, "batch tokens hidden"], lora: Lora | None
     ) -> Float[Array, "batch tokens hidden"]:
         """Apply to each token."""
-        rows, design, experts = x.reshape(-1, x.shape[-1]), self.design, self.experts
+        rows, design = x.reshape(-1, x.shape[-1]), self.design
         weights, chosen = self.gate(rows, design)
-        chosen = chosen.reshape(-1)
-        own, scaling, slots = None if lora is None else lora.at("experts"), None, 1
-        if own is not None and own.slots is not None:
-            slots = own.weights["gate_proj"]["lora_A"].shape[-3]
-            of_row = jnp.repeat(own.slots, len(chosen) // len(own.slots))
-            grouping = grouped(chosen * slots + jnp.clip(of_row, 0, slots - 1), design.count * slots)
-            per_row = jnp.repeat(jnp.where(own.slots < 0, 0.0, own.scaling), len(chosen) // len(own.slots))
-            scaling = grouping.gather(per_row[:, None], 1)
-        else:
-            grouping = grouped(chosen, design.count)
-            if own is not None:
-                scaling = jnp.broadcast_to(jax.lax.stop_gradient(own.scaling), (*grouping.source.shape, 1))
-        blocks = grouping.gather(rows, design.active)
-        gate = experts.gate_proj(blocks, grouping, own and own.at("gate_proj"), scaling)
-        up = experts.up_proj(blocks, grouping, own and own.at("up_proj"), scaling)
-        inner = ACTIVATIONS[design.activation](gate) * up
-        made = grouping.scatter(experts.down_proj(inner, grouping, own and own.at("down_proj"), scaling))
-        made = made.reshape(len(rows), design.active, -1).astype(jnp.float32)
-        added = (made * weights[:, :, None]).sum(axis=1).astype(x.dtype).reshape(x.shape)
+        kernels = {name: getattr(self.experts, name).kernel[...] for name in PROJECTIONS}
+        own = None if lora is None else lora.at("experts")
+        added = (self._split if axis_size("ep") > 1 else self._added)(kernels, own, rows, weights, chosen)
+        added = added.astype(x.dtype).reshape(x.shape)
         if not design.shared:
             return added
         return added + self.shared_experts(x, lora and lora.at("shared_experts"))
+
+    def _split(self, kernels: Kernels, lora: Lora | None, rows: Rows, weights: Weights, chosen: Chosen) -> Rows:
+        """Compute `_added` with experts split over the mesh axis `ep`.
+
+        Each device computes its own experts for all tokens, and the results are summed, so that any number of tokens
+        may select an expert.
+        """
+
+        def of_device(kernels: Kernels, lora: Lora | None, rows: Rows, weights: Weights, chosen: Chosen) -> Rows:
+            first = jax.lax.axis_index("ep") * len(kernels["gate_proj"])
+            return jax.lax.psum(self._added(kernels, lora, rows, weights, chosen - first), "ep")
+
+        whole, split = PartitionSpec(), PartitionSpec("ep")
+        of_lora = None if lora is None else Lora(split, whole, whole, whole)  # pyright: ignore[reportArgumentType]
+        specs = split, of_lora, whole, whole, whole
+        shared = jax.shard_map(of_device, in_specs=specs, out_specs=whole, axis_names={"ep"}, check_vma=False)
+        return shared(kernels, lora, rows, weights, chosen)
+
+    def _added(self, kernels: Kernels, lora: Lora | None, rows: Rows, weights: Weights, chosen: Chosen) -> Rows:
+        """Return the weighted sums of experts' outputs, float32. Selected experts without a kernel add 0."""
+        design, count, slots = self.design, len(kernels["gate_proj"]), 1
+        chosen, scaling, of_row = chosen.reshape(-1), None, None
+        if lora is not None and lora.slots is not None:
+            slots = lora.weights["gate_proj"]["lora_A"].shape[-3]
+            of_row = jnp.clip(jnp.repeat(lora.slots, len(chosen) // len(lora.slots)), 0, slots - 1)
+            chosen = chosen * slots + of_row
+        groups = count * slots
+        if count < design.count:
+            chosen = jnp.where((chosen >= 0) & (chosen < groups), chosen, groups)
+            groups += 1
+        grouping = grouped(chosen, groups)
+        if lora is not None and lora.slots is not None:
+            per_row = jnp.repeat(jnp.where(lora.slots < 0, 0.0, lora.scaling), len(chosen) // len(lora.slots))
+            scaling = grouping.gather(per_row[:, None], 1)
+        elif lora is not None:
+            scaling = jnp.broadcast_to(jax.lax.stop_gradient(lora.scaling), (*grouping.source.shape, 1))
+
+        def apply(name: str, x: Float[Array, "blocks size in"]) -> Float[Array, "blocks size out"]:
+            return _linear(x, kernels[name], grouping, lora and lora.at(name), scaling, count < design.count)
+
+        blocks = grouping.gather(rows, design.active)
+        inner = ACTIVATIONS[design.activation](apply("gate_proj", blocks)) * apply("up_proj", blocks)
+        made = grouping.scatter(apply("down_proj", inner))
+        made = made.reshape(len(rows), design.active, -1).astype(jnp.float32)
+        return (made * weights[:, :, None]).sum(axis=1)
+
+
+def _linear(
+    x: Float[Array, "blocks size in"],
+    kernel: Float[Array, "experts in out"],
+    grouping: Grouping,
+    lora: Lora | None,
+    scaling: Float[Array, "blocks size 1"] | None,
+    incomplete: bool,
+) -> Float[Array, "blocks size out"]:
+    """Apply each expert's linear layer to its rows.
+
+    `scaling` is the scaling of each row's adapter, and `incomplete` is as in `grouped_product`.
+    """
+    slots = 1 if lora is None or lora.slots is None else lora.weights["lora_A"].shape[-3]
+    y = grouped_product(x, kernel, grouping.group // slots, incomplete)
+    if lora is None or scaling is None:
+        return y
+    a, b = (lora.weights[name] for name in ("lora_A", "lora_B"))
+    a, b = (matrix.reshape(-1, *matrix.shape[-2:]) for matrix in (a, b))
+    low = grouped_product(lora.read(x), a, grouping.group, incomplete) * scaling
+    return (y.astype(jnp.float32) + grouped_product(low, b, grouping.group, incomplete)).astype(y.dtype)

@@ -99,8 +99,11 @@ class TensorReader:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """Return the tensor as stored, or these rows of it as a matrix (all axes but the last are one)."""
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> np.ndarray:
+        """Return the tensor as stored, or these rows of it as a matrix (all axes but the last are one).
+
+        Only `columns` of these rows are read, if given. The file is mapped for the call.
+        """
         entry = self.entries[name]
         begin, end = entry["data_offsets"]
         shape = entry["shape"]
@@ -108,6 +111,10 @@ class TensorReader:
             count = math.prod(shape[:-1])
             (first, last, _), row = rows.indices(count), (end - begin) // max(1, count)
             begin, end, shape = begin + first * row, begin + last * row, [last - first, shape[-1]]
+        if columns is not None:
+            kind = np.dtype(NAMES[entry["dtype"]])
+            mapped = np.memmap(self._file, kind, "r", self._begin + begin, tuple(shape))
+            return np.array(mapped[..., columns])
         data = np.empty(end - begin, np.uint8)
         self._file.seek(self._begin + begin)
         if self._file.readinto(data.data) != data.nbytes:

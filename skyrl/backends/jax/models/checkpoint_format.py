@@ -25,6 +25,7 @@ from skyrl.backends.common.models.training_files import (
     read_training,
     training_files,
 )
+from skyrl.backends.jax.layout import Layout
 from skyrl.backends.jax.models.state import ModelState, Tree, bytes_of, in_types_of
 from skyrl.backends.jax.models.tensor_names import (
     is_stacked,
@@ -63,6 +64,8 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
     """The base model."""
     base: Any
     """Parameters of the split NNX model."""
+    layout: Layout
+    """Placement of arrays."""
     value_head: str
     """Name of the value head in exports of critics: its tensor is `<value_head>.weight`."""
     max_lora_rank: int
@@ -85,9 +88,9 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
         if stored.is_uploaded:
             config, rank = json.loads(stored.files[PEFT_CONFIG]), padded_rank(lora_config.rank)
             adapter, _ = adapter_from_peft(read_tensors(stored.files[PEFT_TENSORS]), config, self.model.config, rank)
-            return ModelState.fresh(lora_config, adapter)
+            return ModelState.fresh(lora_config, self.layout.place(adapter))
         scaling = jnp.asarray(lora_config.scaling, jnp.float32)
-        state = ModelState.fresh(lora_config, Adapter(self._tree(stored, "weights"), scaling))
+        state = ModelState.fresh(lora_config, self.layout.place(Adapter(self._tree(stored, "weights"), scaling)))
         state.step = stored.step
         if "first_moment" in stored.buffers:
             state.first_moment = self._tree(stored, "first_moment")
@@ -124,7 +127,9 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
             config = json.loads(files[PEFT_CONFIG])
             rank = rank_of(config)
             check_served_rank(rank, self.max_lora_rank, path)
-            return adapter_from_peft(read_tensors(files[PEFT_TENSORS]), config, self.model.config, padded_rank(rank))[0]
+            tensors = read_tensors(files[PEFT_TENSORS])
+            adapter, _ = adapter_from_peft(tensors, config, self.model.config, padded_rank(rank))
+            return self.layout.place(adapter)
         if WEIGHTS in files:
             return Adapter({"base": self._whole_model(files)}, jnp.float32(1))
 
@@ -136,7 +141,7 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
         weights.pop(VALUE_HEAD, None)
         if "base" in weights:
             weights["base"] = in_types_of(self.base, weights["base"])
-        return Adapter(weights, jnp.asarray(stored.kind.lora_config.scaling, jnp.float32))
+        return self.layout.place(Adapter(weights, jnp.asarray(stored.kind.lora_config.scaling, jnp.float32)))
 
     def _tree(self, stored: TrainingFiles, buffer: BufferName) -> Tree:
         """A buffer of a training checkpoint. Raises `RequestError` if it belongs to another base model.
@@ -149,14 +154,14 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
         if not any(map(is_connectors, tensors)):
             wanted = {name: shape for name, shape in wanted.items() if not is_connectors(name)}
         stored.check_fits(tensors, wanted)
-        return (tree_of_stacked if stacked else tree_of)(config, self.base, kind, tensors)
+        return self.layout.place((tree_of_stacked if stacked else tree_of)(config, self.base, kind, tensors))
 
     def _whole_model(self, files: dict[str, bytes]) -> Any:
         """Parameters of a model in Hugging Face format, with the structure and dtypes of the base model."""
         with TemporaryDirectory() as folder:
             for name in (WEIGHTS, CONFIG):
                 Path(folder, name).write_bytes(files[name])
-            return nnx.split(with_weights(self.model, folder))[1]
+            return nnx.split(with_weights(self.model, folder, shardings=self.layout.of_parameters(self.base)))[1]
 
     def _model_files(self, adapter: Adapter) -> dict[str, Content]:
         return model_files(self.folder, self.model.config, self.base, adapter, self.value_head)

@@ -26,7 +26,8 @@ def padded(adapter: Adapter, like: Adapter) -> Adapter:
         if leaf.ndim != room.ndim:
             raise ValueError(f"an adapter's array of shape {leaf.shape} cannot be one of shape {room.shape}")
         missing = [(0, wanted - size) for size, wanted in zip(leaf.shape, room.shape, strict=True)]
-        return jnp.asarray(np.pad(leaf, missing))  # on the host, without compilation
+        wide = np.pad(leaf, missing)  # on the host, without compilation
+        return jax.device_put(wide, room.sharding) if len(room.devices()) > 1 else jnp.asarray(wide)
 
     made = jax.tree.map(pad, adapter, like)
     same = all(map(operator.is_, jax.tree.leaves(made), jax.tree.leaves(adapter)))

@@ -4,7 +4,10 @@ A model owns its adapter (or its own base weights), its gradient sums and its Ad
 immutable and replaced as a whole, so a checkpoint or a published version can refer to the current arrays.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,6 +17,7 @@ import numpy as np
 from skyrl.backends.common.memory_plan import COPIES, NEW_IN_A_STEP
 from skyrl.backends.common.models.kind import HEAD_STREAM, VALUE_HEAD, Kind
 from skyrl.backends.common.offload import ModelInfo
+from skyrl.backends.jax.layout import Layout
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.lora import init_adapter, lora_targets, padded_rank, stacked_connectors, zero_adapter, zero_pair
 from skyrl.types import LoraConfig
@@ -38,6 +42,8 @@ class ModelState:
     gradient_sums: Tree | None = None
     sequences: int | None = 0
     """Number of sequences in the gradient sums; None: unknown."""
+    shardings: Adapter | None = None
+    """Shardings of the adapter's arrays, while they are in host memory. None: one device has all arrays."""
 
     @classmethod
     def fresh(cls, lora_config: LoraConfig, adapter: Adapter) -> "ModelState":
@@ -52,15 +58,22 @@ class ModelState:
     def with_arrays(self, arrays: tuple[Any, ...]) -> "ModelState":
         """The same model with other arrays, such as copies in another memory."""
         adapter, first, second, sums = arrays
-        return ModelState(self.lora_config, adapter, first, second, self.step, sums, self.sequences)
+        return ModelState(self.lora_config, adapter, first, second, self.step, sums, self.sequences, self.shardings)
 
     def to_host(self) -> "ModelState":
         """The same model with its arrays in host memory."""
-        return self.with_arrays(jax.device_get(self.arrays))
+        spread = any(len(leaf.devices()) > 1 for leaf in jax.tree.leaves(self.adapter))
+        moved = self.with_arrays(jax.device_get(self.arrays))
+        moved.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.adapter) if spread else None
+        return moved
 
     def to_device(self) -> "ModelState":
-        """The same model with its arrays on the device."""
-        return self.with_arrays(jax.device_put(self.arrays))
+        """The same model with its arrays on the device, or on the devices from which they came."""
+        own = self.shardings
+        if own is None:
+            return self.with_arrays(jax.device_put(self.arrays))
+        sums = None if self.gradient_sums is None else own.weights
+        return self.with_arrays(jax.device_put(self.arrays, (own, own.weights, own.weights, sums)))
 
     def drop_sums(self) -> None:
         """Clear the gradient sums."""
@@ -87,19 +100,31 @@ class ModelState:
 
 
 def bytes_of(adapter: Adapter) -> int:
-    """Bytes of an adapter's weights."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(adapter.weights))
+    """Bytes of an adapter's weights, on one device or in host memory."""
+    return sum(_bytes(leaf) for leaf in jax.tree.leaves(adapter.weights))
 
 
-def model_bytes(model_config: "ModelConfig", base: Any, kind: "Kind") -> int:
+def _bytes(leaf: Any) -> int:
+    if not isinstance(leaf, jax.Array):
+        return leaf.nbytes
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def model_bytes(model_config: "ModelConfig", base: Any, kind: "Kind", layout: Layout) -> int:
     """`ModelState.nbytes` of a new model of this kind. `base` has the base model's weights."""
     head = 4 * model_config.hidden_size if kind.value_head else 0
     if kind.lora_config.rank == 0:
-        return (COPIES + NEW_IN_A_STEP) * (head + sum(4 * leaf.size for leaf in jax.tree.leaves(base)))
+        own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), base)
+        return (COPIES + NEW_IN_A_STEP) * (head + layout.nbytes(own))
     rank, targets = padded_rank(kind.lora_config.rank), lora_targets(model_config)
-    pairs = sum(leaf.nbytes for target in targets for leaf in zero_pair(target, rank).values())
+    pairs = sum(layout.nbytes(_at(target.path, zero_pair(target, rank))) for target in targets)
     connectors = sum(leaf.nbytes for _, stack in stacked_connectors(model_config, {}) for leaf in stack.values())
     return COPIES * (head + pairs + connectors)
+
+
+def _at(path: tuple[str, ...], pair: dict[str, np.ndarray]) -> Tree:
+    """A tree with one pair, at its path."""
+    return reduce(lambda tree, name: {name: tree}, reversed(path), pair)
 
 
 def fresh_adapter(
@@ -143,7 +168,15 @@ def in_types_of(base: Any, own: Any) -> Any:
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), own, base)
 
 
-@jax.jit
 def zeros_like(tree: Tree) -> Tree:
-    """Zeros of the same shapes, in one call."""
-    return jax.tree.map(jnp.zeros_like, tree)
+    """Zeros of the same shapes in the same places, in one call."""
+    leaves, structure = jax.tree.flatten(tree)
+    spread = any(isinstance(leaf, jax.Array) and len(leaf.devices()) > 1 for leaf in leaves)
+    own = tuple(leaf.sharding for leaf in leaves) if spread else None
+    return jax.tree.unflatten(structure, _zeros(own)(leaves))
+
+
+@lru_cache(maxsize=64)
+def _zeros(shardings: tuple[Any, ...] | None) -> Callable[[list[Any]], list[jax.Array]]:
+    placed: dict[str, Any] = {} if shardings is None else {"out_shardings": list(shardings)}
+    return jax.jit(lambda leaves: list(map(jnp.zeros_like, leaves)), **placed)

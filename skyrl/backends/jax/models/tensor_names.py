@@ -74,7 +74,9 @@ def tree_of(model_config: "ModelConfig", base: Any, kind: Kind, tensors: Mapping
     head: Tree = {VALUE_HEAD: jnp.asarray(tensors[VALUE_HEAD])} if kind.value_head else {}
     if kind.is_whole:
         table = {param.path: param for param in parameters(design_of(model_config))}
-        return {"base": state_of(base, table, lambda name, _, turned: _turned(tensors[name], turned), FLOAT32)} | head
+        return {
+            "base": state_of(base, table, lambda name, _, turned, index: _turned(tensors[name], turned)[index], FLOAT32)
+        } | head
     names = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
     matrices = {module: (tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"]) for module in names}
     pairs = stacked_pairs(lora_targets(model_config), matrices, padded_rank(kind.lora_config.rank))

@@ -24,12 +24,13 @@ from skyrl.backends.common.sampling.model_runner import (
     Rows,
 )
 from skyrl.backends.jax.compile_cache import Compiler
+from skyrl.backends.jax.layout import Layout
 from skyrl.tx.design.design import DeltaNet
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.layers.logprobs import logprobs_of
 from skyrl.tx.lora import all_targets, empty_bank, write_slot
 from skyrl.tx.models.types import KVCache, Pool, cache_parts
-from skyrl.tx.sampling import Occurrences, draw_tokens, penalised, sample_tokens, uniforms, without_tokens
+from skyrl.tx.sampling import Occurrences, draw_tokens, most_likely, penalised, sample_tokens, uniforms, without_tokens
 
 QUICKLY_COMPILED = {"xla_backend_optimization_level": 1}
 """On a CPU: higher LLVM levels compile these programs a fifth slower, without a gain at run time."""
@@ -48,10 +49,6 @@ def _drawn(
     return sample_tokens(logits, numbers, rows.temperature, rows.top_k, rows.top_p, **rows.options.filters)
 
 
-def _bytes(shapes: Any) -> int:
-    return sum(shape.size * shape.dtype.itemsize for shape in jax.tree.leaves(shapes))
-
-
 def _copied(sources: jax.Array, targets: jax.Array, leaf: jax.Array, layers: int) -> jax.Array:
     """Copy `sources` to `targets` in each layer of `leaf`, which holds pages or states of consecutive `layers`."""
     first = jnp.arange(layers, dtype=jnp.int32)[:, None] * (leaf.shape[0] // layers)
@@ -62,10 +59,11 @@ def _copied(sources: jax.Array, targets: jax.Array, leaf: jax.Array, layers: int
 class SamplingPrograms:
     """The programs for one model. Programs that take and return a pool consume the pool that they take."""
 
-    def __init__(self, graphdef: Any, model_config: Any, base: Any, deterministic: bool):
+    def __init__(self, graphdef: Any, model_config: Any, base: Any, deterministic: bool, layout: Layout):
         self._graphdef = graphdef
         self._config = model_config
         self._deterministic = deterministic
+        self._layout = layout
         self._targets = all_targets(model_config)
         token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         self.cache_dtype = jax.eval_shape(
@@ -89,13 +87,17 @@ class SamplingPrograms:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV cache per token in all layers."""
-        return _bytes(self.pool_shapes(1, 0)) // PAGE_SIZE
+        """Bytes of KV cache per token in all layers, on one device."""
+        return self._pool_bytes(1, 0) // PAGE_SIZE
 
     @property
     def state_bytes(self) -> int:
         """Bytes of recurrent state per sequence in all layers that have one."""
-        return _bytes(self.pool_shapes(0, 1))
+        return self._pool_bytes(0, 1)
+
+    def _pool_bytes(self, pages: int, states: int) -> int:
+        shapes = self.pool_shapes(pages, states)
+        return self._layout.nbytes(shapes, self._layout.of_pool(shapes))
 
     def _program(self, function: Callable, donate: str | None = None, static: str | None = None) -> Callable:
         name = function.__name__.strip("_")
@@ -156,7 +158,7 @@ class SamplingPrograms:
             occurred = Occurrences.of(penalties.before, penalties.prompt, self._config.vocab_size)
         start = jnp.int32(0), pool, rows.tokens, rows.positions, rows.limits > 0, drawn, occurred
         _, pool, _, _, _, drawn, _ = jax.lax.while_loop(goes_on, step, start)
-        return pool, drawn
+        return self._layout.constrained_pool(pool), self._layout.on_all(drawn)
 
     def _prefill(
         self,
@@ -185,7 +187,7 @@ class SamplingPrograms:
         )
         assert output.kv_cache is not None
         blocks = jnp.split(output.last_hidden_state[0], tokens.shape[0] // SCORED_AT_ONCE)
-        return output.kv_cache.as_pool, blocks
+        return self._layout.constrained_pool(output.kv_cache.as_pool), self._layout.on_all(blocks)
 
     def _project(self, base: Any, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
         """Logits float32 `[SCORED_AT_ONCE, vocab]` of hidden states `[SCORED_AT_ONCE, features]`."""
@@ -197,7 +199,7 @@ class SamplingPrograms:
 
     def _best(self, logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         """The `k` most likely tokens int32 `[rows, k]`, ties in order of ids, and their log-probabilities."""
-        top, ids = jax.lax.top_k(logits, k)
+        top, ids = most_likely(logits, k)
         return ids.astype(jnp.int32), top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     def _alternatives(
@@ -221,16 +223,17 @@ class SamplingPrograms:
         keys, values, states = pool
         layers = tuple(part.layers for part in cache_parts(self._config) if not isinstance(part.mixer, DeltaNet))
         copied = jax.tree.map(partial(_copied, sources, targets), (keys, values), (layers, layers))
-        return *copied, states
+        return self._layout.constrained_pool((*copied, states))
 
     def _copy_states(self, pool: Pool, sources: jax.Array, targets: jax.Array) -> Pool:
         """Copy states, as `_copy_pages` copies pages."""
         keys, values, states = pool
         layers = tuple((part.layers,) * 2 for part in cache_parts(self._config) if isinstance(part.mixer, DeltaNet))
-        return keys, values, jax.tree.map(partial(_copied, sources, targets), states, layers)
+        copied = jax.tree.map(partial(_copied, sources, targets), states, layers)
+        return self._layout.constrained_pool((keys, values, copied))
 
     def _empty_bank(self, adapter: Adapter, slots: int) -> Adapter:
-        return empty_bank(self._targets, adapter, slots, self._config.unroll_layers)
+        return self._layout.constrained(empty_bank(self._targets, adapter, slots, self._config.unroll_layers))
 
     def _write_slot(self, bank: Adapter, slot: jax.Array, adapter: Adapter) -> Adapter:
-        return write_slot(self._targets, bank, slot, adapter)
+        return self._layout.constrained(write_slot(self._targets, bank, slot, adapter))

@@ -24,6 +24,7 @@ from skyrl.backends.common.sampling.model_runner import (
     top_width,
 )
 from skyrl.backends.common.versions import VersionPool
+from skyrl.backends.jax.layout import Layout
 from skyrl.backends.jax.sampling.adapter_stacks import SLOTS, AdapterStacks
 from skyrl.backends.jax.sampling.programs import SamplingPrograms
 from skyrl.tx.layers.adapter import Adapter
@@ -53,6 +54,7 @@ class JaxRunner(ModelRunner[Adapter]):
         versions: The pool whose slots are sampled from.
         zero: An adapter without effect, of the largest rank.
         model_config: Configuration of the model.
+        layout: Placement of arrays.
         max_rows: Maximum sequences decoded at once.
         deterministic: If True, each adapter is decoded alone, so results do not depend on other requests.
         max_tokens: Maximum tokens of a prompt per call; 0: the default chunk sizes.
@@ -65,6 +67,7 @@ class JaxRunner(ModelRunner[Adapter]):
         versions: VersionPool[Adapter],
         zero: Adapter,
         model_config: Any,
+        layout: Layout,
         *,
         max_rows: int,
         deterministic: bool = False,
@@ -72,8 +75,9 @@ class JaxRunner(ModelRunner[Adapter]):
     ):
         self._base = base
         self._zero = zero
+        self._layout = layout
         self._deterministic = deterministic
-        self._programs = SamplingPrograms(graphdef, model_config, base, deterministic)
+        self._programs = SamplingPrograms(graphdef, model_config, base, deterministic, layout)
         self._banks = AdapterStacks(self._programs, versions, zero, apart=deterministic)
         self.vocab_size = model_config.vocab_size
         self.token_bytes = self._programs.token_bytes
@@ -85,7 +89,9 @@ class JaxRunner(ModelRunner[Adapter]):
 
     def open(self, pages: int, blocks: int, states: int) -> None:
         self._blocks = blocks
-        self._shapes, self._structure = jax.tree.flatten(self._programs.pool_shapes(pages, states))
+        shapes = self._programs.pool_shapes(pages, states)
+        self._shapes, self._structure = jax.tree.flatten(shapes)
+        self._shardings = jax.tree.leaves(self._layout.of_pool(shapes))
 
     @property
     def compiled(self) -> int:
@@ -109,8 +115,9 @@ class JaxRunner(ModelRunner[Adapter]):
         """Allocate one array. Returns False if all are allocated."""
         if len(self._arrays) == len(self._shapes):
             return False
-        shape = self._shapes[len(self._arrays)]
-        self._arrays.append(jnp.zeros(shape.shape, shape.dtype))
+        shape, sharding = self._shapes[len(self._arrays)], self._shardings[len(self._arrays)]
+        place = {"device": sharding} if self._layout.spread else {}
+        self._arrays.append(jnp.zeros(shape.shape, shape.dtype, **place))
         return True
 
     @property

@@ -3,12 +3,15 @@
 Tiles of several models with equal length and rank are stacked up to the size of one full tile, so many small requests
 cost as much as one large request. A stack has one of a few sizes. On an accelerator, unused places are filled with an
 idle tile. On a CPU, where an idle tile costs as much as another, only the smallest tiles are stacked, and the rest of
-an incomplete stack is computed one by one.
+an incomplete stack is computed one by one. On a mesh, a call has a tile for each row of `fsdp`, or several: tiles of
+one request, if it has them, and of other models.
 """
 
 import logging
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import reduce
+from itertools import groupby, islice
 from typing import Any
 
 import jax
@@ -16,7 +19,7 @@ import jax
 from skyrl.algorithms.objective import Objective
 from skyrl.backends.backend import ForwardBackward
 from skyrl.backends.common.adamw import AdamScalars
-from skyrl.backends.common.packing import WIDE, TileArrays, TileShape, idle_tile, make_tiles
+from skyrl.backends.common.packing import WIDE, Tile, TileArrays, TileShape, idle_like, make_tiles
 from skyrl.backends.common.pass_output import PassOutput, PassOutputs
 from skyrl.backends.executor import Quantum
 from skyrl.backends.jax.models.padding import padded
@@ -27,8 +30,8 @@ from skyrl.types import AdamParams, ForwardBackwardOutput
 
 log = logging.getLogger(__name__)
 
-Computed = tuple[PassOutput, Tree | None]
-"""Outputs of a tile on the host, and its gradients; None for a forward pass."""
+Computed = tuple[list[PassOutput], Tree | None]
+"""Outputs of tiles on the host, and the sum of their gradients; None for a forward pass."""
 
 
 COMPILING = 2**16
@@ -37,13 +40,14 @@ COMPILING = 2**16
 
 @dataclass(frozen=True)
 class TileWork:
-    """A tile and the adapter for it."""
+    """Tiles of equal shape and the adapter for them."""
 
     adapter: Adapter
-    arrays: TileArrays
+    tiles: tuple[TileArrays, ...]
+    """One tile; on a mesh, at most one for each row."""
     forward_only: bool
     objective: Objective | None = None
-    """Objective of a trainer. None: the loss of the Tinker protocol with index `arrays.loss_index`."""
+    """Objective of a trainer. None: the loss of the Tinker protocol with index `loss_index` of a tile."""
     tenant: str = ""
     """Tenant of the request."""
 
@@ -58,11 +62,12 @@ class Passes:
         longest: Tokens of the longest sequence.
         empty: Returns an adapter without effect for a padded rank.
         ranks: All padded ranks, ascending.
-        stacks: Possible numbers of tiles per call, ascending, starting with 1.
+        stacks: Possible numbers of tiles per call, ascending, starting with `rows`.
         together: Maximum tokens of a call with several tiles.
         pads: Fill incomplete stacks with idle tiles. False: compute their tiles one by one.
         forward_shape: Size of tiles without gradients; None: `shape`.
         has_connectors: True if there are several residual streams.
+        rows: Rows of a mesh. A call has a multiple of this number of tiles.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Passes:
         pads: bool,
         forward_shape: TileShape | None = None,
         has_connectors: bool = False,
+        rows: int = 1,
     ):
         self._programs = programs
         self._base = base
@@ -89,6 +95,7 @@ class Passes:
         self._widest = empty(ranks[-1])
         self._stacks, self._together, self._pads = stacks, together, pads
         self._has_connectors = has_connectors
+        self._rows = rows
 
     def run(
         self, operation: ForwardBackward, state: ModelState
@@ -106,14 +113,17 @@ class Passes:
         outputs = PassOutputs(operation)
         total = None
         shape = self._forward_shape if operation.forward_only else self._shape
-        for tile in make_tiles(operation.data, operation.loss_fn, operation.loss_fn_config, shape):
-            arrays = tile.arrays
+        tiles = make_tiles(operation.data, operation.loss_fn, operation.loss_fn_config, shape)
+        for some in _in_calls(tiles, self._rows):
+            arrays = tuple(tile.arrays for tile in some)
             if not operation.forward_only:
-                arrays = arrays.with_dropout(state.lora_config, state.step)
+                arrays = tuple(tile.with_dropout(state.lora_config, state.step) for tile in arrays)
             work = TileWork(adapter, arrays, operation.forward_only, objective, operation.tenant)
             kind = None if operation.forward_only else _kind(work)
-            result, gradients = yield Quantum(tile.length, kind, work, self._surcharge(work))
-            outputs.fill(tile, result)
+            cost = sum(tile.length for tile in some)
+            results, gradients = yield Quantum(cost, kind, work, self._surcharge(work))
+            for tile, result in zip(some, results, strict=True):
+                outputs.fill(tile, result)
             total = gradients if total is None or gradients is None else self._programs.add(total, gradients)
         jax.block_until_ready(total)  # so that a failure shows before the model changes
         return outputs.result(), total
@@ -124,35 +134,45 @@ class Passes:
             return 0
         forward, forward_backward = self._programs.of(work.objective, work.tenant)
         if work.forward_only:
-            is_compiled = forward.is_compiled_for(self._base, work.adapter, work.arrays)
+            is_compiled = forward.is_compiled_for(self._base, work.adapter, self._filled(work.tiles))
         else:
-            is_compiled = forward_backward.is_compiled_for(self._base, (work.adapter,), (work.arrays,))
+            is_compiled = forward_backward.is_compiled_for(self._base, (work.adapter,), self._filled(work.tiles))
         return 0 if is_compiled else COMPILING
 
+    def _filled(self, tiles: tuple[TileArrays, ...], size: int = 0) -> tuple[TileArrays, ...]:
+        """Add idle tiles up to the given number; 0: the number of rows."""
+        missing = (size or self._rows) - len(tiles)
+        return tiles + (idle_like(tiles[0]),) * missing if missing > 0 else tiles
+
     def most_together(self, kind: tuple[int, ...]) -> int:
-        """Maximum tiles of a kind in one call: as many as make up a full tile."""
-        return self._stacks_of(*kind[:2])[-1]
+        """Maximum works of a kind in one call: as many as make up a full tile, or one for each row."""
+        length, width, _, tiles = kind
+        return max(1, self._stacks_of(length, width)[-1] // tiles)
 
     def _stacks_of(self, length: int, width: int) -> list[int]:
         """Possible numbers of tiles of this shape in one call, ascending."""
-        room = self._together // length if width == 1 else 1
-        return [stack for stack in self._stacks if stack == 1 or stack <= room]
+        room = self._rows * (self._together // length) if width == 1 else 0
+        return [stack for stack in self._stacks if stack <= max(room, self._rows)]
 
     def compute(self, works: list[TileWork]) -> list[Computed]:
-        """Compute tiles that share one kind but may belong to different models. Returns when all are complete."""
+        """Compute works of one kind that may belong to different models. Returns when all are complete."""
         first = works[0]
+        forward, forward_backward = self._programs.of(first.objective, first.tenant)
         if first.forward_only:
-            forward, _ = self._programs.of(first.objective, first.tenant)
-            return [(jax.device_get(forward(self._base, first.adapter, first.arrays)), None)]
-        _, forward_backward = self._programs.of(first.objective, first.tenant)
-        computed: list[Computed] = []
+            outputs = jax.device_get(forward(self._base, first.adapter, self._filled(first.tiles)))
+            return [(outputs[: len(first.tiles)], None)]
+        each, computed = len(first.tiles), []
         while left := works[len(computed) :]:
-            size = self._tiles_of_call(len(left))
-            some, missing = left[:size], max(0, size - len(left))
-            adapters = tuple([work.adapter for work in some] + [first.adapter] * missing)
-            tiles = tuple([work.arrays for work in some] + [idle_tile(*first.arrays.targets.shape)] * missing)
-            results = jax.block_until_ready(forward_backward(self._base, adapters, tiles))
-            computed += [(jax.device_get(output), gradients) for output, gradients in results[: len(some)]]
+            size = self._tiles_of_call(each * len(left))
+            some = left[: max(1, size // each)]
+            adapters = tuple(work.adapter for work in some for _ in work.tiles)
+            adapters = adapters[:1] if len(some) == 1 else adapters + (first.adapter,) * (size - len(adapters))
+            tiles = self._filled(tuple(tile for work in some for tile in work.tiles), size)
+            outputs, gradients = jax.block_until_ready(forward_backward(self._base, adapters, tiles))
+            outputs = jax.device_get(outputs)
+            for place in range(0, each * len(some), each):
+                own = gradients if len(some) == 1 else gradients[place : place + each]
+                computed.append((outputs[place : place + each], reduce(self._programs.add, own)))
         return computed
 
     def _tiles_of_call(self, left: int) -> int:
@@ -172,10 +192,13 @@ class Passes:
                 for length in sorted(lengths[width], key=lambda length: abs(length - self._shape.tokens)):
                     tile = abstract_tile(length, width)
                     for stack in self._stacks_of(length, width):
-                        self._programs.forward_backward.compiled_for(self._base, (adapter,) * stack, (tile,) * stack)
-                        yield
+                        for adapters in {1 if stack == self._rows else stack, stack}:
+                            program = self._programs.forward_backward
+                            program.compiled_for(self._base, (adapter,) * adapters, (tile,) * stack)
+                            yield
             for length in lengths[width]:
-                self._programs.forward.compiled_for(self._base, self._widest, abstract_tile(length, width))
+                tiles = (abstract_tile(length, width),) * self._rows
+                self._programs.forward.compiled_for(self._base, self._widest, tiles)
                 yield
         log.info("all %d programs of training are ready", self._programs.compiled)
 
@@ -188,14 +211,21 @@ class Passes:
         yield
 
 
-def _kind(work: TileWork) -> tuple[int, ...] | None:
-    """Length, targets per token and rank.
+def _in_calls(tiles: Iterator[Tile], rows: int) -> Iterator[list[Tile]]:
+    """Group consecutive tiles of equal shape, up to `rows` of them."""
+    for _, alike in groupby(tiles, lambda tile: tile.arrays.targets.shape):
+        while some := list(islice(alike, rows)):
+            yield some
 
-    Tiles with equal values may share a call. None: the tile needs a separate call.
+
+def _kind(work: TileWork) -> tuple[int, ...] | None:
+    """Length, targets per token, rank, and number of tiles.
+
+    Works with equal values may share a call. None: the work needs a separate call.
     """
-    adapter = work.adapter
+    adapter, first = work.adapter, work.tiles[0]
     if work.objective is not None or adapter.own_base is not None or adapter.value_head is not None:
         return None
-    if work.arrays.dropout is not None:
+    if first.dropout is not None:
         return None
-    return *work.arrays.targets.shape, adapter.rank
+    return *first.targets.shape, adapter.rank, len(work.tiles)

@@ -1,7 +1,6 @@
 """Selection of training programs that fit into memory, as measured on compiled programs before weights are loaded."""
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from skyrl.backends.common.memory_plan import COPIES, GIB, KEPT_FREE, NEW_IN_A_S
 from skyrl.backends.common.packing import SHORTEST_TILE, TileShape
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.defaults import Defaults, resolved
+from skyrl.backends.jax.layout import Layout
 from skyrl.backends.jax.memory_plan import (
     MODES,
     Mode,
@@ -32,23 +32,27 @@ SMALLER_CALLS = f"{SMALLER_CACHE}, a smaller max_context_length or loss_chunk_si
 """Remedies for too little memory, in error messages."""
 
 
-def defaults_for(model: ModelForCausalLM, config: JaxBackendConfig) -> Defaults:
-    """Resolve the options of a backend for this process's device. `model` needs no weights (`abstract_model`).
+def defaults_for(model: ModelForCausalLM, config: JaxBackendConfig, layout: Layout) -> Defaults:
+    """Resolve the options of a backend for this process's devices. `model` needs no weights (`abstract_model`).
 
     Raises:
         RequestError: Base weights alone exceed `gpu_memory_utilization`.
     """
     base = nnx.split(model)[1]
     dtype = jax.tree.leaves(base)[0].dtype  # also the dtype of activations, and so of keys and values
-    *token, state = jax.eval_shape(lambda: KVCache.pool(model.config, 1, dtype, page_size=1, states=1))
-    left = int(_limit(config) * (1 - KEPT_FREE)) - _bytes(base)
-    room = int(_limit(config) * config.gpu_memory_utilization) - _bytes(base) if config.gpu_memory_utilization else None
+    pool = jax.eval_shape(lambda: KVCache.pool(model.config, 1, dtype, page_size=1, states=1))
+    *token, state = zip(pool, layout.of_pool(pool), strict=True)
+    limit, base_bytes = _limit(config, layout), layout.nbytes(base)
+    left = int(limit * (1 - KEPT_FREE)) - base_bytes
+    room = int(limit * config.gpu_memory_utilization) - base_bytes if config.gpu_memory_utilization else None
     if room is not None and room <= 0:
         raise RequestError(
-            f"gpu_memory_utilization={config.gpu_memory_utilization:g} of {_limit(config) / GIB:.2f} GiB is less than "
-            f"base weights take, {_bytes(base) / GIB:.2f} GiB, which leaves nothing for keys and values; raise it"
+            f"gpu_memory_utilization={config.gpu_memory_utilization:g} of {limit / GIB:.2f} GiB is less than "
+            f"base weights take, {base_bytes / GIB:.2f} GiB, which leaves nothing for keys and values; raise it"
         )
-    return resolved(config, jax.default_backend(), dtype == jnp.float32, left, _bytes(token), room, _bytes(state))
+    token_bytes, state_bytes = sum(layout.nbytes(*part) for part in token), layout.nbytes(*state)
+    exact, devices = dtype == jnp.float32, layout.mesh.size
+    return resolved(config, jax.default_backend(), exact, left, token_bytes, room, state_bytes, devices)
 
 
 class Planned(NamedTuple):
@@ -69,6 +73,7 @@ def planned(
     shape: TileShape,
     lengths: Sequence[int],
     widest: Adapter,
+    layout: Layout,
 ) -> Planned:
     """Choose the training programs of a model.
 
@@ -80,14 +85,15 @@ def planned(
         lengths: Possible maximum lengths of sequences in tokens, longest first. The first one that leaves enough memory
             for models is chosen, or else the last one.
         widest: An adapter of the largest rank.
+        layout: Placement of arrays.
 
     Raises:
         RequestError: The base model, its cache, the longest sequence and one model do not fit.
     """
     graphs = _graphs(model)
-    base = nnx.split(model)[1]
+    base = layout.abstract(nnx.split(model)[1])
     # Separate programs for each mode, because JAX caches traces by shapes.
-    options = config.loss_chunk_size, config.deterministic
+    options = config.loss_chunk_size, config.deterministic, layout
     of_mode = {mode: TrainingPrograms(lambda _, mode=mode: graphs[mode], *options) for mode in MODES}
 
     def training_bytes(length: int, mode: Mode) -> int:
@@ -95,9 +101,11 @@ def planned(
             return 0
         return of_mode[mode].temporary_bytes(base, widest, length) + 2 * widest_bytes
 
-    widest_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(widest))
+    widest_bytes = layout.nbytes(widest)
     device: Device = "host" if jax.default_backend() == "cpu" else "accelerator"
-    plan = Plan(_limit(config), _bytes(base), cache, training=0, model=COPIES * widest_bytes, device=device)
+    plan = Plan(
+        _limit(config, layout), layout.nbytes(base), cache, training=0, model=COPIES * widest_bytes, device=device
+    )
     plan.check(SMALLER_CACHE)
     asked, typical = config.gradient_checkpointing, shape.tokens
     room = plan.for_training
@@ -113,21 +121,13 @@ def planned(
     plan.check(SMALLER_CALLS, f"a training call of {longest} tokens")
     used = set(modes.values())
     mixed = TrainingPrograms(lambda length: graphs[modes[length]], *options)
+    stacks = tuple(stack * layout.rows for stack in stacks)
     return Planned(of_mode[used.pop()] if len(used) == 1 else mixed, plan, stacks, longest)
 
 
-def _limit(config: JaxBackendConfig) -> int:
-    """Bytes to plan with."""
-    return int(config.memory_limit_gib * GIB) or memory_limit()
-
-
-def _size(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
-
-
-def _bytes(tree: Any) -> int:
-    """Bytes of all arrays, or of arrays with these shapes."""
-    return sum(map(_size, jax.tree.leaves(tree)))
+def _limit(config: JaxBackendConfig, layout: Layout) -> int:
+    """Bytes of a device to plan with."""
+    return int(config.memory_limit_gib * GIB) or memory_limit(layout.mesh.size)
 
 
 def _graphs(model: ModelForCausalLM) -> dict[Mode, Any]:

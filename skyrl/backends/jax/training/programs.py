@@ -2,14 +2,15 @@
 
 A pass maps one tile to outputs and to the gradients of the tile's adapter. Tiles may be stacked along a leading axis,
 with one adapter per tile. The stack is a `vmap`: base GEMMs process all tokens at once, and each adapter has separate
-gradients, without sums over adapters. A stack of one runs as plain GEMMs. A loss of the Tinker protocol, its settings
+gradients, without sums over adapters. A stack of one runs as plain GEMMs. On a mesh, the tiles of a stack are split
+over `fsdp`, and they may share one adapter. A loss of the Tinker protocol, its settings
 and its inputs are data, so only shapes determine what is compiled. An objective of a trainer has its own programs,
 looked up by its value. Each tenant keeps programs for its `OBJECTIVES` last used objectives.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, reduce, wraps
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from skyrl.backends.common.dimuon import DimuonScalars, matrix_sign
 from skyrl.backends.common.packing import MAX_SEGMENTS, TileArrays, idle_tile
 from skyrl.backends.common.pass_output import PassOutput
 from skyrl.backends.jax.compile_cache import Compiler, Program
+from skyrl.backends.jax.layout import Layout
 from skyrl.backends.jax.models.state import Tree, in_types_of
 from skyrl.tx.design.connectors import CONNECTORS
 from skyrl.tx.layers.adapter import Adapter
@@ -43,10 +45,12 @@ class TrainingPrograms:
         graphdef: Returns the model's static part for a tile length (parts differ in activation checkpointing).
         loss_chunk_size: Tokens whose logits are in memory at once; 0: all of a tile.
         deterministic: See `Compiler`.
+        layout: Placement of arrays.
     """
 
-    def __init__(self, graphdef: Callable[[int], Any], loss_chunk_size: int, deterministic: bool):
+    def __init__(self, graphdef: Callable[[int], Any], loss_chunk_size: int, deterministic: bool, layout: Layout):
         self._graphdef = graphdef
+        self._layout = layout
         self._loss_chunk_size = loss_chunk_size
         self._compiler = Compiler("training", deterministic)
         self._programs: dict[Objective, tuple[Program, Program]] = {}
@@ -54,17 +58,18 @@ class TrainingPrograms:
         """Objectives of each tenant, least recently used first, never empty."""
         self.forward, self.forward_backward = self._programs_of(None)
         """Programs for losses of the Tinker protocol, see `of`."""
-        self.optim_step = self._compiler.jit("optim_step", adamw)
-        self.dimuon_step = self._compiler.jit("dimuon_step", dimuon)
+        self.optim_step = self._compiler.jit("optim_step", self._placed(adamw))
+        self.dimuon_step = self._compiler.jit("dimuon_step", self._placed(dimuon))
         self.connector_norm = self._compiler.jit("connector_norm", connector_norm)
-        self.add = self._compiler.jit("add", lambda a, b: jax.tree.map(jnp.add, a, b))
+        self.add = self._compiler.jit("add", self._placed(lambda a, b: jax.tree.map(jnp.add, a, b)))
         """Sum of two trees of gradients."""
 
     def of(self, objective: Objective | None, tenant: str = "") -> tuple[Program, Program]:
         """Return the programs of a tenant's objective. None: programs for all losses of the Tinker protocol.
 
-        The first is (base, adapter, tile) -> PassOutput. The second is (base, adapters, tiles) -> (PassOutput,
-        gradients) of each tile. All tiles have the same shape, and all adapters the same rank.
+        The first is (base, adapter, tiles) -> PassOutput of each tile. The second is (base, adapters, tiles) ->
+        (PassOutput of each tile, gradients of each adapter), with an adapter for each tile, or one for all. All tiles
+        have the same shape, and all adapters the same rank.
         """
         if objective is None:
             return self.forward, self.forward_backward
@@ -90,20 +95,68 @@ class TrainingPrograms:
     def _programs_of(self, objective: Objective | None) -> tuple[Program, Program]:
         losses = partial(self._losses, objective)
 
-        def forward(base: Any, adapter: Adapter, tile: TileArrays) -> PassOutput:
-            return losses(adapter.weights, adapter.scaling, base, tile)[1]
+        def forward(base: Any, adapter: Adapter, tiles: tuple[TileArrays, ...]) -> list[PassOutput]:
+            return self._over_tiles(lambda tile: losses(adapter.weights, adapter.scaling, base, tile)[1], tiles)
 
-        def forward_backward(base: Any, adapter: Adapter, tile: TileArrays) -> tuple[PassOutput, Tree]:
-            gradients, output = jax.grad(losses, has_aux=True)(adapter.weights, adapter.scaling, base, tile)
-            return output, gradients
+        def of_adapter(base: Any, adapter: Adapter, tiles: tuple[TileArrays, ...]) -> tuple[Tree, list[PassOutput]]:
+            def summed(weights: Tree) -> tuple[jax.Array, list[PassOutput]]:
+                computed = self._over_tiles(lambda tile: losses(weights, adapter.scaling, base, tile), tiles)
+                return reduce(jnp.add, [loss for loss, _ in computed]), [output for _, output in computed]
 
-        def over_stack(base: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]) -> list[Any]:
-            return _over_stack(forward_backward, base, adapters, tiles)
+            return jax.grad(summed, has_aux=True)(adapter.weights)
+
+        def forward_backward(
+            base: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]
+        ) -> tuple[list[PassOutput], list[Tree]]:
+            first, *others = adapters
+            if others:
+                return self._over_adapters(partial(of_adapter, base), adapters, tiles)
+            gradients, outputs = of_adapter(base, first, tiles)
+            return outputs, [self._layout.constrained(gradients)]
 
         return (
             self._compiler.program("forward", forward),
-            self._compiler.program("forward_backward", over_stack),
+            self._compiler.program("forward_backward", forward_backward),
         )
+
+    def _over_tiles(self, function: Callable[[TileArrays], Any], tiles: tuple[TileArrays, ...]) -> list[Any]:
+        """Apply `function` to each tile, as one `vmap`. A single tile keeps plain, unbatched GEMMs."""
+        if len(tiles) == 1:
+            return [function(jax.tree.map(jnp.asarray, tiles[0]))]
+        results = self._mapped(lambda _, tile: function(tile), None, tiles)
+        return _parts(self._layout.on_all(results), len(tiles))
+
+    def _over_adapters(
+        self, function: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]
+    ) -> tuple[list[PassOutput], list[Tree]]:
+        """Apply `function` to each adapter and its tile, as one `vmap`."""
+        layout, first = self._layout, adapters[0]
+        stack = layout.by_rows(_stacked([layout.gathered(adapter) for adapter in adapters]), first)
+        gradients, outputs = self._mapped(lambda adapter, tile: function(adapter, (tile,)), stack, tiles)
+        of_each = _parts(layout.by_rows(gradients, first.weights), len(tiles))
+        return _parts(layout.on_all(outputs[0]), len(tiles)), list(map(layout.constrained, of_each))
+
+    def _mapped(self, function: Callable[[Any, TileArrays], Any], adapters: Any, tiles: tuple[TileArrays, ...]) -> Any:
+        """Apply `function` to a stack of adapters, if there is one, and the stack of their tiles.
+
+        Loops over needed tokens are as long for every tile as for the tile that needs most, because a loop's length
+        cannot be batched.
+        """
+        stack = self._layout.by_rows(_stacked(tiles))
+        needed = {"trained": stack.trained.max(), "read": stack.read.max()}
+        return jax.vmap(lambda adapter, tile: function(adapter, tile._replace(**needed)))(adapters, stack)
+
+    def _placed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with its results, trees of a model's arrays, in their places."""
+
+        @wraps(function)
+        def placed(*args: Any) -> Any:
+            results = function(*args)
+            if isinstance(results, tuple):
+                return tuple(map(self._layout.constrained, results))
+            return self._layout.constrained(results)
+
+        return placed
 
     def _losses(
         self, objective: Objective | None, weights: Tree, scaling: jax.Array, base: Any, tile: TileArrays
@@ -149,8 +202,12 @@ class TrainingPrograms:
         return self._compiler.compiled
 
     def temporary_bytes(self, base: Any, adapter: Adapter, length: int) -> int:
-        """Temporary bytes of forward_backward of one tile of `length` tokens, without arguments and results."""
-        return self.forward_backward.temporary_bytes(base, (adapter,), (abstract_tile(length, 1),))
+        """Temporary bytes of forward_backward of one tile of `length` tokens, without arguments and results.
+
+        On a mesh, bytes of a device, if there is a tile for each row.
+        """
+        tiles = (abstract_tile(length, 1),) * self._layout.rows
+        return self.forward_backward.temporary_bytes(base, (adapter,), tiles)
 
 
 def abstract_tile(length: int, width: int) -> TileArrays:
@@ -206,22 +263,14 @@ def _scale(gradients: Tree, p: AdamScalars | DimuonScalars) -> tuple[jax.Array, 
     return norm, clip / p.gradient_divisor
 
 
-def _over_stack(function: Any, base: Any, adapters: tuple[Adapter, ...], tiles: tuple[TileArrays, ...]) -> list[Any]:
-    """Apply `function` to each adapter and its tile, as one `vmap`; a stack of one keeps plain, unbatched GEMMs.
+def _stacked(parts: Sequence[Any]) -> Any:
+    """Stack equal structures along a leading axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
 
-    Loops over needed tokens are as long for every tile as for the tile that needs most, because a loop's length cannot
-    be batched.
-    """
-    if len(tiles) == 1:
-        return [function(base, adapters[0], jax.tree.map(jnp.asarray, tiles[0]))]
-    adapter, stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(adapters, tiles, strict=True))
-    trained, read = stack.trained.max(), stack.read.max()
 
-    def one(adapter: Adapter, tile: TileArrays) -> Any:
-        return function(base, adapter, tile._replace(trained=trained, read=read))
-
-    results = jax.vmap(one)(adapter, stack)
-    return [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(len(tiles))]
+def _parts(stack: Any, count: int) -> list[Any]:
+    """Return the parts of a stack."""
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(count)]
 
 
 def _loss_inputs(tile: TileArrays, scores: dict[Output, jax.Array]) -> LossInputs:
