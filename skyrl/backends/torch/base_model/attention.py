@@ -142,16 +142,23 @@ class DecodeBurst(Paged):
 
     def __init__(self, cache: PagedCache, table: Tensor, positions: Tensor, reach: int):
         super().__init__(cache, table, positions, reach)
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        self._held = [
+            tuple(self._read(cells).transpose(1, 2).contiguous() for cells in both)
+            for both in zip(cache.keys, cache.values, strict=True)
+        ]
+        """Keys and values `[rows, heads, context, width]` of each layer."""
         self._rows = torch.arange(len(table), device=table.device)
         self._later: list[Tensor] = []
         """Positions that are not in the cache yet."""
+        self.to(positions)
 
     def to(self, positions: Tensor) -> None:
         """Advance to these positions, int64 `[rows, 1]`."""
         self.positions = positions
         self._later.append(positions)
         self._seen.clear()
+        self._cells: dict[int, Tensor] = {}
+        """Index of the new token in a held copy with this number of heads, int64 `[rows * heads]`."""
 
     def keep(self) -> None:
         """Write keys and values that are only in the copy to the cache."""
@@ -159,19 +166,21 @@ class DecodeBurst(Paged):
             return
         positions = torch.cat(self._later, 1)
         written, rows = torch.gather(self._pages, 1, positions), self._rows[:, None]
-        for layer, held in self._held.items():
+        for layer, held in enumerate(self._held):
             for cells, own in zip((self.cache.keys[layer], self.cache.values[layer]), held, strict=True):
                 cells[written] = own[rows, :, positions]
         self._later.clear()
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if layer not in self._held:
-            keys, values = super().write(layer, key, value)
-            self._held[layer] = keys.contiguous(), values.contiguous()
-            return self._held[layer]
-        for held, new in zip(self._held[layer], (key[:, :, 0], value[:, :, 0]), strict=True):
-            held[self._rows, :, self.positions[:, 0]] = new
-        return self._held[layer]
+        keys, values = self._held[layer]
+        heads = keys.shape[1]
+        if heads not in self._cells:
+            first = self._rows[:, None] * heads + torch.arange(heads, device=self._rows.device)
+            self._cells[heads] = (first * keys.shape[2] + self.positions).view(-1)
+        for held, new in ((keys, key), (values, value)):
+            width = held.shape[3]
+            held.view(-1, width).index_copy_(0, self._cells[heads], new.reshape(-1, width))
+        return keys, values
 
 
 class Attention:

@@ -25,7 +25,7 @@ def draw(
     warm = temperature > COLDEST
     if not warm.any():
         return logits.argmax(-1)
-    tempered = (logits - logits.amax(-1, keepdim=True)) / torch.where(warm, temperature, 1.0)[:, None]
+    tempered = (logits - logits.amax(-1, keepdim=True)).div_(torch.where(warm, temperature, 1.0)[:, None])
     weights = tempered.exp()
     kept = None
     if bool((warm & ((top_k > 0) | (top_p < 1))).any()):
@@ -35,8 +35,9 @@ def draw(
         kept = likely if kept is None else kept & likely
     if kept is not None:
         weights = torch.where(kept, weights, 0.0)
-    drawn, is_drawn = invert(weights, uniforms[:, None])[:, 0], warm & _possible(weights)
-    return drawn if is_drawn.all() else torch.where(is_drawn, drawn, logits.argmax(-1))
+    drawn, possible = invert(weights, uniforms[:, None])
+    is_drawn = warm & possible
+    return drawn[:, 0] if is_drawn.all() else torch.where(is_drawn, drawn[:, 0], logits.argmax(-1))
 
 
 class Occurrences(NamedTuple):
@@ -80,13 +81,14 @@ def draw_many(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Ten
     tokens = logits.argmax(-1, keepdim=True).expand(uniforms.shape)
     if temperature > COLDEST:
         weights = ((logits - logits.amax(-1, keepdim=True)) / temperature).exp()
-        tokens = torch.where(_possible(weights)[:, None], invert(weights, uniforms), tokens)
+        drawn, possible = invert(weights, uniforms)
+        tokens = torch.where(possible[:, None], drawn, tokens)
     return tokens, logprobs_of(logits, tokens)
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
     """Log-probabilities float32 `[rows, n]` of tokens int64 `[rows, n]`, in nats."""
-    return logits.gather(-1, tokens) - torch.logsumexp(logits, -1, keepdim=True)
+    return torch.log_softmax(logits, -1).gather(-1, tokens)
 
 
 def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -95,19 +97,16 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return ids[:, :k], top[:, :k] - torch.logsumexp(logits, -1, keepdim=True)
 
 
-def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+def invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Inverse CDF sampling: first token whose cumulative weight exceeds the fraction `uniforms` of the total.
 
-    Returns int64, of the shape of `uniforms`. Sums are float64. Tokens of weight zero are never selected.
+    Returns int64, of the shape of `uniforms`, and True for rows in which at least one token can be drawn. Sums are
+    float64. Tokens of weight zero are never selected.
     """
-    ends = weights.double().cumsum(-1)
-    target = uniforms.double() * ends[:, -1:]
-    return torch.searchsorted(ends, target, right=True).clamp_max(weights.shape[1] - 1)
-
-
-def _possible(weights: Tensor) -> Tensor:
-    """True for rows in which at least one token can be drawn."""
-    return (weights > 0).any(-1)
+    ends = weights.cumsum(-1, dtype=torch.float64)
+    total = ends[:, -1:]
+    found = torch.searchsorted(ends, uniforms * total, right=True)  # the product is float64
+    return found.clamp_max_(weights.shape[1] - 1), total[:, 0] > 0
 
 
 def _filtered(tempered: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,19 @@ BANKS = 8
 """Maximum cached banks (stacks of adapters), evicted least recently used first."""
 SPARE = 0.25
 """Fraction of a burst's rows that may have ended before the burst is compacted."""
+
+
+class DrawSettings(NamedTuple):
+    """Sampling parameters of some rows, on the device."""
+
+    here: Tensor
+    """int64: indices of the rows."""
+    filters: dict[str, Tensor]
+    """Temperature and filters, by their names in `draw`."""
+    scale: Tensor | None
+    """float32 `[rows, 1]`: temperature of the returned log-probabilities; None: 1 in all rows."""
+    costs: list[Tensor]
+    """Repetition, presence and frequency penalties; empty if no row has penalties."""
 
 
 class SamplingWorker:
@@ -147,7 +161,8 @@ class SamplingWorker:
         if rows.options is not None and (penalties := rows.options.penalties) is not None:
             before, prompt = self._on_device(penalties.before), self._on_device(penalties.prompt)
             occurred = Occurrences.of(before, prompt, model.vocab_size)
-        at, view = (np.arange(count) if fixed else alive), None
+        at, view, settings = (np.arange(count) if fixed else alive), None, None
+        random = _uniforms(rows, steps)
         adapted: Callable[[], AbstractContextManager[None]] = nullcontext
         with model.using(own):
             for step in range(steps):
@@ -155,14 +170,15 @@ class SamplingWorker:
                     if isinstance(view, DecodeBurst):
                         view.keep()
                     at, view = alive, None
-                here = self._on_device(at)
-                if view is None:
-                    adapted = self._adapted(adapters, contents, rows.slots[at], fixed)
                 places = self._on_device(positions[at])[:, None]
-                view = self._view(view, table[here], places, reach)
+                if view is None or settings is None:
+                    adapted = self._adapted(adapters, contents, rows.slots[at], fixed)
+                    settings = self._settings(rows, at)
+                view = self._view(view, table, settings.here, places, reach)
                 with adapted():
                     logits = self._next(self._on_device(tokens[at])[:, None], places, view)
-                found, logprobs, best = self._draw(logits, rows, at, step, width, occurred)
+                drawing = self._on_device(random[step, at])
+                found, logprobs, best = self._draw(logits, rows, at, step, drawing, settings, width, occurred)
                 drawn.tokens[step, at], drawn.logprobs[step, at] = found, logprobs
                 if best is not None:
                     drawn.top_ids[step, at], drawn.top_logprobs[step, at] = best
@@ -190,11 +206,12 @@ class SamplingWorker:
         bank = self._bank(adapters, contents)
         return partial(hooks.bank, bank, bank.masks(self._on_device(slots)))
 
-    def _view(self, view: Paged | None, table: Tensor, positions: Tensor, reach: int) -> Paged:
-        """Return a view of the rows at these positions; `view` is the view of the previous step, or None."""
+    def _view(self, view: Paged | None, table: Tensor, here: Tensor, positions: Tensor, reach: int) -> Paged:
+        """Return a view of rows `here` at these positions; `view` is the view of the previous step, or None."""
         if isinstance(view, DecodeBurst):
             view.to(positions)
             return view
+        table = table[here]
         fits = len(table) * reach * self._paged.token_bytes <= HELD_BYTES
         return (DecodeBurst if fits else Paged)(self._paged, table, positions, reach)
 
@@ -203,33 +220,49 @@ class SamplingWorker:
         model = self._model
         return model.base.run(lambda: model.logits(model.hidden(tokens, positions, view))[:, 0].float())
 
+    def _settings(self, rows: Rows, at: np.ndarray) -> DrawSettings:
+        """Copy the sampling parameters of these rows to the device."""
+        names, costs = {"temperature": rows.temperature, "top_k": rows.top_k, "top_p": rows.top_p}, list[np.ndarray]()
+        if rows.options is not None:
+            names |= rows.options.filters
+            if (penalties := rows.options.penalties) is not None:
+                costs = [penalties.repetition, penalties.presence, penalties.frequency]
+        return DrawSettings(
+            self._on_device(at),
+            {name: self._on_device(values[at]) for name, values in names.items()},
+            None if (rows.scale[at] == 1).all() else self._on_device(rows.scale[at])[:, None],
+            [self._on_device(cost[at]) for cost in costs],
+        )
+
     def _draw(
-        self, logits: Tensor, rows: Rows, at: np.ndarray, step: int, width: int, occurred: Occurrences | None
+        self,
+        logits: Tensor,
+        rows: Rows,
+        at: np.ndarray,
+        step: int,
+        random: Tensor,
+        settings: DrawSettings,
+        width: int,
+        occurred: Occurrences | None,
     ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
         """Draw a token for each of these rows. Returns also log-probabilities, and the `width` most likely tokens."""
-        number = rows.steps[at] + step
-        allowed, filters, here = logits, dict[str, Tensor](), self._on_device(at)
+        allowed = logits
+        if occurred is not None:
+            counted = Occurrences(*(counts[settings.here] for counts in occurred))
+            allowed = penalised(logits, counted, *settings.costs)
         if rows.options is not None:
-            if occurred is not None and (penalties := rows.options.penalties) is not None:
-                costs = (penalties.repetition, penalties.presence, penalties.frequency)
-                counted = Occurrences(*(counts[here] for counts in occurred))
-                allowed = penalised(logits, counted, *(self._on_device(cost[at]) for cost in costs))
-            filters = {name: self._on_device(value[at]) for name, value in rows.options.filters.items()}
-            held = np.flatnonzero(number < rows.options.min_tokens[at])
+            held = np.flatnonzero(rows.steps[at] + step < rows.options.min_tokens[at])
             pairs = [(row, token) for row in held for token in rows.stops[at[row]] if token >= 0]
             if pairs:
                 where = torch.tensor(pairs, device=logits.device).T
                 allowed = allowed.clone()
                 allowed[where[0], where[1]] = -torch.inf
-        random = self._on_device(uniforms(rows.seeds[at], rows.sample_index[at], number))
-        temperature, top_k, top_p = (self._on_device(x[at]) for x in (rows.temperature, rows.top_k, rows.top_p))
-        found = draw(allowed, random, temperature, top_k, top_p, **filters)
+        found = draw(allowed, random, **settings.filters)
         if self._model.base.is_sharded:
             dist.broadcast(found, 0)  # ranks must continue with the same tokens even if their logits differ by rounding
         if occurred is not None:
-            occurred.add(here, found)
-        scale = rows.scale[at]
-        scored = logits if (scale == 1).all() else logits / self._on_device(scale)[:, None]
+            occurred.add(settings.here, found)
+        scored = logits if settings.scale is None else logits / settings.scale
         logprobs = logprobs_of(scored, found[:, None])[:, 0]
         best = None
         if width:
@@ -262,3 +295,10 @@ def _filled(values: Tensor, dtype: type) -> np.ndarray:
     whole = np.zeros((SCORED_AT_ONCE, *values.shape[1:]), dtype)
     whole[: len(values)] = values.cpu().numpy()
     return whole
+
+
+def _uniforms(rows: Rows, steps: int) -> np.ndarray:
+    """Random numbers of the next tokens, float32 `[steps, rows]`."""
+    numbers = (rows.steps[None] + np.arange(steps, dtype=np.int32)[:, None]).reshape(-1)
+    seeds, indices = np.tile(rows.seeds, (steps, 1)), np.tile(rows.sample_index, steps)
+    return uniforms(seeds, indices, numbers).reshape(steps, -1)
