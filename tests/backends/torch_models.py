@@ -29,6 +29,7 @@ CONFIGS = {
     "granite": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=3.0),
     "llama": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
     "qwen2": lambda: transformers.Qwen2Config(**GROUPED),
+    "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=6),
     "gemma3_text": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=6),
 }
 """By model type: fused qkv, partial rotation and biases, norms after, windows and soft caps, scaled logits, tied,

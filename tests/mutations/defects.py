@@ -132,8 +132,8 @@ DEFECTS = [
         "decode steps of a burst do not attend to tokens of earlier steps",
         "tests/backends/test_torch_sampling.py::test_greedy_tokens_and_all_scores_are_those_of_transformers",
         "skyrl/backends/torch/base_model/attention.py",
-        "            held[self._rows, :, self.positions[:, 0]] = new\n",
-        "            held[self._rows, :, self.positions[:, 0]] = 0\n",
+        "self._cells[heads], new.reshape(-1, width))",
+        "self._cells[heads], 0 * new.reshape(-1, width))",
     ),
     Defect(
         "min-p",

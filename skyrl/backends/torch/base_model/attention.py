@@ -159,6 +159,15 @@ class DecodeBurst(Paged):
         self._seen.clear()
         self._cells: dict[int, Tensor] = {}
         """Index of the new token in a held copy with this number of heads, int64 `[rows * heads]`."""
+        self._biases: dict[tuple[int | None, int], Tensor] = {}
+
+    def bias(self, window: int | None, heads: int) -> Tensor:
+        """Attention mask as float32 0 or -inf, `[rows * heads, 1, context]`."""
+        if (window, heads) not in self._biases:
+            seen = self.seen(window)
+            bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+            self._biases[window, heads] = bias.expand(-1, heads, -1, -1).reshape(-1, 1, seen.shape[3])
+        return self._biases[window, heads]
 
     def keep(self) -> None:
         """Write keys and values that are only in the copy to the cache."""
@@ -197,6 +206,8 @@ class Attention:
         """Name in the registry of transformers."""
         self.recorded: list[tuple[int | None, tuple[int, int, int]]] | None = None
         """Layer, and (key heads, key width, value width), of each call so far, while recording; None: not recording."""
+        self.windows: dict[int | None, int | None] = {}
+        """Window of each recorded layer, in tokens; None: all earlier tokens."""
         from transformers import AttentionInterface
 
         AttentionInterface.register(self.name, self)  # creates no masks
@@ -218,13 +229,14 @@ class Attention:
         if asked:
             raise ValueError(f"the model's attention asks for {sorted(asked)}, which is not computed here")
         assert self.view is not None
-        if self.recorded is not None:
-            shape = key.shape[1], key.shape[3], value.shape[3]
-            self.recorded.append((getattr(module, "layer_idx", None), shape))
         # Qwen2-MoE tells the window to its mask only, which is not created.
         window: int | None = (
             others["sliding_window"] if "sliding_window" in others else getattr(module, "sliding_window", None)
         )
+        if self.recorded is not None:
+            shape, called = (key.shape[1], key.shape[3], value.shape[3]), getattr(module, "layer_idx", None)
+            self.recorded.append((called, shape))
+            self.windows[called] = window
         call = _attend(scaling, softcap)
         if isinstance(self.view, Packed):
             kernel = self.kernel if softcap is None else None  # varlen_attn has no soft cap

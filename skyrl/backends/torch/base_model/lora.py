@@ -212,23 +212,27 @@ class Hooks:
 
     def _hook(self, name: str):
         def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            pair = self._pairs.get(name)
-            if pair is None:
-                return None
-            a, b = self._ranks.adapter(name, *pair)
-            x = args[0].reshape(-1, a.shape[0]).to(a.dtype)
-            if self._dropout is not None:
-                x = _dropped(x, self._dropout.at(zlib.crc32(name.encode()), self._ranks.share_of_inputs(name)))
-            inner = x @ a
-            if self._masks is not None:
-                mask = self._masks[name]
-                inner = (inner.view(len(mask), -1, inner.shape[1]) * mask[:, None]).view(inner.shape)
-            flat = output.reshape(-1, b.shape[1])
-            if flat.dtype == b.dtype:
-                return torch.addmm(flat, inner, b, alpha=self._scaling).view(output.shape)
-            return (flat + self._scaling * (inner @ b)).to(output.dtype).view(output.shape)
+            return self.added(name, args[0], output) if name in self._pairs else None
 
         return add
+
+    def added(self, name: str, inputs: Tensor, output: Tensor) -> Tensor:
+        """Outputs of a module with its adapters."""
+        pair = self._pairs.get(name)
+        if pair is None:
+            return output
+        a, b = self._ranks.adapter(name, *pair)
+        x = inputs.reshape(-1, a.shape[0]).to(a.dtype)
+        if self._dropout is not None:
+            x = _dropped(x, self._dropout.at(zlib.crc32(name.encode()), self._ranks.share_of_inputs(name)))
+        inner = x @ a
+        if self._masks is not None:
+            mask = self._masks[name]
+            inner = (inner.view(len(mask), -1, inner.shape[1]) * mask[:, None]).view(inner.shape)
+        flat = output.reshape(-1, b.shape[1])
+        if flat.dtype == b.dtype:
+            return torch.addmm(flat, inner, b, alpha=self._scaling).view(output.shape)
+        return (flat + self._scaling * (inner @ b)).to(output.dtype).view(output.shape)
 
 
 def _dropped(x: Tensor, dropout: DropoutArrays) -> Tensor:

@@ -168,6 +168,8 @@ class LoadedModel(Forward):
             if self.tile_ranks > 1:
                 self._try_together(folder, check)
             self.cache_shapes = self.base.run(self.called_shapes) if abilities.samples else ()
+        if abilities.own_step and abilities.samples and not self.base.is_sharded:
+            self.use_own_step(self.hooks.added)
         if options.gradient_checkpointing:
             # transformers does it only in training mode, in which layers are dropped and noise is added
             for layer in layers_of(self.hf, folder, "recompute; set gradient_checkpointing to false"):
@@ -271,4 +273,5 @@ def abilities_of_copy(model: Any, folder: Path) -> Abilities:
     abilities = check.check(Abilities())
     if abilities.packs and not check.keeps_apart():
         abilities = abilities._replace(packs=False, samples=False)
-    return abilities._replace(samples=abilities.samples and check.samples(), unadaptable=check.unadaptable())
+    abilities = abilities._replace(samples=abilities.samples and check.samples(), unadaptable=check.unadaptable())
+    return abilities._replace(own_step=abilities.samples and check.steps())

@@ -41,6 +41,8 @@ class Abilities(NamedTuple):
     """True if a row may hold several sequences, because tokens interact only through attention."""
     samples: bool = True
     """True if the keys and values of our attention are all that a token needs of earlier ones."""
+    own_step: bool = False
+    """True if `LlamaStep` computes decode steps."""
     unadaptable: frozenset[str] = frozenset()
     """Names of modules that cannot have adapters, as returned by `ModelCheck.unadaptable`."""
 
@@ -231,6 +233,20 @@ class ModelCheck:
         if not agree:
             log.warning("%s is not sampled: %s", self._kind, why)
         return agree
+
+    @torch.no_grad()
+    def steps(self) -> bool:
+        """Return True if the model fits `LlamaStep`, and decoded tokens then have the logits of whole sequences."""
+        forward = self._forward
+        if not forward.use_own_step():
+            return False
+        try:
+            return self._agree(self._sampled(forward.called_shapes()))
+        except UNSUPPORTED as error:
+            self._reason(error)
+            return False
+        finally:
+            forward.step = None
 
     def _sampled(self, shapes: Sequence[tuple[int, int, int]]) -> Tensor:
         """Logits of both sequences, read in two parts of each and one token at a time."""
