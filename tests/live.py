@@ -18,12 +18,12 @@ ADAM = tinker.AdamParams(learning_rate=1e-2)
 GREEDY = {"temperature": 0.0}
 
 
-def make_tiny_model(folder: Path) -> Path:
-    """A random Qwen3 of hidden size 32 with the built-in tokenizer."""
+def make_tiny_model(folder: Path, arch: str = "qwen3") -> Path:
+    """A random model of hidden size 32 with the built-in tokenizer."""
     from skyrl.tx.synthetic.make_model import make_model
 
     sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64}
-    make_model(folder, arch="qwen3", **sizes, seed=0)
+    make_model(folder, arch=arch, **sizes, seed=0)
     return folder
 
 

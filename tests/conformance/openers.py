@@ -34,6 +34,13 @@ def open_jax(model: Path) -> AbstractBackend:
     return JaxBackend(str(model), JaxBackendConfig(**SIZES))
 
 
+def open_jax_mesh(model: Path) -> AbstractBackend:
+    from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+
+    axes = {"fully_sharded_data_parallel_size": 2, "tensor_parallel_size": 2}
+    return JaxBackend(str(model), JaxBackendConfig(**SIZES, **axes, kv_cache_gib=1 / 64))
+
+
 def open_remote(model: Path) -> AbstractBackend:
     from tests.remote import RemoteBackend
     from tests.remote_worker import RemoteConfig
@@ -83,7 +90,15 @@ def _home_of_ray() -> str:
 
 TOYS = [open_fake, open_remote]
 """Backends with arithmetic instead of a network. They have the same rules for order and state as others."""
-NETWORKS = [open_jax, open_torch, open_torch_sharded, open_torch_hybrid, open_torch_sequences, open_torch_tensors]
+NETWORKS = [
+    open_jax,
+    open_jax_mesh,
+    open_torch,
+    open_torch_sharded,
+    open_torch_hybrid,
+    open_torch_sequences,
+    open_torch_tensors,
+]
 SLOW = [open_torch_processes, open_torch_ray]
 FULL = [open_remote, *(opener for opener in NETWORKS if opener is not open_jax)]
 """Backends whose cases are left to `make test-all`, but for those that a test marks with `gate`."""

@@ -51,6 +51,8 @@ class Setting:
     deterministic: bool = True
     streams: int = 1
     """Residual streams, on JAX."""
+    devices: int = 1
+    """Devices on JAX: 1, or an even number, of which two parts share the batch."""
 
     def server(self, folder: Path, **environment: str) -> LocalServer:
         """A server that starts quickly."""
@@ -60,6 +62,8 @@ class Setting:
             # A new engine compiles nothing again.
             environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": os.pathsep.join(paths)}
             config |= {"warm_up": False, "mhc_expansion_rate": self.streams}
+            if self.devices > 1:
+                config |= {"fully_sharded_data_parallel_size": 2, "tensor_parallel_size": self.devices // 2}
         options = {"backend": self.backend, "backend-config": json.dumps(config), "snapshot-every-steps": "3"}
         return LocalServer(folder, str(self.model), options, environment)
 
@@ -161,15 +165,19 @@ def test_kills_of_a_torch_engine_change_nothing_bit_for_bit(tmp_path, tiny_model
     check_kills(tmp_path, Setting("skyrl_train", tiny_model), OF_ENGINE, seed=0)
 
 
-@pytest.mark.full("connectors")
+@pytest.mark.full("connectors", "mesh")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("backend", "streams"), [("jax", 4), ("skyrl_train", 1)], ids=["connectors", "torch"])
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("jax", {"streams": 4}), ("jax", {"devices": 4}), ("skyrl_train", {})],
+    ids=["connectors", "mesh", "torch"],
+)
 def test_a_kill_of_an_engine_between_a_pass_and_its_step_changes_nothing_bit_for_bit(
-    tmp_path, tiny_model, backend, streams
+    tmp_path, tiny_model, backend, options
 ):
     """Two equal models of one server, of which the second meets the kill."""
     found = []
-    with Setting(backend, tiny_model, streams=streams).server(tmp_path) as server, service(server) as client:
+    with Setting(backend, tiny_model, **options).server(tmp_path) as server, service(server) as client:
         for is_killed in (False, True):
             trainer = new_trainer(client, server, seed=1)
             for n in range(6):
