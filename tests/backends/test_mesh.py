@@ -1,7 +1,7 @@
 """The JAX backend on meshes of devices, against the same backend on one device."""
 
 import re
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from driver import (
     create,
@@ -32,6 +33,7 @@ from skyrl.backends.jax.training.programs import abstract_tile
 from skyrl.errors import RequestError
 from skyrl.tx.design.family import FAMILIES, Size, made_config
 from skyrl.tx.families import design_of
+from skyrl.tx.io.host_arrays import on_host
 from skyrl.tx.synthetic.make_model import make_model
 
 VOCAB = 1536
@@ -238,6 +240,110 @@ def test_an_idle_model_returns_from_host_memory_to_its_devices(runs):
             assert jax.tree.map(lambda leaf: leaf.sharding, tree) == jax.tree.map(lambda leaf: leaf.sharding, own)
 
 
+@pytest.mark.full
+def test_a_whole_model_is_loaded_part_by_part(tmp_path):
+    """No device has a whole embedding, the largest array, not even for a moment."""
+    folder = make_model(tmp_path / "model", layers=SCANNED, **SIZE)
+    with closing(JaxBackend(str(folder), options((2, 1, 2)))) as backend:
+        create(backend, rank=0)
+        forward_backward(backend, [random_datum(30)])
+        optim_step(backend)
+        save(backend, tmp_path / "saved")
+        before = jax.tree.map(np.asarray, backend.adapter("model").weights)
+        with sizes_on_first_device() as sizes:
+            load(backend, tmp_path / "saved")
+        assert distance(before, backend.adapter("model").weights) == 0
+        assert placed_as_planned(backend, "model")
+        assert 0 < max(sizes) <= VOCAB * SIZE["hidden"] // 2
+
+
+@contextmanager
+def sizes_on_first_device():
+    """List that gets the size of each array that `jax.device_put` copies to the first device alone."""
+    sizes, copy = [], jax.device_put
+
+    def noted(x, device=None, **others):
+        made = copy(x, device, **others)
+        first = jax.devices()[0]
+        sizes.extend(leaf.size for leaf in jax.tree.leaves(made) if leaf.devices() == {first})
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_put", noted)
+        yield sizes
+
+
+@pytest.mark.full
+def test_deterministic_results_do_not_depend_on_other_tenants(tmp_path):
+    folder = make_model(tmp_path / "model", layers=SCANNED, **SIZE)
+    with closing(JaxBackend(str(folder), options((2, 1, 1), deterministic=True))) as backend:
+        for model in ("model", "other"):
+            create(backend, model, rank=8)
+        forward_backward(backend, [random_datum(40)])
+        alone = held(backend, "model")
+        optim_step(backend, learning_rate=0.0)
+        passes = [
+            ForwardBackward(request_id=new_id(), model_id=model, data=[random_datum(40)], loss_fn="cross_entropy")
+            for model in ("model", "other")
+        ]
+        finish_all(backend, passes)
+        for before, after in zip(*map(jax.tree.leaves, (alone, held(backend, "model"))), strict=True):
+            np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "mesh"), [("qwen3_moe", (1, 2, 1)), ("qwen3", (2, 1, 2))])
+def test_bfloat16_weights_have_the_losses_of_one_device(tmp_path, kind, mesh):
+    folder = make_model(tmp_path / "model", kind, layers=2, **SIZE)
+    losses = []
+    for sizes in [(1, 1, 1), mesh]:
+        with closing(JaxBackend(str(folder), options(sizes, dtype="bfloat16"))) as backend:
+            create(backend, rank=8)
+            losses.append(scores(forward_backward(backend, [random_datum(40, seed=i) for i in range(3)])))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)
+
+
+@pytest.mark.full
+def test_connectors_learn_as_on_one_device(tmp_path):
+    folder = make_model(tmp_path / "model", layers=2, **SIZE)
+    found = []
+    for sizes in [(1, 1, 1), (2, 1, 2)]:
+        with closing(JaxBackend(str(folder), options(sizes, mhc_expansion_rate=2))) as backend:
+            create(backend, rank=8)
+            losses = scores(forward_backward(backend, [random_datum(40, seed=i) for i in range(3)]))
+            found.append((losses, held(backend, "model")))
+    np.testing.assert_allclose(found[1][0], found[0][0], atol=1e-5, rtol=1e-5)
+    assert distance(found[0][1], found[1][1]) < 1e-5
+
+
+@pytest.mark.full
+def test_gradients_of_a_large_embedding_are_those_of_one_device(tmp_path):
+    """Its gradient has 8 MiB."""
+    folder = make_model(tmp_path / "model", layers=1, **(SIZE | {"vocab": 65536}))
+    found = []
+    for sizes in [(1, 1, 1), (2, 1, 4)]:
+        with closing(JaxBackend(str(folder), options(sizes))) as backend:
+            create(backend, rank=0)
+            forward_backward(backend, [random_datum(40, seed=i, vocab=65536) for i in range(3)])
+            found.append(held(backend, "model")["base"])
+    assert distance(*found) < 1e-5
+
+
+def test_eager_programs_on_a_mesh_are_refused():
+    with pytest.raises(ValueError, match="enforce_eager=True is for one device"):
+        options((2, 1, 1), enforce_eager=True)
+
+
+def test_parts_of_an_array_on_several_devices_are_joined_on_the_host():
+    mesh = make_mesh((2, 2, 2), design_of(SimpleNamespace(**made_config("Qwen3MoeForCausalLM", LARGE))), jax.devices())
+    whole = np.arange(3 * 4 * 6 * 8, dtype=np.float32).reshape(3, 4, 6, 8)
+    for spec in [(None, "ep", "fsdp", "tp"), (None, None, "tp", None), ()]:
+        array = jax.device_put(whole, NamedSharding(mesh, PartitionSpec(*spec)))
+        np.testing.assert_array_equal(on_host(array), whole)
+        np.testing.assert_array_equal(on_host(array, (2,)), whole[2])
+        np.testing.assert_array_equal(on_host(array, (1, 3)), whole[1, 3])
+
+
 def wide(text: str) -> set[str]:
     """Arrays of a compiled program with all tokens of the vocabulary for some row."""
     return {shape for shape in re.findall(r"f32\[([\d,]+)\]", text) if str(VOCAB) in shape.split(",")}
@@ -256,12 +362,13 @@ def test_no_device_has_the_logits_of_all_tokens(tmp_path, mesh):
         assert not wide(decode.as_text()) and not wide(training.as_text())
 
 
+DIMENSIONS = {**SIZE, "layers": 2, "tied": False, "max_position": 1024}
+LARGE = Size(**DIMENSIONS)
+
+
 def layout(mesh: tuple[int, int, int], **changes) -> Layout:
     design = design_of(SimpleNamespace(**made_config("Qwen3ForCausalLM", Size(**(DIMENSIONS | changes)))))
     return Layout(make_mesh(mesh, design, jax.devices()), design)
-
-
-DIMENSIONS = {**SIZE, "layers": 2, "tied": False, "max_position": 1024}
 
 
 def test_key_value_heads_that_tp_does_not_divide_are_on_each_device():

@@ -169,7 +169,8 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
         progress(str(plan))
         budget = MemoryBudget(*plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib))
         version_bytes = plan.versions(config.version_memory_gib, (budget.device, budget.host))
-        budget.host //= self.mesh.size  # sizes of models are those of their parts on a device
+        if device.platform != "cpu":  # sizes of models are those of their parts on a device, and so is a CPU's plan
+            budget.host //= self.mesh.size
         self._models = ModelOffload[ModelState](
             budget,
             lambda path, state: self._storage.write_state(path, state),
@@ -201,6 +202,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             forward_shape=TileShape(shape.tokens, config.forward_micro_batch_size or config.train_micro_batch_size),
             has_connectors=config.mhc_expansion_rate > 1,
             rows=layout.rows,
+            alone=config.deterministic,
         )
         self._format = JaxFormat(
             base_model=self.info().base_model,

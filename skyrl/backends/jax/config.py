@@ -83,7 +83,8 @@ class JaxBackendConfig(BaseModel):
     memory."""
 
     memory_limit_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Memory in GiB for base model, cache, training and models. 0: all memory of the accelerator or the machine."""
+    """Memory of a device in GiB, for base model, cache, training and models. 0: all memory of the accelerator, or the
+    device's share of the machine's."""
 
     adapter_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """GiB on the device for weights, gradient sums and moments of models. 0: planned from the remaining memory."""
@@ -162,6 +163,8 @@ class JaxBackendConfig(BaseModel):
         if 0 < self.train_tile_tokens < SHORTEST_TILE:
             raise ValueError(f"train_tile_tokens={self.train_tile_tokens} is below {SHORTEST_TILE}; use more, or 0")
         check_call_tokens(self.sample_max_num_batched_tokens, self.sample_max_num_sequences)
+        if self.enforce_eager and self.mesh_sizes != (1, 1, 1):
+            raise ValueError("enforce_eager=True is for one device; leave it out, or the sizes of the mesh")
         if self.num_processes not in (None, 1):
             raise ValueError(f"num_processes={self.num_processes} is not served yet; leave it unset")
         for name in ["coordinator_address", "use_ray", "ray_actor_options", "ray_pg_bundles"]:

@@ -123,6 +123,10 @@ class Layout:
         leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
         return sum(math.prod(own.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, own in leaves)
 
+    def gathered_nbytes(self, tree: Any) -> int:
+        """Bytes that arrays take on one device after `gathered`."""
+        return self.nbytes(tree, self._gathered(tree))
+
     # -- in programs --------------------------------------------------------------------------------------------------
 
     def constrained(self, tree: Any) -> Any:
@@ -141,8 +145,7 @@ class Layout:
         """Copy parts of an adapter from devices of `fsdp` to each other."""
         if not self.spread:
             return tree
-        own = jax.tree.map(lambda sharding: NamedSharding(self.mesh, _without_rows(sharding)), self.shardings(tree))
-        return jax.lax.with_sharding_constraint(tree, own)
+        return jax.lax.with_sharding_constraint(tree, self._gathered(tree))
 
     def by_rows(self, tree: Any, of_row: Any = None) -> Any:
         """Split stacks, which have one part for each row, over `fsdp`.
@@ -158,6 +161,9 @@ class Layout:
         own = jax.tree.map(_without_rows, self.shardings(of_row))
         stacked = jax.tree.map(lambda spec: NamedSharding(self.mesh, PartitionSpec("fsdp", *spec)), own)
         return jax.lax.with_sharding_constraint(tree, stacked)
+
+    def _gathered(self, tree: Any) -> Any:
+        return jax.tree.map(lambda own: NamedSharding(self.mesh, _without_rows(own)), self.shardings(tree))
 
     def _sharding(self, path: Path, shape: tuple[int, ...]) -> NamedSharding:
         names, unrolled = tuple(part for part in path if isinstance(part, str)), len(path)

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -206,16 +206,23 @@ def with_random_weights(model: Decoder, shardings: Any = None) -> Decoder:
     places = {} if shardings is None else dict(nnx.to_flat_state(shardings))
     for number, (path, variable) in enumerate(nnx.to_flat_state(state)):
         key, param = jax.random.fold_in(jax.random.key(0), number), table[_without_layer(path)]
-        array = _random(key, param, variable.shape, variable.dtype)
-        made.append((path, variable.replace(jax.device_put(array, places[path].get_raw_value()) if places else array)))
+        own = places[path].get_raw_value() if places else None
+        made.append((path, variable.replace(_random(own)(key, param, variable.shape, variable.dtype))))
     return nnx.merge(graph, nnx.from_flat_state(made))
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _random(key: jax.Array, param: Param, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    if param.start != "normal":
-        return jnp.full(shape, float(param.start == "ones"), dtype)
-    return (jax.random.normal(key, shape, dtype) * jnp.asarray(param.inputs**-0.5, dtype)).astype(dtype)
+@lru_cache(maxsize=64)
+def _random(sharding: Any) -> Callable[..., jax.Array]:
+    """Program that makes a random parameter, with the given sharding; None: on the default device."""
+
+    def random(key: jax.Array, param: Param, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        if param.start != "normal":
+            return jnp.full(shape, float(param.start == "ones"), dtype)
+        return (jax.random.normal(key, shape, dtype) * jnp.asarray(param.inputs**-0.5, dtype)).astype(dtype)
+
+    if sharding is None:
+        return jax.jit(random, static_argnums=(1, 2, 3))
+    return jax.jit(random, static_argnums=(1, 2, 3), out_shardings=sharding)
 
 
 def _table(model: Decoder) -> dict[tuple[str, ...], Param]:

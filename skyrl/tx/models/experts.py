@@ -108,15 +108,16 @@ class ExpertsLayer(nnx.Module):
         may select an expert.
         """
 
-        def of_device(kernels: Kernels, lora: Lora | None, rows: Rows, weights: Weights, chosen: Chosen) -> Rows:
+        def of_device(kernels: Kernels, lora: Lora | None, wide: Rows, weights: Weights, chosen: Chosen) -> Rows:
             first = jax.lax.axis_index("ep") * len(kernels["gate_proj"])
-            return jax.lax.psum(self._added(kernels, lora, rows, weights, chosen - first), "ep")
+            return jax.lax.psum(self._added(kernels, lora, wide.astype(rows.dtype), weights, chosen - first), "ep")
 
         whole, split = PartitionSpec(), PartitionSpec("ep")
         of_lora = None if lora is None else Lora(split, whole, whole, whole)  # pyright: ignore[reportArgumentType]
         specs = split, of_lora, whole, whole, whole
         shared = jax.shard_map(of_device, in_specs=specs, out_specs=whole, axis_names={"ep"}, check_vma=False)
-        return shared(kernels, lora, rows, weights, chosen)
+        wide = rows.astype(jnp.float32)  # gradients of devices are summed; XLA's CPU cannot sum others here
+        return shared(kernels, lora, wide, weights, chosen)
 
     def _added(self, kernels: Kernels, lora: Lora | None, rows: Rows, weights: Weights, chosen: Chosen) -> Rows:
         """Return the weighted sums of experts' outputs, float32. Selected experts without a kernel add 0."""

@@ -154,7 +154,9 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
         if not any(map(is_connectors, tensors)):
             wanted = {name: shape for name, shape in wanted.items() if not is_connectors(name)}
         stored.check_fits(tensors, wanted)
-        return self.layout.place((tree_of_stacked if stacked else tree_of)(config, self.base, kind, tensors))
+        if stacked:
+            return self.layout.place(tree_of_stacked(config, self.base, kind, tensors))
+        return self.layout.place(tree_of(config, self.base, kind, tensors, self.layout.of_parameters(self.base)))
 
     def _whole_model(self, files: dict[str, bytes]) -> Any:
         """Parameters of a model in Hugging Face format, with the structure and dtypes of the base model."""

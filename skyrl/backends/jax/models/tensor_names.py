@@ -69,14 +69,26 @@ def shapes(model_config: "ModelConfig", base: Any, kind: Kind) -> Shapes:
     return {name: tensor.shape for name, tensor in named(model_config, kind, tree).items()}
 
 
-def tree_of(model_config: "ModelConfig", base: Any, kind: Kind, tensors: Mapping[str, np.ndarray]) -> Tree:
-    """The inverse of `named` for tensors with checked shapes. Arrays are on the device."""
+def tree_of(
+    model_config: "ModelConfig", base: Any, kind: Kind, tensors: Mapping[str, np.ndarray], shardings: Any = None
+) -> Tree:
+    """The inverse of `named` for tensors with checked shapes. Arrays are on the device.
+
+    Args:
+        model_config: Configuration of the base model.
+        base: Weights of the base model.
+        kind: Kind of the model.
+        tensors: Tensors by name.
+        shardings: Shardings of a model's own weights; None: one device has all.
+    """
     head: Tree = {VALUE_HEAD: jnp.asarray(tensors[VALUE_HEAD])} if kind.value_head else {}
     if kind.is_whole:
         table = {param.path: param for param in parameters(design_of(model_config))}
-        return {
-            "base": state_of(base, table, lambda name, _, turned, index: _turned(tensors[name], turned)[index], FLOAT32)
-        } | head
+
+        def take(name: str, shape: tuple[int, ...], turned: bool, index: tuple[slice, ...]) -> np.ndarray:
+            return _turned(tensors[name], turned)[index]
+
+        return {"base": state_of(base, table, take, FLOAT32, shardings)} | head
     names = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
     matrices = {module: (tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"]) for module in names}
     pairs = stacked_pairs(lora_targets(model_config), matrices, padded_rank(kind.lora_config.rank))

@@ -68,6 +68,7 @@ class Passes:
         forward_shape: Size of tiles without gradients; None: `shape`.
         has_connectors: True if there are several residual streams.
         rows: Rows of a mesh. A call has a multiple of this number of tiles.
+        alone: Compute each request by itself, so that results do not depend on other requests.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Passes:
         forward_shape: TileShape | None = None,
         has_connectors: bool = False,
         rows: int = 1,
+        alone: bool = False,
     ):
         self._programs = programs
         self._base = base
@@ -95,7 +97,7 @@ class Passes:
         self._widest = empty(ranks[-1])
         self._stacks, self._together, self._pads = stacks, together, pads
         self._has_connectors = has_connectors
-        self._rows = rows
+        self._rows, self._alone = rows, alone
 
     def run(
         self, operation: ForwardBackward, state: ModelState
@@ -119,7 +121,7 @@ class Passes:
             if not operation.forward_only:
                 arrays = tuple(tile.with_dropout(state.lora_config, state.step) for tile in arrays)
             work = TileWork(adapter, arrays, operation.forward_only, objective, operation.tenant)
-            kind = None if operation.forward_only else _kind(work)
+            kind = None if operation.forward_only or self._alone else _kind(work)
             cost = sum(tile.length for tile in some)
             results, gradients = yield Quantum(cost, kind, work, self._surcharge(work))
             for tile, result in zip(some, results, strict=True):

@@ -14,6 +14,7 @@ from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.defaults import Defaults, resolved
 from skyrl.backends.jax.layout import Layout
 from skyrl.backends.jax.memory_plan import (
+    COPIES_OF_A_STACK,
     MODES,
     Mode,
     choose_modes,
@@ -115,8 +116,10 @@ def planned(
         return *choose_modes(asked, shape.lengths(longest), typical, room, training_bytes, measures), longest
 
     modes, taken, longest = first_fitting(map(choice, lengths), lambda choice: choice[1] <= room)
-    stacks = choose_stacks(room - taken, widest_bytes, tokens_together(shape.tokens) // SHORTEST_TILE)
-    calls = taken + stack_bytes(stacks[-1], widest_bytes), NEW_IN_A_STEP * widest_bytes
+    stacked_bytes = layout.gathered_nbytes(widest)  # each row has its adapter by itself
+    stacks = choose_stacks(room - taken, stacked_bytes, tokens_together(shape.tokens) // SHORTEST_TILE)
+    beside = stack_bytes(stacks[-1], stacked_bytes) or (layout.rows > 1) * COPIES_OF_A_STACK * stacked_bytes
+    calls = taken + beside, NEW_IN_A_STEP * widest_bytes
     plan = plan._replace(training=max(calls))
     plan.check(SMALLER_CALLS, f"a training call of {longest} tokens")
     used = set(modes.values())
