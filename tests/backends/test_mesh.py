@@ -51,7 +51,7 @@ FULL = [
 ]
 CASES = pytest.mark.parametrize(
     ("kind", "layers", "mesh"),
-    [*GATE, *(pytest.param(*case, marks=pytest.mark.slow) for case in FULL)],
+    [*GATE, *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.timeout(900)]) for case in FULL)],
     ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value),
 )
 

@@ -194,7 +194,8 @@ class Passes:
                 for length in sorted(lengths[width], key=lambda length: abs(length - self._shape.tokens)):
                     tile = abstract_tile(length, width)
                     for stack in self._stacks_of(length, width):
-                        for adapters in {1 if stack == self._rows else stack, stack}:
+                        of_one = [1] if stack == self._rows else []  # one request fills no more than the rows
+                        for adapters in {*of_one, stack}:
                             program = self._programs.forward_backward
                             program.compiled_for(self._base, (adapter,) * adapters, (tile,) * stack)
                             yield

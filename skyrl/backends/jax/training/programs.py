@@ -3,9 +3,9 @@
 A pass maps one tile to outputs and to the gradients of the tile's adapter. Tiles may be stacked along a leading axis,
 with one adapter per tile. The stack is a `vmap`: base GEMMs process all tokens at once, and each adapter has separate
 gradients, without sums over adapters. A stack of one runs as plain GEMMs. On a mesh, the tiles of a stack are split
-over `fsdp`, and they may share one adapter. A loss of the Tinker protocol, its settings
-and its inputs are data, so only shapes determine what is compiled. An objective of a trainer has its own programs,
-looked up by its value. Each tenant keeps programs for its `OBJECTIVES` last used objectives.
+over `fsdp`, and they may share one adapter. A loss of the Tinker protocol, its settings and its inputs are data, so
+only shapes determine what is compiled. An objective of a trainer has its own programs, looked up by its value. Each
+tenant keeps programs for its `OBJECTIVES` last used objectives.
 """
 
 from collections import OrderedDict
