@@ -1,0 +1,126 @@
+"""Work, memory and communication of a device on meshes of 1, 2, 4 and 8 virtual CPU devices, and loading.
+
+Run: `python benchmarks/bench_mesh.py`. Each mesh has a process of its own, without a server. Numbers of a training call
+(one tile of 512 tokens for each row, an adapter of rank 32) and of a decode step (32 rows, the base model) are those of
+the compiled programs: FLOPs and results of collectives, in which XLA counts the body of a loop once, and memory beside
+arguments and results. Loading is measured: seconds, and the highest memory of the process beside its base weights. On
+virtual devices, seconds of programs would say nothing, as all share the cores. Prints one JSON line per mesh.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import RANK, emit
+
+MESHES = {
+    "qwen3": [(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (2, 1, 4)],
+    "qwen3_moe": [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 1), (2, 2, 2)],
+}
+"""Sizes of fsdp, ep and tp, by type of model."""
+
+SIZE = {"hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8, "head_dim": 64, "intermediate": 3072, "vocab": 32768}
+COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)\(")
+ARRAY = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
+MIB = 2**20
+
+
+def collective_bytes(program: str) -> int:
+    """Bytes of the results of collectives in the text of a program, on one device."""
+    total = 0
+    for results in COLLECTIVE.findall(program):
+        for kind, shape in ARRAY.findall(results):
+            width = 1 if kind == "pred" else int(re.sub(r"\D", "", kind)) // 8
+            total += width * math.prod(map(int, filter(None, shape.split(","))))
+    return total
+
+
+def of_program(name: str, compiled) -> dict[str, float]:
+    """Figures of a compiled program."""
+    return {
+        f"{name}_gflop": round(compiled.cost_analysis()["flops"] / 1e9, 2),
+        f"{name}_collectives_mib": round(collective_bytes(compiled.as_text()) / MIB, 2),
+        f"{name}_temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / MIB, 1),
+    }
+
+
+def highest_memory() -> int:
+    """Highest resident memory of this process so far, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])
+
+
+def measure(model: Path, sizes: tuple[int, int, int]) -> dict[str, float]:
+    """Figures of one mesh, in this process."""
+    import jax
+    import numpy as np
+
+    from skyrl.backends.common.sampling.model_runner import Rows
+    from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+    from skyrl.backends.jax.training.programs import abstract_tile
+
+    fsdp, ep, tp = sizes
+    axes = {"fully_sharded_data_parallel_size": fsdp, "expert_parallel_size": ep, "tensor_parallel_size": tp}
+    own = {
+        "max_lora_rank": RANK,
+        "kv_cache_gib": 0.05,
+        "max_context_length": 1024,
+        "gradient_checkpointing": False,
+        "warm_up": False,
+    }
+    times: dict[str, float] = {}
+
+    def note(message: str) -> None:
+        if message.startswith("reading the weights"):
+            times["begin"], times["memory"] = time.perf_counter(), highest_memory()
+
+    backend = JaxBackend(str(model), JaxBackendConfig(**axes, **own, compilation_cache=False), note)
+    weights = sum(shard.data.nbytes for leaf in jax.tree.leaves(backend._base) for shard in leaf.addressable_shards)
+    seconds = time.perf_counter() - times["begin"]
+    beside = highest_memory() - times["memory"] - weights
+    layout, runner, passes = backend._layout, backend._runner, backend._passes
+    tiles = (abstract_tile(512, 1),) * layout.rows
+    with backend._computing():
+        adapters = (passes._empty(RANK),)
+        training = passes._programs.forward_backward.compiled_for(backend._base, adapters, tiles)
+        rows = Rows.idle(32, runner._blocks, options=True)
+        decode = runner._programs.decode.lower(backend._base, None, runner._pool, rows, np.int32(1)).compile()
+    return {
+        "base_mib": round(layout.nbytes(backend._base) / MIB, 1),
+        **of_program("train", training),
+        **of_program("decode", decode),
+        "load_s": round(seconds, 2),
+        "load_beside_mib": round(max(0, beside) / MIB, 1),
+    }
+
+
+def main() -> None:
+    """Run all meshes, or the one that is named, whose figures are printed as JSON."""
+    from skyrl.tx.synthetic.make_model import make_model
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", nargs="+", default=list(MESHES), choices=MESHES)
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "SIZES"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(measure(Path(given.one[0]), tuple(map(int, given.one[1].split(","))))))
+        return
+    with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
+        for kind in given.kinds:
+            model = make_model(Path(scratch) / kind, kind, **SIZE)
+            for sizes in MESHES[kind]:
+                environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(math.prod(sizes))}
+                command = [sys.executable, __file__, "--one", str(model), ",".join(map(str, sizes))]
+                run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+                emit(f"{kind} on {' x '.join(map(str, sizes))}", **json.loads(run.stdout.splitlines()[-1]))
+
+
+if __name__ == "__main__":
+    main()
