@@ -100,6 +100,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_dispatch.py
 	$(BIN)/python benchmarks/bench_fairness.py
 	$(BIN)/python benchmarks/bench_decode.py
+	$(BIN)/python benchmarks/bench_mesh.py
 	$(BIN)/python benchmarks/bench_sampling.py
 	$(BIN)/python benchmarks/bench_openai.py
 	$(BIN)/python benchmarks/bench_rl.py

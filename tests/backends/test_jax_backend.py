@@ -165,7 +165,7 @@ def test_stacked_adapters_do_not_mix(backend):
     def run(*adapters):
         return backend._programs.forward_backward(backend._base, adapters, tuple(tiles[: len(adapters)]))
 
-    alone, beside, beside_nan = run(a)[0][1], run(a, b)[0][1], run(a, poisoned)[0][1]
+    alone, beside, beside_nan = run(a)[1][0], run(a, b)[1][0], run(a, poisoned)[1][0]
     assert_close(jax.tree.leaves(alone), jax.tree.leaves(beside))
     assert_equal(jax.tree.leaves(beside), jax.tree.leaves(beside_nan))
 

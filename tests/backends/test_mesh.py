@@ -194,9 +194,18 @@ def test_devices_in_another_order_compute_the_same(runs, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 1, 8), (8, 1, 1)])
-def test_a_whole_model_has_the_gradients_of_one_device(tmp_path, mesh):
-    folder = make_model(tmp_path / "model", layers=SCANNED, **SIZE)
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("qwen3", (2, 1, 2)),
+        ("qwen3", (1, 1, 8)),
+        ("qwen3", (8, 1, 1)),
+        ("qwen3_moe", (2, 2, 1)),
+        ("qwen3_moe", (2, 1, 2)),
+    ],
+)
+def test_a_whole_model_has_the_gradients_of_one_device(tmp_path, kind, mesh):
+    folder = make_model(tmp_path / "model", kind, layers=SCANNED, **SIZE)
     data, found = [random_datum(40, seed=i) for i in range(5)], []
     for sizes in [(1, 1, 1), mesh]:
         with closing(JaxBackend(str(folder), options(sizes))) as backend:
@@ -292,13 +301,14 @@ def test_deterministic_results_do_not_depend_on_other_tenants(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "mesh"), [("qwen3_moe", (1, 2, 1)), ("qwen3", (2, 1, 2))])
-def test_bfloat16_weights_have_the_losses_of_one_device(tmp_path, kind, mesh):
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize(("kind", "mesh"), [("qwen3_moe", (2, 2, 1)), ("qwen3", (2, 1, 2))])
+def test_bfloat16_weights_have_the_losses_of_one_device(tmp_path, kind, mesh, rank):
     folder = make_model(tmp_path / "model", kind, layers=2, **SIZE)
     losses = []
     for sizes in [(1, 1, 1), mesh]:
         with closing(JaxBackend(str(folder), options(sizes, dtype="bfloat16"))) as backend:
-            create(backend, rank=8)
+            create(backend, rank=rank)
             losses.append(scores(forward_backward(backend, [random_datum(40, seed=i) for i in range(3)])))
     np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)
 
@@ -391,6 +401,10 @@ def test_key_value_heads_that_tp_does_not_divide_are_on_each_device():
 def test_a_mesh_that_cannot_be_is_one_line(mesh, said):
     with pytest.raises(RequestError, match=re.escape(said)):
         layout(mesh)
+
+
+def test_the_start_names_sizes_that_an_axis_does_not_divide():
+    assert "; tp=5 does not divide inner=48, so these arrays are whole" in layout((1, 1, 5)).description(8)
 
 
 def test_experts_that_ep_does_not_divide_are_one_line():

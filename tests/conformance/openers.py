@@ -34,11 +34,26 @@ def open_jax(model: Path) -> AbstractBackend:
     return JaxBackend(str(model), JaxBackendConfig(**SIZES))
 
 
-def open_jax_mesh(model: Path) -> AbstractBackend:
+def open_jax_mesh(model: Path, **axes: int) -> AbstractBackend:
     from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 
-    axes = {"fully_sharded_data_parallel_size": 2, "tensor_parallel_size": 2}
+    axes = axes or {"tensor_parallel_size": 2}
     return JaxBackend(str(model), JaxBackendConfig(**SIZES, **axes, kv_cache_gib=1 / 64))
+
+
+def open_jax_experts_mesh(model: Path) -> AbstractBackend:
+    """Eight devices, and a model with experts in place of the given one."""
+    axes = {f"{name}_parallel_size": 2 for name in ("fully_sharded_data", "expert", "tensor")}
+    return open_jax_mesh(_with_experts(), **axes)
+
+
+@cache
+def _with_experts() -> Path:
+    """Folder of a model with experts, the same for all backends."""
+    from skyrl.tx.synthetic.make_model import make_model
+
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64}
+    return make_model(Path(tempfile.mkdtemp()) / "experts", "qwen3_moe", **sizes)
 
 
 def open_remote(model: Path) -> AbstractBackend:
@@ -93,6 +108,7 @@ TOYS = [open_fake, open_remote]
 NETWORKS = [
     open_jax,
     open_jax_mesh,
+    open_jax_experts_mesh,
     open_torch,
     open_torch_sharded,
     open_torch_hybrid,

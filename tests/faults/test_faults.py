@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from live import ADAM, adapter_folder, new_trainer, sample, sequence, service, supervised
+from live import ADAM, adapter_folder, make_tiny_model, new_trainer, sample, sequence, service, supervised
 from skyrl.tinker.local_server import LocalServer
 from skyrl.utils.failpoints import CRASH_POINTS
 from tests.faults import left_behind
@@ -51,8 +51,8 @@ class Setting:
     deterministic: bool = True
     streams: int = 1
     """Residual streams, on JAX."""
-    devices: int = 1
-    """Devices on JAX: 1, or an even number, of which two parts share the batch."""
+    axes: tuple[str, ...] = ()
+    """Axes of a mesh with two devices each, on JAX."""
 
     def server(self, folder: Path, **environment: str) -> LocalServer:
         """A server that starts quickly."""
@@ -62,8 +62,7 @@ class Setting:
             # A new engine compiles nothing again.
             environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": os.pathsep.join(paths)}
             config |= {"warm_up": False, "mhc_expansion_rate": self.streams}
-            if self.devices > 1:
-                config |= {"fully_sharded_data_parallel_size": 2, "tensor_parallel_size": self.devices // 2}
+            config |= {f"{axis}_parallel_size": 2 for axis in self.axes}
         options = {"backend": self.backend, "backend-config": json.dumps(config), "snapshot-every-steps": "3"}
         return LocalServer(folder, str(self.model), options, environment)
 
@@ -168,16 +167,19 @@ def test_kills_of_a_torch_engine_change_nothing_bit_for_bit(tmp_path, tiny_model
 @pytest.mark.full("connectors", "mesh")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("backend", "options"),
-    [("jax", {"streams": 4}), ("jax", {"devices": 4}), ("skyrl_train", {})],
+    ("backend", "arch", "options"),
+    [
+        ("jax", "qwen3", {"streams": 4}),
+        ("jax", "qwen3_moe", {"axes": ("fully_sharded_data", "expert", "tensor")}),
+        ("skyrl_train", "qwen3", {}),
+    ],
     ids=["connectors", "mesh", "torch"],
 )
-def test_a_kill_of_an_engine_between_a_pass_and_its_step_changes_nothing_bit_for_bit(
-    tmp_path, tiny_model, backend, options
-):
+def test_a_kill_of_an_engine_between_a_pass_and_its_step_changes_nothing_bit_for_bit(tmp_path, backend, arch, options):
     """Two equal models of one server, of which the second meets the kill."""
     found = []
-    with Setting(backend, tiny_model, **options).server(tmp_path) as server, service(server) as client:
+    model = make_tiny_model(tmp_path / "model" / "tiny", arch=arch)
+    with Setting(backend, model, **options).server(tmp_path) as server, service(server) as client:
         for is_killed in (False, True):
             trainer = new_trainer(client, server, seed=1)
             for n in range(6):

@@ -244,8 +244,8 @@ DEFECTS = [
         "models in one call get the gradients of each other",
         "tests/backends/test_jax_tenants.py::test_a_stack_of_models_gives_each_what_it_gets_alone",
         "skyrl/backends/jax/training/microbatches.py",
-        "else gradients[place : place + each]",
-        "else gradients[len(some) - 1 :: -1][place : place + each]",
+        "zip(jax.device_get(outputs), gradients[: len(some)], strict=False)",
+        "zip(jax.device_get(outputs), gradients[: len(some)][::-1], strict=False)",
     ),
     Defect(
         "shared-prefixes",

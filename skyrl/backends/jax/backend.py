@@ -196,7 +196,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             self._max_context_length,
             empty=self._zero_adapter,
             ranks=ranks,
-            stacks=stacks[:1] if config.deterministic else stacks,
+            stacks=stacks,
             together=tokens_together(shape.tokens),
             pads=device.platform != "cpu" or layout.rows > 1,
             forward_shape=TileShape(shape.tokens, config.forward_micro_batch_size or config.train_micro_batch_size),

@@ -19,6 +19,8 @@ from skyrl.tx.design.parameters import parameters
 from skyrl.tx.design.sharding import Spec, adapter_partition, partition, whole_heads
 
 AXES = "fsdp", "ep", "tp"
+ROWS = "fsdp", "ep"
+"""Axes over which the rows of a batch are split."""
 
 Path = tuple[str | int, ...]
 """Names of a leaf's parents in a pytree, and its own; numbers are those of layers."""
@@ -63,23 +65,30 @@ class Layout:
         self.mesh = mesh
         self.spread = mesh.size > 1
         """True if there are several devices."""
-        self.rows: int = mesh.shape["fsdp"]
+        self.rows: int = mesh.shape["fsdp"] * mesh.shape["ep"]
         """Number of rows of a batch that are computed at the same time: each is on devices of its own."""
         self._cuts_heads = shard_attention_heads
         mixers = {group.name: group.attention for group in design.groups}
         self._of_parameters: dict[Path, Spec] = {}
         self._of_pairs: dict[Path, tuple[Spec, Spec]] = {}
+        undivided: dict[str, None] = {}
         for param in parameters(design):
             cuts = shard_attention_heads and whole_heads(param, mixers.get(param.path[0]), mesh.shape["tp"])
-            self._of_parameters[param.path] = partition(param, shard_attention_heads=cuts)
+            spec = self._of_parameters[param.path] = partition(param, shard_attention_heads=cuts)
+            for axis, name, size in zip(spec[len(param.stack.shape) :], param.axes, param.shape, strict=True):
+                if axis and size % mesh.shape[axis]:
+                    undivided[f"{axis}={mesh.shape[axis]} does not divide {name}={size}"] = None
             if param.target is not None:
                 self._of_pairs[param.target.path] = adapter_partition(param, shard_attention_heads=cuts)
+
+        self._undivided = list(undivided)
 
     def description(self, devices: int) -> str:
         """Return a line on the mesh. `devices`: number of devices that JAX has."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
-        used = f"{self.mesh.size} of {devices} devices: {sizes}"
-        return f"{used}; memory below is that of one device" if self.spread else used
+        notes = [f"{self.mesh.size} of {devices} devices: {sizes}"]
+        notes += [f"{note}, so these arrays are whole on each device" for note in self._undivided]
+        return "; ".join([*notes, "memory below is that of one device"] if self.spread else notes)
 
     def shardings(self, tree: Any) -> Any:
         """Shardings of parameters, adapters, banks, or trees of gradients and moments, in the same structure."""
@@ -148,19 +157,24 @@ class Layout:
         return jax.lax.with_sharding_constraint(tree, self._gathered(tree))
 
     def by_rows(self, tree: Any, of_row: Any = None) -> Any:
-        """Split stacks, which have one part for each row, over `fsdp`.
+        """Split stacks, which have one part for each row, over `fsdp` and `ep`.
 
         Args:
             tree: Stacks.
-            of_row: One part, if parts are adapters. None: a part is whole on the devices of its row.
+            of_row: One part, if parts are adapters, whose experts stay on their devices of `ep`. None: a part is whole
+                on the devices of its row.
         """
         if not self.spread:
             return tree
         if of_row is None:
-            return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec("fsdp")))
-        own = jax.tree.map(_without_rows, self.shardings(of_row))
-        stacked = jax.tree.map(lambda spec: NamedSharding(self.mesh, PartitionSpec("fsdp", *spec)), own)
-        return jax.lax.with_sharding_constraint(tree, stacked)
+            return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec(ROWS)))
+
+        def stacked(own: NamedSharding) -> NamedSharding:
+            spec = _without_rows(own)
+            rows = tuple(axis for axis in ROWS if axis not in spec)
+            return NamedSharding(self.mesh, PartitionSpec(rows, *spec))
+
+        return jax.lax.with_sharding_constraint(tree, jax.tree.map(stacked, self.shardings(of_row)))
 
     def _gathered(self, tree: Any) -> Any:
         return jax.tree.map(lambda own: NamedSharding(self.mesh, _without_rows(own)), self.shardings(tree))

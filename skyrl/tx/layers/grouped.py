@@ -1,7 +1,8 @@
 """Grouped matrix products: each row is multiplied by the matrix of its group. Used for experts and their adapters.
 
 Rows are sorted by group and divided into blocks of one group each; the last block of a group is padded. A product is a
-loop over blocks with one matrix each, so work and memory grow with the number of rows, not with rows times groups.
+loop over blocks with one matrix each, so work and memory grow with the number of rows, not with rows times groups. On a
+device that has the matrices of some groups only, rows of other groups are in no block.
 """
 
 from collections.abc import Callable
@@ -23,6 +24,10 @@ Blocks = Float[Array, "blocks size in"]
 Products = Float[Array, "blocks size out"]
 Matrices = Float[Array, "groups in out"]
 Group = Int[Array, "blocks"]
+Used = Int[Array, ""] | None
+
+_at = partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+_put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)
 
 
 class Grouping(NamedTuple):
@@ -31,16 +36,18 @@ class Grouping(NamedTuple):
     source: Source
     """Row at each position. Padding has the total number of rows."""
     place: Place
-    """Position of each row, counted over all blocks."""
+    """Position of each row, counted over all blocks. Rows in no block have the total number of positions."""
     group: Group
     """Group of each block."""
+    used: Used
+    """Number of blocks with rows, which are the first ones. None: products are computed for all blocks."""
 
     def gather(self, tokens: Tokens, each: int) -> Blocks:
         """Arrange rows in blocks, with zeros as padding. Row i of the grouping is token i // each."""
         return _gathered(each, tokens, self.source, self.place)
 
     def scatter(self, blocks: Blocks) -> Rows:
-        """Return rows in their original order: the inverse of `gather` with `each` = 1."""
+        """Return rows in their original order: the inverse of `gather` with `each` = 1. Rows in no block are zeros."""
         return _scattered(blocks, self.source, self.place)
 
 
@@ -54,8 +61,7 @@ def _gathered(each: int, tokens: Tokens, source: Source, place: Place) -> Blocks
 
 
 def _gathered_backward(each: int, place: Place, gradient: Blocks) -> tuple[Tokens, None, None]:
-    of_rows = gradient.reshape(-1, gradient.shape[-1])[place]
-    return of_rows.reshape(-1, each, gradient.shape[-1]).sum(axis=1), None, None
+    return _read(gradient, place).reshape(-1, each, gradient.shape[-1]).sum(axis=1), None, None
 
 
 _gathered.defvjp(
@@ -65,7 +71,7 @@ _gathered.defvjp(
 
 @jax.custom_vjp
 def _scattered(blocks: Blocks, source: Source, place: Place) -> Rows:
-    return blocks.reshape(-1, blocks.shape[-1])[place]
+    return _read(blocks, place)
 
 
 def _scattered_backward(source: Source, gradient: Rows) -> tuple[Blocks, None, None]:
@@ -75,87 +81,101 @@ def _scattered_backward(source: Source, gradient: Rows) -> tuple[Blocks, None, N
 _scattered.defvjp(lambda blocks, source, place: (_scattered(blocks, source, place), source), _scattered_backward)
 
 
-def grouped(groups: Int[Array, "rows"], count: int) -> Grouping:
-    """Assign rows to blocks by their groups, which are all below `count`."""
+def _read(blocks: Blocks, place: Place) -> Rows:
+    return blocks.reshape(-1, blocks.shape[-1]).at[place].get(mode="fill", fill_value=0)
+
+
+def grouped(groups: Int[Array, "rows"], count: int, of: int | None = None) -> Grouping:
+    """Assign rows to blocks by their groups.
+
+    Args:
+        groups: Group of each row. Rows of groups that are not in range(count) are in no block.
+        count: Number of groups here.
+        of: Number of groups on all devices, from which the size of blocks is chosen. None: `count`, and all rows are of
+            groups in range(count).
+    """
     rows = groups.shape[0]
     size = 1
-    while 2 * size <= min(LARGEST_BLOCK, rows // count):
+    while 2 * size <= min(LARGEST_BLOCK, rows // (of or count)):
         size *= 2
     most = (rows - min(rows, count)) // size + min(rows, count)
+    if of is not None:
+        groups = jnp.where((groups >= 0) & (groups < count), groups, count)
     order = jnp.argsort(groups, stable=True)
-    sizes = jnp.zeros(count, jnp.int32).at[groups].add(1)
+    sizes = jnp.zeros(count, jnp.int32).at[groups].add(1, mode="drop")
     blocks = (sizes + size - 1) // size
     last_block, last_row = jnp.cumsum(blocks), jnp.cumsum(sizes)
     in_order = groups[order]
     within = jnp.arange(rows, dtype=jnp.int32) - (last_row - sizes)[in_order]
     sorted_place = (last_block - blocks)[in_order] * size + within
+    if of is not None:
+        sorted_place = jnp.where(in_order < count, sorted_place, most * size)
     place = jnp.zeros(rows, jnp.int32).at[order].set(sorted_place)
-    source = jnp.full(most * size, rows, jnp.int32).at[sorted_place].set(order.astype(jnp.int32))
+    source = jnp.full(most * size, rows, jnp.int32).at[sorted_place].set(order.astype(jnp.int32), mode="drop")
     group = jnp.searchsorted(last_block, jnp.arange(most, dtype=jnp.int32), side="right")
-    return Grouping(source.reshape(most, size), place, jnp.minimum(group, count - 1).astype(jnp.int32))
+    group = jnp.minimum(group, count - 1).astype(jnp.int32)
+    return Grouping(source.reshape(most, size), place, group, None if of is None else last_block[-1])
 
 
-def grouped_product(blocks: Blocks, matrices: Matrices, group: Group, incomplete: bool = False) -> Products:
-    """Multiply each block by the matrix of its group. Groups may be empty.
+def grouped_product(blocks: Blocks, matrices: Matrices, grouping: Grouping, slots: int = 1) -> Products:
+    """Multiply each block by the matrix of its group, which is shared by `slots` consecutive groups.
 
-    If `incomplete`, groups from `len(matrices)` on have no matrix: their blocks are skipped, and give zeros.
+    Groups may be empty. Blocks that are not used give zeros.
     """
-    products: Products = _product(blocks, matrices, group, incomplete)  # pyright: ignore[reportAssignmentType]
+    group = grouping.group // slots
+    products: Products = _product(blocks, matrices, group, grouping.used)  # pyright: ignore[reportAssignmentType]
     return products
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(blocks: Blocks, matrices: Matrices, group: Group, incomplete: bool) -> Products:
-    return _forward(blocks, matrices, group, incomplete)[0]
+@jax.custom_vjp
+def _product(blocks: Blocks, matrices: Matrices, group: Group, used: Used) -> Products:
+    return _forward(blocks, matrices, group, used)[0]
 
 
 def _forward(
-    blocks: Blocks, matrices: Matrices, group: Group, incomplete: bool
-) -> tuple[Products, tuple[Blocks, Matrices, Group]]:
-    def product(block: Array, index: Array) -> Array:
-        return block @ jax.lax.dynamic_index_in_dim(matrices, index, keepdims=False)
+    blocks: Blocks, matrices: Matrices, group: Group, used: Used
+) -> tuple[Products, tuple[Blocks, Matrices, Group, Used]]:
+    def product(place: Array, made: Array) -> Array:
+        return _put(made, _at(blocks, place) @ _at(matrices, _at(group, place)), place)
 
-    return _over_blocks(product, blocks, group, len(matrices) if incomplete else None), (blocks, matrices, group)
+    made = jnp.zeros((*blocks.shape[:-1], matrices.shape[-1]), blocks.dtype)
+    return _over_blocks(product, made, len(group), used), (blocks, matrices, group, used)
 
 
-def _backward(
-    incomplete: bool, saved: tuple[Blocks, Matrices, Group], gradient: Products
-) -> tuple[Blocks, Matrices, None]:
+def _backward(saved: tuple[Blocks, Matrices, Group, Used], gradient: Products) -> tuple[Blocks, Matrices, None, None]:
     """Compute the gradients of blocks and matrices. A matrix's gradient is summed in place over its group's blocks."""
-    blocks, matrices, group = saved
+    blocks, matrices, group, used = saved
 
-    def of_block(gradient: Array, index: Array) -> Array:
-        return gradient @ jax.lax.dynamic_index_in_dim(matrices, index, keepdims=False).T
+    def product(place: Array, made: Array) -> Array:
+        return _put(made, _at(gradient, place) @ _at(matrices, _at(group, place)).T, place)
 
-    def add(total: Array, inputs: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        block, gradient, index = inputs
+    def add(place: Array, total: Array) -> Array:
+        of_block = _at(blocks, place).T @ _at(gradient, place)
+        return total.at[_at(group, place)].add(of_block.astype(total.dtype))
 
-        def added(total: Array) -> Array:
-            return total.at[index].add((block.T @ gradient).astype(total.dtype))
-
-        if incomplete:
-            return jax.lax.cond(index < len(matrices), added, lambda total: total, total), None
-        return added(total), None
-
-    total = jnp.zeros(matrices.shape, jnp.float32)
-    of_matrices, _ = jax.lax.scan(add, total, (blocks, gradient, group))
-    of_blocks = _over_blocks(of_block, gradient, group, len(matrices) if incomplete else None)
-    return of_blocks, of_matrices.astype(matrices.dtype), None
+    of_matrices = _over_blocks(add, jnp.zeros(matrices.shape, jnp.float32), len(group), used)
+    return (
+        _over_blocks(product, jnp.zeros_like(blocks), len(group), used),
+        of_matrices.astype(matrices.dtype),
+        None,
+        None,
+    )
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _over_blocks(
-    function: Callable[[Array, Array], Array], blocks: Blocks, group: Group, known: int | None
-) -> Products:
-    """Apply `function` to each block and its group, in a loop. Groups from `known` on give zeros."""
-    result = jax.eval_shape(function, blocks[0], group[0])
+def _over_blocks(step: Callable[[Array, Array], Array], start: Array, count: int, used: Used) -> Array:
+    """Carry an array over `count` blocks, or over the used ones."""
+    return jax.lax.fori_loop(0, count if used is None else _largest(used), step, start)
 
-    def apply(inputs: tuple[Array, Array]) -> Array:
-        if known is None:
-            return function(*inputs)
-        zeros = jnp.zeros(result.shape, result.dtype)
-        return jax.lax.cond(inputs[1] < known, function, lambda block, index: zeros, *inputs)
 
-    return jax.lax.map(apply, (blocks, group))
+@jax.custom_batching.custom_vmap
+def _largest(count: Array) -> Array:
+    """Return the largest count of a batch: a bound of a loop cannot be batched."""
+    return count
+
+
+@_largest.def_vmap
+def _largest_of_batch(size: int, in_batched: list[bool], counts: Array) -> tuple[Array, bool]:
+    return (counts.max() if in_batched[0] else counts), False

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from skyrl.tx.design.design import Experts, Gated
-from skyrl.tx.layers.devices import axis_size
+from skyrl.tx.layers.devices import ROWS, axis_size, is_mapped
 from skyrl.tx.layers.grouped import Grouping, grouped, grouped_product
 from skyrl.tx.layers.lora import Lora
 from skyrl.tx.models.gated import ACTIVATIONS, GatedLayer
@@ -25,7 +25,8 @@ Chosen = Int[Array, "tokens k"]
 Kernels = dict[str, Float[Array, "experts in out"]]
 """Weights of experts by the name of the projection."""
 
-PROJECTIONS = "gate_proj", "up_proj", "down_proj"
+HIDDEN = {"gate_proj": -2, "up_proj": -2, "down_proj": -1}
+"""Projections of an expert, with the place of the hidden dimension in their kernels."""
 
 
 class ExpertLinear(nnx.Module):
@@ -93,45 +94,76 @@ class ExpertsLayer(nnx.Module):
         """Apply to each token."""
         rows, design = x.reshape(-1, x.shape[-1]), self.design
         weights, chosen = self.gate(rows, design)
-        kernels = {name: getattr(self.experts, name).kernel[...] for name in PROJECTIONS}
+        kernels = {name: getattr(self.experts, name).kernel[...] for name in HIDDEN}
         own = None if lora is None else lora.at("experts")
-        added = (self._split if axis_size("ep") > 1 else self._added)(kernels, own, rows, weights, chosen)
+        spread = axis_size("ep") * axis_size("fsdp") > 1
+        added = (self._split if spread else self._added)(kernels, own, rows, weights, chosen)
         added = added.astype(x.dtype).reshape(x.shape)
         if not design.shared:
             return added
         return added + self.shared_experts(x, lora and lora.at("shared_experts"))
 
     def _split(self, kernels: Kernels, lora: Lora | None, rows: Rows, weights: Weights, chosen: Chosen) -> Rows:
-        """Compute `_added` with experts split over the mesh axis `ep`.
+        """Compute `_added` on a mesh: experts are split over the axis `ep`, and hidden dimensions over `fsdp`.
 
-        Each device computes its own experts for all tokens, and the results are summed, so that any number of tokens
-        may select an expert.
+        Each device computes its own experts for the tokens of all devices of `ep`, and the results are summed, so that
+        any number of tokens may select an expert. Each device of `fsdp` either has batches of its own, if the caller
+        splits a batch, and gathers the weights; or it has all tokens, and multiplies its part of the hidden dimension.
         """
+        own_batch, of_rows, of_kernels = is_mapped(ROWS), rows.dtype, kernels["gate_proj"].dtype
+        cut = "fsdp" if not own_batch and rows.shape[-1] % axis_size("fsdp") == 0 else None
 
         def of_device(kernels: Kernels, lora: Lora | None, wide: Rows, weights: Weights, chosen: Chosen) -> Rows:
             first = jax.lax.axis_index("ep") * len(kernels["gate_proj"])
-            return jax.lax.psum(self._added(kernels, lora, wide.astype(rows.dtype), weights, chosen - first), "ep")
+            kernels = {name: kernel.astype(of_kernels) for name, kernel in kernels.items()}
+            if lora is not None and lora.dropout is not None and axis_size("ep") > 1:
+                lora = lora._replace(dropout=lora.dropout.at(first))
+            added = self._added(kernels, lora, wide.astype(of_rows), weights, chosen - first, cut)
+            return jax.lax.psum(added, "ep")
 
-        whole, split = PartitionSpec(), PartitionSpec("ep")
-        of_lora = None if lora is None else Lora(split, whole, whole, whole)  # pyright: ignore[reportArgumentType]
-        specs = split, of_lora, whole, whole, whole
-        shared = jax.shard_map(of_device, in_specs=specs, out_specs=whole, axis_names={"ep"}, check_vma=False)
-        wide = rows.astype(jnp.float32)  # gradients of devices are summed; XLA's CPU cannot sum others here
-        return shared(kernels, lora, wide, weights, chosen)
+        def spec(leaf: Array, place: int, axis: str | None) -> PartitionSpec:
+            return PartitionSpec("ep", *[None] * (leaf.ndim - 1 + place), axis)
 
-    def _added(self, kernels: Kernels, lora: Lora | None, rows: Rows, weights: Weights, chosen: Chosen) -> Rows:
-        """Return the weighted sums of experts' outputs, float32. Selected experts without a kernel add 0."""
+        whole, split = PartitionSpec(), PartitionSpec(None, cut)
+        split_kernels = {name: spec(kernel, HIDDEN[name], cut) for name, kernel in kernels.items()}
+        split_lora: Any = None
+        if lora is not None:
+            pairs = {
+                name: {
+                    "lora_A": spec(pair["lora_A"], -2, cut if HIDDEN[name] == -2 else None),
+                    "lora_B": spec(pair["lora_B"], -1, cut if HIDDEN[name] == -1 else None),
+                }
+                for name, pair in lora.weights.items()
+            }
+            split_lora = Lora(pairs, whole, whole, whole)  # pyright: ignore[reportArgumentType]
+        specs = split_kernels, split_lora, split, whole, whole
+        names = {"ep", "fsdp"}
+        shared = jax.shard_map(of_device, in_specs=specs, out_specs=split, axis_names=names, check_vma=False)
+        if own_batch:  # gradients of devices are summed in float32; XLA's CPU cannot sum others here
+            gathered = {name: _gathered(kernel, HIDDEN[name]) for name, kernel in kernels.items()}
+            kernels = {name: kernel.astype(jnp.float32) for name, kernel in gathered.items()}
+        return shared(kernels, lora, rows.astype(jnp.float32), weights, chosen)
+
+    def _added(
+        self,
+        kernels: Kernels,
+        lora: Lora | None,
+        rows: Rows,
+        weights: Weights,
+        chosen: Chosen,
+        cut: str | None = None,
+    ) -> Rows:
+        """Return the weighted sums of experts' outputs, float32. Selected experts without a kernel add 0.
+
+        `cut`: mesh axis over which the hidden dimension is split; None: it is whole.
+        """
         design, count, slots = self.design, len(kernels["gate_proj"]), 1
         chosen, scaling, of_row = chosen.reshape(-1), None, None
         if lora is not None and lora.slots is not None:
             slots = lora.weights["gate_proj"]["lora_A"].shape[-3]
             of_row = jnp.clip(jnp.repeat(lora.slots, len(chosen) // len(lora.slots)), 0, slots - 1)
             chosen = chosen * slots + of_row
-        groups = count * slots
-        if count < design.count:
-            chosen = jnp.where((chosen >= 0) & (chosen < groups), chosen, groups)
-            groups += 1
-        grouping = grouped(chosen, groups)
+        grouping = grouped(chosen, count * slots, of=None if count == design.count else design.count * slots)
         if lora is not None and lora.slots is not None:
             per_row = jnp.repeat(jnp.where(lora.slots < 0, 0.0, lora.scaling), len(chosen) // len(lora.slots))
             scaling = grouping.gather(per_row[:, None], 1)
@@ -139,10 +171,13 @@ class ExpertsLayer(nnx.Module):
             scaling = jnp.broadcast_to(jax.lax.stop_gradient(lora.scaling), (*grouping.source.shape, 1))
 
         def apply(name: str, x: Float[Array, "blocks size in"]) -> Float[Array, "blocks size out"]:
-            return _linear(x, kernels[name], grouping, lora and lora.at(name), scaling, count < design.count)
+            return _linear(x, kernels[name], grouping, lora and lora.at(name), scaling)
 
         blocks = grouping.gather(rows, design.active)
-        inner = ACTIVATIONS[design.activation](apply("gate_proj", blocks)) * apply("up_proj", blocks)
+        gate, up = apply("gate_proj", blocks), apply("up_proj", blocks)
+        if cut is not None:
+            gate, up = (jax.lax.psum(part.astype(jnp.float32), cut).astype(part.dtype) for part in (gate, up))
+        inner = ACTIVATIONS[design.activation](gate) * up
         made = grouping.scatter(apply("down_proj", inner))
         made = made.reshape(len(rows), design.active, -1).astype(jnp.float32)
         return (made * weights[:, :, None]).sum(axis=1)
@@ -154,17 +189,20 @@ def _linear(
     grouping: Grouping,
     lora: Lora | None,
     scaling: Float[Array, "blocks size 1"] | None,
-    incomplete: bool,
 ) -> Float[Array, "blocks size out"]:
-    """Apply each expert's linear layer to its rows.
-
-    `scaling` is the scaling of each row's adapter, and `incomplete` is as in `grouped_product`.
-    """
+    """Apply each expert's linear layer to its rows. `scaling` is the scaling of each row's adapter."""
     slots = 1 if lora is None or lora.slots is None else lora.weights["lora_A"].shape[-3]
-    y = grouped_product(x, kernel, grouping.group // slots, incomplete)
+    y = grouped_product(x, kernel, grouping, slots)
     if lora is None or scaling is None:
         return y
     a, b = (lora.weights[name] for name in ("lora_A", "lora_B"))
     a, b = (matrix.reshape(-1, *matrix.shape[-2:]) for matrix in (a, b))
-    low = grouped_product(lora.read(x), a, grouping.group, incomplete) * scaling
-    return (y.astype(jnp.float32) + grouped_product(low, b, grouping.group, incomplete)).astype(y.dtype)
+    low = grouped_product(lora.read(x), a, grouping) * scaling
+    return (y.astype(jnp.float32) + grouped_product(low, b, grouping)).astype(y.dtype)
+
+
+def _gathered(kernel: Float[Array, "experts in out"], hidden: int) -> Float[Array, "experts in out"]:
+    """Copy the parts of a kernel from devices of `fsdp` to each other. `hidden`: place of the hidden dimension."""
+    axes: list[Any] = ["ep", PartitionSpec.UNCONSTRAINED, PartitionSpec.UNCONSTRAINED]
+    axes[hidden] = None
+    return jax.lax.with_sharding_constraint(kernel, PartitionSpec(*axes))

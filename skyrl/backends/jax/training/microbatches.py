@@ -3,16 +3,15 @@
 Tiles of several models with equal length and rank are stacked up to the size of one full tile, so many small requests
 cost as much as one large request. A stack has one of a few sizes. On an accelerator, unused places are filled with an
 idle tile. On a CPU, where an idle tile costs as much as another, only the smallest tiles are stacked, and the rest of
-an incomplete stack is computed one by one. On a mesh, a call has a tile for each row of `fsdp`, or several: tiles of
-one request, if it has them, and of other models.
+an incomplete stack is computed one by one. On a mesh, a call has a tile for each row, or several: tiles of one request,
+if it has them, and of other models.
 """
 
 import logging
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from functools import reduce
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -30,8 +29,8 @@ from skyrl.types import AdamParams, ForwardBackwardOutput
 
 log = logging.getLogger(__name__)
 
-Computed = tuple[list[PassOutput], Tree | None]
-"""Outputs of tiles on the host, and the sum of their gradients; None for a forward pass."""
+Computed = tuple[PassOutput, Tree | None]
+"""Outputs of a tile on the host, and its gradients; None if they are in the result of another tile of the pass."""
 
 
 COMPILING = 2**16
@@ -40,16 +39,27 @@ COMPILING = 2**16
 
 @dataclass(frozen=True)
 class TileWork:
-    """Tiles of equal shape and the adapter for them."""
+    """A tile and its adapter."""
 
     adapter: Adapter
-    tiles: tuple[TileArrays, ...]
-    """One tile; on a mesh, at most one for each row."""
+    tile: TileArrays
     forward_only: bool
     objective: Objective | None = None
     """Objective of a trainer. None: the loss of the Tinker protocol with index `loss_index` of a tile."""
     tenant: str = ""
     """Tenant of the request."""
+
+
+class WorkKind(NamedTuple):
+    """Properties that works of one call have in common."""
+
+    length: int
+    """Tokens of a tile."""
+    width: int
+    """Targets per token."""
+    rank: int
+    request: str
+    """Request whose works share no call with those of others. Empty: works of any request."""
 
 
 class Passes:
@@ -95,16 +105,16 @@ class Passes:
         self._empty = empty
         self._ranks = ranks
         self._widest = empty(ranks[-1])
-        self._stacks, self._together, self._pads = stacks, together, pads
+        self._stacks, self._together, self._pads = stacks[:1] if alone else stacks, together, pads
         self._has_connectors = has_connectors
         self._rows, self._alone = rows, alone
 
     def run(
         self, operation: ForwardBackward, state: ModelState
-    ) -> Generator[Quantum, Computed, tuple[ForwardBackwardOutput, Tree | None]]:
+    ) -> Generator[list[Quantum], list[Computed], tuple[ForwardBackwardOutput, Tree | None]]:
         """Compute a model's pass. Returns its outputs, and its gradients or None.
 
-        The answer to each quantum is an element of `compute`'s result.
+        The answer to a quantum is an element of `compute`'s result.
         """
         adapter = state.adapter
         if operation.reference:
@@ -117,16 +127,19 @@ class Passes:
         shape = self._forward_shape if operation.forward_only else self._shape
         tiles = make_tiles(operation.data, operation.loss_fn, operation.loss_fn_config, shape)
         for some in _in_calls(tiles, self._rows):
-            arrays = tuple(tile.arrays for tile in some)
-            if not operation.forward_only:
-                arrays = tuple(tile.with_dropout(state.lora_config, state.step) for tile in arrays)
-            work = TileWork(adapter, arrays, operation.forward_only, objective, operation.tenant)
-            kind = None if operation.forward_only or self._alone else _kind(work)
-            cost = sum(tile.length for tile in some)
-            results, gradients = yield Quantum(cost, kind, work, self._surcharge(work))
-            for tile, result in zip(some, results, strict=True):
-                outputs.fill(tile, result)
-            total = gradients if total is None or gradients is None else self._programs.add(total, gradients)
+            quanta: list[Quantum] = []
+            for tile in some:
+                arrays = tile.arrays
+                if not operation.forward_only:
+                    arrays = arrays.with_dropout(state.lora_config, state.step)
+                work = TileWork(adapter, arrays, operation.forward_only, objective, operation.tenant)
+                surcharge = 0 if quanta else self._surcharge(work)
+                quanta.append(Quantum(tile.length, self._kind(work, operation.request_id), work, surcharge))
+            results = yield quanta
+            for tile, (output, gradients) in zip(some, results, strict=True):
+                outputs.fill(tile, output)
+                if gradients is not None:
+                    total = gradients if total is None else self._programs.add(total, gradients)
         jax.block_until_ready(total)  # so that a failure shows before the model changes
         return outputs.result(), total
 
@@ -136,9 +149,9 @@ class Passes:
             return 0
         forward, forward_backward = self._programs.of(work.objective, work.tenant)
         if work.forward_only:
-            is_compiled = forward.is_compiled_for(self._base, work.adapter, self._filled(work.tiles))
+            is_compiled = forward.is_compiled_for(self._base, work.adapter, self._filled((work.tile,)))
         else:
-            is_compiled = forward_backward.is_compiled_for(self._base, (work.adapter,), self._filled(work.tiles))
+            is_compiled = forward_backward.is_compiled_for(self._base, (work.adapter,), self._filled((work.tile,)))
         return 0 if is_compiled else COMPILING
 
     def _filled(self, tiles: tuple[TileArrays, ...], size: int = 0) -> tuple[TileArrays, ...]:
@@ -146,10 +159,16 @@ class Passes:
         missing = (size or self._rows) - len(tiles)
         return tiles + (idle_like(tiles[0]),) * missing if missing > 0 else tiles
 
-    def most_together(self, kind: tuple[int, ...]) -> int:
+    def _kind(self, work: TileWork, request: str) -> WorkKind:
+        adapter, tile = work.adapter, work.tile
+        shares = not (self._alone or work.forward_only or work.objective is not None or tile.dropout is not None)
+        shares = shares and adapter.own_base is None and adapter.value_head is None
+        length, width = tile.targets.shape
+        return WorkKind(length, width, adapter.rank, "" if shares else request)
+
+    def most_together(self, kind: WorkKind) -> int:
         """Maximum works of a kind in one call: as many as make up a full tile, or one for each row."""
-        length, width, _, tiles = kind
-        return max(1, self._stacks_of(length, width)[-1] // tiles)
+        return self._rows if kind.request else self._stacks_of(kind.length, kind.width)[-1]
 
     def _stacks_of(self, length: int, width: int) -> list[int]:
         """Possible numbers of tiles of this shape in one call, ascending."""
@@ -158,23 +177,25 @@ class Passes:
 
     def compute(self, works: list[TileWork]) -> list[Computed]:
         """Compute works of one kind that may belong to different models. Returns when all are complete."""
-        first = works[0]
+        first, computed = works[0], []
         forward, forward_backward = self._programs.of(first.objective, first.tenant)
         if first.forward_only:
-            outputs = jax.device_get(forward(self._base, first.adapter, self._filled(first.tiles)))
-            return [(outputs[: len(first.tiles)], None)]
-        each, computed = len(first.tiles), []
+            outputs = jax.device_get(
+                forward(self._base, first.adapter, self._filled(tuple(work.tile for work in works)))
+            )
+            return [(output, None) for output in outputs[: len(works)]]
         while left := works[len(computed) :]:
-            size = self._tiles_of_call(each * len(left))
-            some = left[: max(1, size // each)]
-            adapters = tuple(work.adapter for work in some for _ in work.tiles)
-            adapters = adapters[:1] if len(some) == 1 else adapters + (first.adapter,) * (size - len(adapters))
-            tiles = self._filled(tuple(tile for work in some for tile in work.tiles), size)
+            size = self._tiles_of_call(len(left))
+            some = left[:size]
+            adapters = tuple(work.adapter for work in some)
+            if len(some) <= self._rows and all(adapter is adapters[0] for adapter in adapters):
+                adapters = adapters[:1]
+            else:
+                adapters += adapters[:1] * (size - len(some))
+            tiles = self._filled(tuple(work.tile for work in some), size)
             outputs, gradients = jax.block_until_ready(forward_backward(self._base, adapters, tiles))
-            outputs = jax.device_get(outputs)
-            for place in range(0, each * len(some), each):
-                own = gradients if len(some) == 1 else gradients[place : place + each]
-                computed.append((outputs[place : place + each], reduce(self._programs.add, own)))
+            gradients += [None] * (len(some) - len(gradients))
+            computed += zip(jax.device_get(outputs), gradients[: len(some)], strict=False)
         return computed
 
     def _tiles_of_call(self, left: int) -> int:
@@ -219,16 +240,3 @@ def _in_calls(tiles: Iterator[Tile], rows: int) -> Iterator[list[Tile]]:
     for _, alike in groupby(tiles, lambda tile: tile.arrays.targets.shape):
         while some := list(islice(alike, rows)):
             yield some
-
-
-def _kind(work: TileWork) -> tuple[int, ...] | None:
-    """Length, targets per token, rank, and number of tiles.
-
-    Works with equal values may share a call. None: the work needs a separate call.
-    """
-    adapter, first = work.adapter, work.tiles[0]
-    if work.objective is not None or adapter.own_base is not None or adapter.value_head is not None:
-        return None
-    if first.dropout is not None:
-        return None
-    return *first.targets.shape, adapter.rank, len(work.tiles)

@@ -29,6 +29,7 @@ from skyrl.backends.jax.layout import Layout
 from skyrl.backends.jax.models.state import Tree, in_types_of
 from skyrl.tx.design.connectors import CONNECTORS
 from skyrl.tx.layers.adapter import Adapter
+from skyrl.tx.layers.devices import ROWS
 from skyrl.tx.layers.dropout import Dropout
 from skyrl.tx.layers.logprobs import Needs
 
@@ -144,7 +145,11 @@ class TrainingPrograms:
         """
         stack = self._layout.by_rows(_stacked(tiles))
         needed = {"trained": stack.trained.max(), "read": stack.read.max()}
-        return jax.vmap(lambda adapter, tile: function(adapter, tile._replace(**needed)))(adapters, stack)
+        axis = "fsdp" if self._layout.spread else None
+        mapped = jax.vmap(
+            lambda adapter, tile: function(adapter, tile._replace(**needed)), axis_name=ROWS, spmd_axis_name=axis
+        )
+        return mapped(adapters, stack)
 
     def _placed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function with its results, trees of a model's arrays, in their places."""
