@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import scipy.stats
 
-import flops
+import model_shapes
 from common import API_KEY, RANK, datum, emit, sequence, timed
 
 ROOT = Path(__file__).parents[1]
@@ -161,7 +161,7 @@ def main(other: Path, pairs: int) -> None:
 
     with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch, ExitStack() as stack:
         folder, checkouts = Path(scratch), (ROOT, other)
-        model = make_model(folder / "tiny", arch="qwen3", **asdict(flops.SHAPES["tiny"]), seed=0)
+        model = make_model(folder / "tiny", arch="qwen3", **asdict(model_shapes.SHAPES["tiny"]), seed=0)
         servers = [
             stack.enter_context(running(checkout, model, folder / f"state-{number}" / "server"))
             for number, checkout in enumerate(checkouts)

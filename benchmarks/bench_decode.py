@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-import flops
+import model_shapes
 from common import RANK, emit, timed
 from skyrl.backends.common.page_table import PAGE_SIZE
 from skyrl.backends.common.sampling.model_runner import BURST, Rows
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--operations", action="store_true", help="also print the time of each operation")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        decoder = Decoder(make_model(Path(folder) / "model", "qwen3", **asdict(flops.SHAPES[options.model])))
+        decoder = Decoder(make_model(Path(folder) / "model", "qwen3", **asdict(model_shapes.SHAPES[options.model])))
         shapes(decoder, options.model, options.rounds)
         if options.operations:
             operations(decoder, options.model)

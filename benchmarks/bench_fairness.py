@@ -23,7 +23,7 @@ from threading import Thread
 
 import numpy as np
 
-import flops
+import model_shapes
 from common import API_KEY, RANK, datum, emit, milliseconds, peak_flops, seconds_of, serving, tenants
 from skyrl.tinker.local_server import close_client
 
@@ -164,7 +164,7 @@ def turns(seconds: float, report: Callable[..., None]) -> None:
 
     batches = {"heavy": rows(*HEAVY), "small": rows(1, SMALL)}
     with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
-        folder = make_model(Path(scratch) / "tiny", arch="qwen3", **asdict(flops.TINY), seed=0)
+        folder = make_model(Path(scratch) / "tiny", arch="qwen3", **asdict(model_shapes.TINY), seed=0)
         with closing(JaxBackend(str(folder), JaxBackendConfig())) as backend:
             number = 0
 

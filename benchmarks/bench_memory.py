@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-import flops
+import model_shapes
 from common import RANK, emit, sequence
 
 BEFORE = 4
@@ -61,7 +61,7 @@ def measure(folder: Path, count: int, room_gib: float) -> tuple[int, float, floa
                     assert not isinstance(completion.result, ErrorResponse), completion
                     ended += 1
         after = used()
-    shape = flops.SHAPES[folder.name]
+    shape = model_shapes.SHAPES[folder.name]
     parameters = shape.layer_adapter_parameters(RANK) + RANK * (shape.hidden + shape.vocab)
     nbytes = 4 * 4 * parameters
     return nbytes, *((end - start) / count for start, end in zip(before, after, strict=True))
@@ -72,7 +72,7 @@ def main(models: list[str], count: int) -> None:
 
     for name in models:
         with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
-            folder = make_model(Path(scratch) / name, arch="qwen3", **asdict(flops.SHAPES[name]), seed=0)
+            folder = make_model(Path(scratch) / name, arch="qwen3", **asdict(model_shapes.SHAPES[name]), seed=0)
             for case, room_gib in {"all on the device": 3.0, "idle, with room for one on the device": 0.06}.items():
                 nbytes, process, arrays = measure(folder, count, room_gib)
                 emit(
@@ -88,7 +88,7 @@ def main(models: list[str], count: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(flops.SHAPES), default=["medium"])
+    parser.add_argument("--models", nargs="+", choices=sorted(model_shapes.SHAPES), default=["medium"])
     parser.add_argument("--count", type=int, default=16)
     arguments = parser.parse_args()
     main(arguments.models, arguments.count)

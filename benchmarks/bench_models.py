@@ -28,8 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import flops
+import model_shapes
 from common import RANK, emit, timed
+from skyrl.backends.planning import flops
 from skyrl.tx.design.design import Experts
 from skyrl.tx.io.weights import abstract_model, with_random_weights
 from skyrl.tx.layers.adapter import Adapter
@@ -211,9 +212,9 @@ def main(cases: list[str], archs: list[str], layers: int, rounds: int) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
         if "experts" in cases:
-            experts(replace(flops.MEDIUM, layers=layers), rounds, Path(scratch))
+            experts(replace(model_shapes.MEDIUM, layers=layers), rounds, Path(scratch))
         if "compile" in cases:
-            compiling(archs, flops.TINY, Path(scratch))
+            compiling(archs, model_shapes.TINY, Path(scratch))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-import flops
+import model_shapes
 from common import RANK, emit, peak_flops, sequence, serving
 
 PROMPTS, SAMPLES, PROMPT, NEW = 8, 8, 64, 64
@@ -83,7 +83,7 @@ def main(models: list[str], repeats: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(flops.SHAPES), default=["tiny"])
+    parser.add_argument("--models", nargs="+", choices=sorted(model_shapes.SHAPES), default=["tiny"])
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
     main(arguments.models, arguments.repeats)

@@ -16,8 +16,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-import flops
+import model_shapes
 from common import RANK, emit, peak_flops, sequence, serving
+from skyrl.backends.planning import flops
 
 PROMPT, NEW = 64, 128
 ADAPTERS = 4
@@ -114,7 +115,7 @@ def decode_phase(model: str, repeats: int) -> float:
     from skyrl.types import LoraConfig, SamplingParams
 
     with TemporaryDirectory(prefix="skyrl-bench-") as scratch:
-        folder = make_model(Path(scratch) / model, arch="qwen3", **asdict(flops.SHAPES[model]), seed=0)
+        folder = make_model(Path(scratch) / model, arch="qwen3", **asdict(model_shapes.SHAPES[model]), seed=0)
         backend = JaxBackend(str(folder), JaxBackendConfig())
         for seed in range(ADAPTERS):
             name = f"model-{seed}"
@@ -180,7 +181,9 @@ def main(models: list[str], repeats: int) -> None:
         peak = peak_flops()
         report = partial(emit, benchmark="sampling", model=model, repeats=repeats, peak_gflops=round(peak / 1e9, 1))
         rate = decode_phase(model, repeats)
-        work = flops.decode(flops.SHAPES[model], RANK, PROMPT, NEW) - flops.decode(flops.SHAPES[model], RANK, PROMPT, 0)
+        work = flops.decode(model_shapes.SHAPES[model], RANK, PROMPT, NEW) - flops.decode(
+            model_shapes.SHAPES[model], RANK, PROMPT, 0
+        )
         fraction = work / NEW * rate / peak
         case = "32 x 128 tokens, in process, decode phase"
         report(case=case, tokens_per_s=round(rate), fraction_of_peak=round(fraction, 3))
@@ -189,7 +192,7 @@ def main(models: list[str], repeats: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(flops.SHAPES), default=["tiny", "medium"])
+    parser.add_argument("--models", nargs="+", choices=sorted(model_shapes.SHAPES), default=["tiny", "medium"])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     main(arguments.models, arguments.repeats)

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import flops
+import model_shapes
 from common import API_KEY, RANK, datum, emit, peak_flops
 
 BATCH = 16, 256
@@ -69,7 +69,7 @@ def main(models: list[str], repeats: int) -> None:
         samples: dict[str, list[float]] = {case: [] for case in found}
         with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
             folder = Path(scratch)
-            model = make_model(folder / name, arch="qwen3", **asdict(flops.SHAPES[name]), seed=0)
+            model = make_model(folder / name, arch="qwen3", **asdict(model_shapes.SHAPES[name]), seed=0)
             start(
                 model, folder / "discarded", folder / "discarded cache", first_step
             )  # files are now in the system's page cache
@@ -97,7 +97,7 @@ def main(models: list[str], repeats: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(flops.SHAPES), default=["tiny"])
+    parser.add_argument("--models", nargs="+", choices=sorted(model_shapes.SHAPES), default=["tiny"])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     main(arguments.models, arguments.repeats)

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-import flops
+import model_shapes
 from common import RANK, emit, sequence
 from skyrl.backends.operations import CreateModel, ForwardBackward, OptimStep, Publish, Sample
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
@@ -252,7 +252,7 @@ def compare_executors(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=sorted(flops.SHAPES), default="tiny")
+    parser.add_argument("--model", choices=sorted(model_shapes.SHAPES), default="tiny")
     parser.add_argument("--ray", action="store_true", help="compare Ray actors with local processes, and nothing else")
     parser.add_argument("--beside-jax", action="store_true", help="compare with the JAX backend, and nothing else")
     parser.add_argument("--one-core", action="store_true", help="measure processor time on one core")
@@ -262,7 +262,7 @@ def main() -> None:
     mixed = np.random.default_rng(0).integers(16, 513, 32).tolist()
     with TemporaryDirectory(prefix="skyrl-bench-") as scratch:
         folder = Path(scratch) / name
-        make_model(folder, arch="qwen3", **asdict(flops.SHAPES[name]), seed=0)
+        make_model(folder, arch="qwen3", **asdict(model_shapes.SHAPES[name]), seed=0)
         if options.ray:
             compare_executors(folder)
             return

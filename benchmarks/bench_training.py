@@ -3,7 +3,7 @@
 Run: `python benchmarks/bench_training.py --models tiny medium`. Steps (forward_backward + optim_step, pipelined)
 through the stock SDK, rank 32 on all linear layers; the first steps, which compile, are not counted. Compared cases
 alternate in one process, because the machine's speed varies: rates are medians over the rounds, ratios are medians of
-the ratios within a round. Prints one JSON line per case. `fraction_of_peak` is useful work (benchmarks/flops.py)
+the ratios within a round. Prints one JSON line per case. `fraction_of_peak` is useful work (planning/flops.py)
 relative to the rate of a 2048^3 float32 product in JAX, the best of those measured before and after.
 """
 
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-import flops
+import model_shapes
 from common import RANK, datum, emit, peak_flops, serving, tenants
+from skyrl.backends.planning import flops
 
 LENGTHS = np.random.default_rng(0).integers(16, 513, 64).tolist()
 ROWS, MEAN = round(sum(LENGTHS) / 256), round(sum(LENGTHS) / len(LENGTHS))
@@ -98,7 +99,8 @@ def main(models: list[str], parts: list[str], rounds: int, seconds: float) -> No
         for case in cases:
             rate = statistics.median(found[case.name])
             lengths = [length for one in case.lengths for length in one]
-            work = sum(flops.forward_backward(flops.SHAPES[model], RANK, length) for length in lengths) / sum(lengths)
+            shape = model_shapes.SHAPES[model]
+            work = sum(flops.forward_backward(shape, RANK, length) for length in lengths) / sum(lengths)
             emit(
                 benchmark="training",
                 case=case.name,
@@ -128,7 +130,7 @@ def main(models: list[str], parts: list[str], rounds: int, seconds: float) -> No
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=[""], help="parts of the names of cases")
-    parser.add_argument("--models", nargs="+", choices=sorted(flops.SHAPES), default=["tiny", "medium"])
+    parser.add_argument("--models", nargs="+", choices=sorted(model_shapes.SHAPES), default=["tiny", "medium"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="of a case in a round, about; two steps at least")
     arguments = parser.parse_args()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-import flops
+import model_shapes
 
 RANK = 32
 """Rank of every adapter, on all linear layers."""
@@ -32,7 +32,7 @@ def serving(name: str, backend_config: dict[str, object] | None = None) -> Itera
 
     with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch:
         folder = Path(scratch) / name
-        make_model(folder, arch="qwen3", **asdict(flops.SHAPES[name]), seed=0)
+        make_model(folder, arch="qwen3", **asdict(model_shapes.SHAPES[name]), seed=0)
         options = {"backend-config": json.dumps(backend_config or {})}
         with LocalServer(Path(scratch) / "server", str(folder), options) as server:
             client = tinker.ServiceClient(base_url=server.url, api_key=API_KEY)

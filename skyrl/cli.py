@@ -82,6 +82,13 @@ def doctor(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def plan(argv: Sequence[str]) -> int:
+    """say whether a model fits on devices, and what limits its speed (skyrl plan --help)"""
+    from skyrl.admin.plan import main
+
+    return main(argv)
+
+
 def status(argv: Sequence[str]) -> int:
     """show the status of a running server: models, requests, wait reasons (skyrl status --help)"""
     from skyrl.admin.status import main
@@ -223,6 +230,7 @@ COMMANDS: dict[str, Command] = {
     "adopt": adopt,
     "backup": backup,
     "doctor": doctor,
+    "plan": plan,
     "status": status,
     "models": models,
     "requests": requests,

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-import flops
+import model_shapes
 from common import RANK
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import CreateModel, ForwardBackward, Operation, OptimStep, Publish, Sample
+from skyrl.backends.planning import flops
 from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import AdamParams, Datum, ErrorResponse, LoraConfig, SampleOutput, SamplingParams
 from skyrl.utils.files.paths import cache_folder
@@ -24,7 +25,7 @@ from .environment import rates, require_accelerator
 TINY = flops.Shape(hidden=64, layers=9, heads=4, kv_heads=2, head_dim=16, intermediate=192, vocab=512)
 """Deep enough that its layers are scanned, like those of real models."""
 
-SHAPES = {"tiny": TINY, **flops.QWEN3}
+SHAPES = {"tiny": TINY, **model_shapes.QWEN3}
 UNTIED = {"8B"}
 
 MOST_ROWS = 400

@@ -1,6 +1,7 @@
 """Speed of one model shape: training, decoding, prefill, an iteration of RL, and the most expensive kernels.
 
-Useful work is defined in `flops.py`. Fractions refer to the bfloat16 rate and the bandwidth measured in this process.
+`skyrl.backends.planning.flops` defines useful work. Fractions refer to the bfloat16 rate and the bandwidth measured in
+this process.
 """
 
 import statistics
@@ -8,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import flops
 from common import RANK
+from skyrl.backends.planning import flops
 
 from .loaded import Loaded
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-import flops
 from common import RANK, timed
 from skyrl.backends.common.memory_plan import GIB, KEPT_FREE
+from skyrl.backends.planning import flops
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.base_model.varlen import VarlenAttention
 from skyrl.backends.torch.workers.group import InProcess

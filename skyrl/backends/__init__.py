@@ -4,6 +4,7 @@
     registry                 backends by name
     executor                 scheduling and dispatch, for backends that define only the computation
     common                   shared code: packing, offload, versions, cache pages, background writes
+    planning                 estimates of memory and speed on devices that need not be here
     prepared                 prepared batches as operations
     async_client             asyncio client that runs a backend in a thread (used by the trainers)
     statistics               statistics that a backend reports

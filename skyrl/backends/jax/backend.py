@@ -38,7 +38,7 @@ from skyrl.backends.executor import Quantum
 from skyrl.backends.jax.compile_cache import by_turns
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.layout import Layout, make_mesh
-from skyrl.backends.jax.memory_plan import tokens_together
+from skyrl.backends.jax.memory_plan import PREALLOCATED, tokens_together
 from skyrl.backends.jax.models.checkpoint_format import JaxFormat
 from skyrl.backends.jax.models.padding import fitted
 from skyrl.backends.jax.models.state import (
@@ -92,7 +92,7 @@ def claim_device_memory() -> None:
     The rest is for the driver, and for the workspaces of cuBLAS and cuDNN. No effect if JAX has started.
     """
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.9"
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(PREALLOCATED)
 
 
 ENDED = object()

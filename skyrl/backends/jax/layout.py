@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from skyrl.errors import RequestError
 from skyrl.tx.design.design import Design, Experts
@@ -32,13 +32,24 @@ def make_mesh(sizes: tuple[int, int, int], design: Design, devices: Sequence[Any
     Raises `RequestError` if there are too few devices, or if experts cannot be split over `ep`.
     """
     fsdp, ep, tp = sizes
-    asked = (
-        f"fully_sharded_data_parallel_size={fsdp} x expert_parallel_size={ep} x tensor_parallel_size={tp} are "
-        f"{fsdp * ep * tp} devices"
-    )
     if fsdp * ep * tp > len(devices):
         hint = f"; JAX_NUM_CPU_DEVICES={fsdp * ep * tp} splits a CPU" if devices[0].platform == "cpu" else ""
-        raise RequestError(f"{asked}, and JAX has {len(devices)} here; choose sizes whose product is smaller{hint}")
+        raise RequestError(
+            f"fully_sharded_data_parallel_size={fsdp} x expert_parallel_size={ep} x tensor_parallel_size={tp} are "
+            f"{fsdp * ep * tp} devices, and JAX has {len(devices)} here; choose sizes whose product is smaller{hint}"
+        )
+    check_experts(ep, design)
+    return Mesh(np.asarray(devices[: fsdp * ep * tp]).reshape(sizes), AXES)
+
+
+def abstract_mesh(sizes: tuple[int, int, int], design: Design) -> AbstractMesh:
+    """Return a mesh like `make_mesh`, without devices: for shapes of arrays only."""
+    check_experts(sizes[1], design)
+    return AbstractMesh(sizes, AXES)
+
+
+def check_experts(ep: int, design: Design) -> None:
+    """Raise `RequestError` if experts cannot be split over `ep` devices."""
     if ep > 1:
         counts = {group.feed_forward.count for group in design.groups if isinstance(group.feed_forward, Experts)}
         if not counts:
@@ -47,7 +58,6 @@ def make_mesh(sizes: tuple[int, int, int], design: Design, devices: Sequence[Any
             raise RequestError(
                 f"expert_parallel_size={ep} does not divide the {uneven[0]} experts of a layer; choose a divisor"
             )
-    return Mesh(np.asarray(devices[: fsdp * ep * tp]).reshape(sizes), AXES)
 
 
 class Layout:
@@ -56,12 +66,12 @@ class Layout:
     On one device, arrays stay where JAX puts them, and constraints have no effect.
 
     Args:
-        mesh: Mesh with the axes `AXES`.
+        mesh: Mesh with the axes `AXES`. If it is abstract, only sizes can be computed.
         design: Design of the base model.
         shard_attention_heads: False to keep attention whole on each device of `tp`.
     """
 
-    def __init__(self, mesh: Mesh, design: Design, shard_attention_heads: bool = True):
+    def __init__(self, mesh: Mesh | AbstractMesh, design: Design, shard_attention_heads: bool = True):
         self.mesh = mesh
         self.spread = mesh.size > 1
         """True if there are several devices."""

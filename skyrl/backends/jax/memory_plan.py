@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -31,6 +31,24 @@ gradients."""
 
 AT_ONCE = GIB // 4
 """Maximum bytes of attention scores that are computed at once, and of arrays derived from them."""
+
+
+PREALLOCATED = 0.9
+"""Fraction of a GPU's memory that JAX allocates at startup, and plans with."""
+
+
+class Target(NamedTuple):
+    """Kind of device that programs are planned for."""
+
+    platform: str
+    """As `jax.default_backend()`."""
+    memory: int
+    """Bytes of one device."""
+
+    @classmethod
+    def here(cls, devices: int) -> "Target":
+        """Return the kind of this process's devices, if a program uses `devices` of them."""
+        return cls(jax.default_backend(), memory_limit(devices))
 
 
 def memory_limit(devices: int = 1) -> int:

@@ -1,6 +1,7 @@
 """The torch backend: `backend` sends commands to a group of workers.
 
 config, overrides    options of the backend, and their translation from a trainer's configuration
+planner              estimates for devices that need not be here
 runner               sampling, as calls to a worker
 models               models and versions in the driver, and their files
 workers              one worker, and groups of workers in local or remote processes

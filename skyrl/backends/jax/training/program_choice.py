@@ -17,9 +17,9 @@ from skyrl.backends.jax.memory_plan import (
     COPIES_OF_A_STACK,
     MODES,
     Mode,
+    Target,
     choose_modes,
     choose_stacks,
-    memory_limit,
     stack_bytes,
     tokens_together,
 )
@@ -33,17 +33,23 @@ SMALLER_CALLS = f"{SMALLER_CACHE}, a smaller max_context_length or loss_chunk_si
 """Remedies for too little memory, in error messages."""
 
 
-def defaults_for(model: ModelForCausalLM, config: JaxBackendConfig, layout: Layout) -> Defaults:
-    """Resolve the options of a backend for this process's devices. `model` needs no weights (`abstract_model`).
+def defaults_for(
+    model: ModelForCausalLM, config: JaxBackendConfig, layout: Layout, target: Target | None = None
+) -> Defaults:
+    """Resolve the options of a backend. `model` needs no weights (`abstract_model`).
+
+    Args:
+        model: The model.
+        config: Configuration of the backend.
+        layout: Placement of arrays.
+        target: Kind of device; None: that of this process's devices.
 
     Raises:
         RequestError: Base weights alone exceed `gpu_memory_utilization`.
     """
     base = nnx.split(model)[1]
-    dtype = jax.tree.leaves(base)[0].dtype  # also the dtype of activations, and so of keys and values
-    pool = jax.eval_shape(lambda: KVCache.pool(model.config, 1, dtype, page_size=1, states=1))
-    *token, state = zip(pool, layout.of_pool(pool), strict=True)
-    limit, base_bytes = _limit(config, layout), layout.nbytes(base)
+    target = target or Target.here(layout.mesh.size)
+    limit, base_bytes = _limit(config, target), layout.nbytes(base)
     left = int(limit * (1 - KEPT_FREE)) - base_bytes
     room = int(limit * config.gpu_memory_utilization) - base_bytes if config.gpu_memory_utilization else None
     if room is not None and room <= 0:
@@ -51,9 +57,17 @@ def defaults_for(model: ModelForCausalLM, config: JaxBackendConfig, layout: Layo
             f"gpu_memory_utilization={config.gpu_memory_utilization:g} of {limit / GIB:.2f} GiB is less than "
             f"base weights take, {base_bytes / GIB:.2f} GiB, which leaves nothing for keys and values; raise it"
         )
-    token_bytes, state_bytes = sum(layout.nbytes(*part) for part in token), layout.nbytes(*state)
-    exact, devices = dtype == jnp.float32, layout.mesh.size
-    return resolved(config, jax.default_backend(), exact, left, token_bytes, room, state_bytes, devices)
+    token_bytes, state_bytes = cache_bytes(model, layout)
+    exact, devices = jax.tree.leaves(base)[0].dtype == jnp.float32, layout.mesh.size
+    return resolved(config, target.platform, exact, left, token_bytes, room, state_bytes, devices)
+
+
+def cache_bytes(model: ModelForCausalLM, layout: Layout) -> tuple[int, int]:
+    """Bytes of KV cache per token, and of recurrent state per sequence, in all layers on one device."""
+    dtype = jax.tree.leaves(nnx.split(model)[1])[0].dtype  # also that of activations, and so of keys and values
+    pool = jax.eval_shape(lambda: KVCache.pool(model.config, 1, dtype, page_size=1, states=1))
+    *token, state = zip(pool, layout.of_pool(pool), strict=True)
+    return sum(layout.nbytes(*part) for part in token), layout.nbytes(*state)
 
 
 class Planned(NamedTuple):
@@ -103,10 +117,7 @@ def planned(
         return of_mode[mode].temporary_bytes(base, widest, length) + 2 * widest_bytes
 
     widest_bytes = layout.nbytes(widest)
-    device: Device = "host" if jax.default_backend() == "cpu" else "accelerator"
-    plan = Plan(
-        _limit(config, layout), layout.nbytes(base), cache, training=0, model=COPIES * widest_bytes, device=device
-    )
+    plan = uncompiled_plan(layout.nbytes(base), cache, widest_bytes, config, Target.here(layout.mesh.size))
     plan.check(SMALLER_CACHE)
     asked, typical = config.gradient_checkpointing, shape.tokens
     room = plan.for_training
@@ -119,8 +130,7 @@ def planned(
     stacked_bytes = layout.gathered_nbytes(widest)  # each row has its adapter by itself
     stacks = choose_stacks(room - taken, stacked_bytes, tokens_together(shape.tokens) // SHORTEST_TILE)
     beside = stack_bytes(stacks[-1], stacked_bytes) or (layout.rows > 1) * COPIES_OF_A_STACK * stacked_bytes
-    calls = taken + beside, NEW_IN_A_STEP * widest_bytes
-    plan = plan._replace(training=max(calls))
+    plan = plan._replace(training=max(taken + beside, optimizer_step_bytes(widest_bytes)))
     plan.check(SMALLER_CALLS, f"a training call of {longest} tokens")
     used = set(modes.values())
     mixed = TrainingPrograms(lambda length: graphs[modes[length]], *options)
@@ -128,9 +138,28 @@ def planned(
     return Planned(of_mode[used.pop()] if len(used) == 1 else mixed, plan, stacks, longest)
 
 
-def _limit(config: JaxBackendConfig, layout: Layout) -> int:
+def uncompiled_plan(base: int, cache: int, widest: int, config: JaxBackendConfig, target: Target) -> Plan:
+    """Plan the memory of a device, except for training calls, whose memory is measured on compiled programs.
+
+    Args:
+        base: Bytes of base weights on a device.
+        cache: Bytes of KV cache.
+        widest: Bytes of an adapter of the largest rank on a device.
+        config: Configuration of the backend.
+        target: Kind of device.
+    """
+    device: Device = "host" if target.platform == "cpu" else "accelerator"
+    return Plan(_limit(config, target), base, cache, training=0, model=COPIES * widest, device=device)
+
+
+def optimizer_step_bytes(widest: int) -> int:
+    """Bytes of an optimizer step. `widest`: bytes of an adapter of the largest rank on a device."""
+    return NEW_IN_A_STEP * widest
+
+
+def _limit(config: JaxBackendConfig, target: Target) -> int:
     """Bytes of a device to plan with."""
-    return int(config.memory_limit_gib * GIB) or memory_limit(layout.mesh.size)
+    return int(config.memory_limit_gib * GIB) or target.memory
 
 
 def _graphs(model: ModelForCausalLM) -> dict[Mode, Any]:

@@ -100,6 +100,8 @@ class RankDevice(NamedTuple):
     """Number of ranks."""
     whole: int = 0
     """Bytes of the rank's share of the device, without `memory_limit_gib`; 0: as `total`."""
+    host: int = 0
+    """Bytes of host memory for this rank; 0: this machine's, divided by the ranks."""
 
     @classmethod
     def of(cls, device: torch.device, world: int, limit: int) -> "RankDevice":
@@ -139,6 +141,10 @@ class WorkerMemory(NamedTuple):
     """Decisions, to report when workers start."""
     copies: Plan | None = None
     """Plan with a copy of the base weights on each rank, if ranks were told to share them although copies fit."""
+    adapter: int = 0
+    """Bytes of an adapter of the largest rank, without its moments: of a published version."""
+    token: int = 0
+    """Bytes of KV cache per token on a rank."""
 
 
 def device_of(asked: str | None, rank: int, first: int = 0, gpus: int | None = None) -> torch.device:
@@ -214,6 +220,7 @@ def decided(
     asked: Checkpointing,
     chunk: int,
     options: MemoryOptions,
+    must_fit: bool = True,
 ) -> WorkerMemory:
     """Plan memory from a skeleton: sizes, sharding of the base weights, and activation checkpointing.
 
@@ -226,6 +233,7 @@ def decided(
         asked: Activation checkpointing; "auto": only if a micro-batch does not fit without it.
         chunk: Tokens whose logits are in memory at once; 0: all of a micro-batch.
         options: Other uses of memory.
+        must_fit: False to return also a plan that does not fit.
 
     Raises:
         RequestError: The model does not fit or cannot be split.
@@ -253,11 +261,13 @@ def decided(
         )
     plan, again, rows, longest = found
     tokens = tile_tokens(options.tile_tokens, place.device.type)
-    plan.check_shared()
-    plan.check(WAYS_OUT_WITH_LAYERS if sizes.has_layers else WAYS_OUT, f"a training call of {tokens} tokens")
+    if must_fit:
+        plan.check_shared()
+        plan.check(WAYS_OUT_WITH_LAYERS if sizes.has_layers else WAYS_OUT, f"a training call of {tokens} tokens")
     if asked == "auto" and again:
         notes.append("gradient_checkpointing: layers are computed again, as memory has no room for what they keep")
-    if plan.shared is not None and plan.shared.models_leave and plan.left > (host := host_memory() // place.world):
+    host = place.host or host_memory() // place.world
+    if plan.shared is not None and plan.shared.models_leave and plan.left > host:
         notes.append(
             f"offload_after_step: models and versions may take {size_of(plan.left)} of a worker, and its part of the "
             f"host's memory, where they are while engines sample, is {size_of(host)}; set adapter_memory_gib and "
@@ -274,7 +284,7 @@ def decided(
     if shards.fsdp_size > 1 and _may_copy(shards, place.world):
         copied = sizes.plan(1, asked)
         copies = copied.plan if copied.fits else None
-    return WorkerMemory(plan, rows, longest, fsdp_size, again, tuple(notes), copies)
+    return WorkerMemory(plan, rows, longest, fsdp_size, again, tuple(notes), copies, sizes.adapter, sizes.token)
 
 
 def _may_share(shards: ShardOptions, world: int) -> bool:
@@ -318,7 +328,7 @@ class Sizes:
         config = model.config
         self._hidden, self._vocab = int(config.hidden_size), int(config.vocab_size)
         kind = Kind(LoraConfig(rank=options.max_lora_rank))
-        self._adapter = 4 * lora_layout(targets, kind, self._hidden).size
+        self.adapter = 4 * lora_layout(targets, kind, self._hidden).size
         if shards.tensor_parallel_size > 1:
             TensorRanks(shards.tensor_parallel_size).cut(model, model.tp_plan, head)
         self._item = head.weight.dtype.itemsize
@@ -328,7 +338,7 @@ class Sizes:
         self._kept = 4 * (features // count + 2 * self._hidden)
         """Bytes that a layer keeps per token."""
         self._count = count
-        self._token = _token_bytes(config, self._item, shards.tensor_parallel_size)
+        self.token = _token_bytes(config, self._item, shards.tensor_parallel_size)
 
     def base(self, fsdp_size: int) -> int:
         """Bytes of base weights: a copy, or a shard plus the gathered layers."""
@@ -353,7 +363,7 @@ class Sizes:
             kept = tokens * self._count * self._hidden * self._item + max(layer, logits)
         else:
             kept = self._count * layer + logits
-        return max(kept + 2 * self._adapter, IN_A_STEP * self._adapter)
+        return max(kept + 2 * self.adapter, IN_A_STEP * self.adapter)
 
     def _cache(self, base: int, model: int) -> int:
         """Maximum bytes of KV cache: the configured size, or a default that leaves room for training a model.
@@ -390,7 +400,7 @@ class Sizes:
         if not options.engines or self._device == "host":
             return None
         left = int((1 - options.engines) * (self._place.whole or self._place.total))
-        return SharedDevice(left, self._whole(fsdp_size) if options.whole else self._adapter, options.offload)
+        return SharedDevice(left, self._whole(fsdp_size) if options.whole else self.adapter, options.offload)
 
     def _whole(self, fsdp_size: int) -> int:
         """Bytes of a rank's float32 weights of a fully trained model."""
@@ -398,15 +408,15 @@ class Sizes:
 
     def plan(self, fsdp_size: int, asked: Checkpointing) -> ModelPlan:
         """Plan memory if `fsdp_size` ranks share the base weights."""
-        options, per_token = self._options, max(1, self._token)
-        per_rank = self._adapter * 2 + (COPIES - 2) * -(-self._adapter // self._place.world)  # moments are sharded
+        options, per_token = self._options, max(1, self.token)
+        per_rank = self.adapter * 2 + (COPIES - 2) * -(-self.adapter // self._place.world)  # moments are sharded
         base = self.base(fsdp_size)
         cache, shared = self._cache(base, per_rank), self._shared(fsdp_size)
         rows = options.rows or default_rows(self._device, cache, ROW_TOKENS * per_token, options.most_rows)
         room = 0 if options.has_engines else cache // per_token
 
         def plan_for(longest: int) -> ModelPlan:
-            cached = rows * longest * self._token
+            cached = rows * longest * self.token
             decoding = self._decoding(rows, cached)
             # As much as the rows take again for cached prefixes.
             plan = Plan(self._place.total, base, min(cache, 2 * cached), 0, per_rank, self._device, decoding, shared)

@@ -1,4 +1,4 @@
-"""The closed formulas of benchmarks/flops.py against a count of the products in a model written out plainly.
+"""Formulas for useful work against a count of the products in a model written out plainly.
 
 The oracle is a decoder in which each query is multiplied with the keys it may see and with nothing else. Its products
 are counted where JAX writes them down, in the jaxpr of the function and of its gradient.
@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import flops
+from benchmarks import model_shapes
+from skyrl.backends.planning import flops
 
 SHAPE = flops.Shape(hidden=12, layers=2, heads=4, kv_heads=2, head_dim=6, intermediate=20, vocab=30)
 RANK = 3
@@ -102,4 +103,4 @@ def test_decoding_costs_the_same_however_its_tokens_are_split(prompt: int):
 @pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.44), ("1.7B", 1.4), ("4B", 3.6), ("8B", 6.95)])
 def test_shapes_of_qwen3_have_the_parameters_beside_embeddings_that_its_model_cards_name(name, billions):
     shown = len(str(billions).split(".")[1])
-    assert round(flops.QWEN3[name].layer_parameters() / 1e9, shown) == billions
+    assert round(model_shapes.QWEN3[name].layer_parameters() / 1e9, shown) == billions

@@ -1,0 +1,138 @@
+"""Estimates of the JAX backend, from the memory plan that it computes before it compiles training programs."""
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from pydantic import BaseModel
+
+from skyrl.backends.common.memory_plan import CONTEXTS, contexts
+from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.jax.config import JaxBackendConfig
+from skyrl.backends.jax.layout import Layout, abstract_mesh
+from skyrl.backends.jax.memory_plan import PREALLOCATED, Target
+from skyrl.backends.jax.models.state import model_bytes
+from skyrl.backends.jax.training.program_choice import (
+    cache_bytes,
+    defaults_for,
+    optimizer_step_bytes,
+    uncompiled_plan,
+)
+from skyrl.backends.planning.devices import Devices
+from skyrl.backends.planning.estimate import Estimate, Exchange, Step, divisors
+from skyrl.backends.planning.flops import shape_of
+from skyrl.errors import RequestError
+from skyrl.tx.design.parameters import parameters
+from skyrl.tx.io.weights import abstract_model
+from skyrl.tx.lora import padded_rank, zero_adapter
+from skyrl.types import LoraConfig
+from skyrl.utils.files.hf_files import transformers_config
+
+FSDP, EP, TP = LAYOUT = ("fully_sharded_data_parallel_size", "expert_parallel_size", "tensor_parallel_size")
+"""Options that divide a model and its work."""
+NOT_COMPILED = (
+    "memory of training calls is not compiled: add --compile (not yet there); it is taken from the models and versions "
+    "above, and may call for shorter sequences or more devices"
+)
+
+
+class JaxPlanner:
+    """`Planner` of the JAX backend."""
+
+    def __init__(self, folder: Path, options: type[BaseModel], given: Mapping[str, Any], devices: Devices | None):
+        self._given, self._devices = given, devices
+        config = JaxBackendConfig.model_validate(given)
+        text = transformers_config(folder).get_text_config()
+        stored = str(text.dtype or "float32").removeprefix("torch.")
+        accelerator = devices is not None and devices.kind.platform != "cpu"
+        try:
+            self._model = abstract_model(
+                folder,
+                dtype=(stored if accelerator else None) if config.dtype == "auto" else config.dtype,
+                max_lora_adapters=config.max_lora_adapters,
+                max_lora_rank=config.max_lora_rank,
+                shard_attention_heads=config.shard_attention_heads,
+                loss_chunk_size=config.loss_chunk_size,
+                mhc_expansion_rate=config.mhc_expansion_rate,
+                max_context_length=config.max_context_length or CONTEXTS[-1],
+            )
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        self._base = nnx.split(self._model)[1]
+        self._adapter = jax.eval_shape(lambda: zero_adapter(self._model.config, padded_rank(config.max_lora_rank)))
+        self._parameters = sum(leaf.size for leaf in jax.tree.leaves(self._base))
+        matrices = (param for param in parameters(self._model.design) if len(param.shape) > 1)
+        self._shape = shape_of(text.to_dict(), sum(prod((*param.stack.shape, *param.shape)) for param in matrices))
+
+    def layouts(self) -> Iterator[dict[str, Any]]:
+        """Options of each layout to try."""
+        count = 1 if self._devices is None else self._devices.count
+        if self._devices is None or count == 1 or any(name in self._given for name in LAYOUT):
+            yield {name: self._given[name] for name in LAYOUT if name in self._given}
+            return
+        for tp in divisors(count):
+            for ep in divisors(count // tp) if self._shape is None or self._shape.expert_parameters() else [1]:
+                yield {FSDP: count // tp // ep, EP: ep, TP: tp}
+
+    def estimate(self, layout: Mapping[str, Any]) -> Estimate:
+        """Estimate a layout by the plan of one of its devices."""
+        config = JaxBackendConfig.model_validate({**self._given, **layout})
+        sizes = config.mesh_sizes
+        placed = Layout(abstract_mesh(sizes, self._model.design), self._model.design, config.shard_attention_heads)
+        target = self._target(placed.mesh.size)
+        defaults = defaults_for(self._model, config, placed, target)
+        widest, token = placed.nbytes(self._adapter), cache_bytes(self._model, placed)[0]
+        plan = uncompiled_plan(placed.nbytes(self._base), defaults.cache_bytes, widest, config, target)
+        plan = plan._replace(training=optimizer_step_bytes(widest))
+        device = host = versions = 0
+        if plan.left >= plan.model:
+            total = None if self._devices is None else self._devices.host
+            device, host = plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib, total)
+            versions = plan.versions(config.version_memory_gib, (device, host))
+        notes = [NOT_COMPILED]
+        if self._devices is not None and self._devices.nodes > 1:
+            notes.append(f"{self._devices.nodes} nodes: the JAX backend runs in one process, on one node, so far")
+        return Estimate(
+            layout=dict(layout),
+            plan=plan,
+            budget=(device, host, versions),
+            version=widest,
+            full_model=model_bytes(self._model.config, self._base, Kind(LoraConfig(rank=0)), placed),
+            rank=config.max_lora_rank,
+            rows=defaults.rows,
+            longest=contexts(config.max_context_length, self._model.config, defaults.cache_tokens)[0],
+            token_bytes=token,
+            parameters=self._parameters,
+            shape=self._shape,
+            recomputes=None if config.gradient_checkpointing == "auto" else config.gradient_checkpointing is True,
+            training=self._step(placed, sizes, defaults.tile_tokens, 2),
+            decoding=self._step(placed, sizes, defaults.rows, 1),
+            expert_ranks=config.expert_parallel_size,
+            devices=placed.mesh.size,
+            knows_calls=False,
+            notes=tuple(notes),
+        )
+
+    def _target(self, count: int) -> Target:
+        if self._devices is None:
+            return Target.here(count)
+        kind, memory = self._devices.kind, self._devices.memory
+        return Target(kind.platform, int(memory * PREALLOCATED) if kind.platform == "gpu" else memory)
+
+    def _step(self, layout: Layout, sizes: tuple[int, int, int], tokens: int, passes: int) -> Step:
+        """A training call, or a decode step. `passes`: 2 with a backward pass."""
+        (fsdp, ep, tp), item = sizes, jax.tree.leaves(self._base)[0].dtype.itemsize
+        read, found = layout.gathered_nbytes(self._base), []
+        if fsdp > 1:  # of arrays that `fsdp` splits, the parts that a device does not have
+            gathered = (read - layout.nbytes(self._base)) * fsdp // (fsdp - 1)
+            found.append(Exchange(gathered, fsdp, ep * tp, passes, "weights"))
+        if self._shape is not None:
+            activations = item * tokens * self._shape.layers * self._shape.hidden
+            if tp > 1:  # two sums of a layer
+                found.append(Exchange(activations, tp, 1, 2 * 2 * passes))
+            if ep > 1:  # the sum over a token's experts
+                found.append(Exchange(activations, ep, tp, 2 * passes))
+        return Step(tokens, fsdp if passes > 1 else 1, tp, read, tuple(found))
