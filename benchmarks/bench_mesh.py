@@ -25,11 +25,11 @@ from common import RANK, emit
 
 MESHES = {
     "qwen3": [(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (2, 1, 4)],
-    "qwen3_moe": [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 1), (2, 2, 2)],
+    "qwen3_moe": [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 2)],
 }
 """Sizes of fsdp, ep and tp, by type of model."""
 
-SIZE = {"hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8, "head_dim": 64, "intermediate": 3072, "vocab": 32768}
+SIZE = {"hidden": 1024, "layers": 4, "heads": 16, "kv_heads": 8, "head_dim": 64, "intermediate": 3072, "vocab": 32768}
 COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)\(")
 ARRAY = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
 MIB = 2**20
@@ -88,7 +88,7 @@ def measure(model: Path, sizes: tuple[int, int, int]) -> dict[str, float]:
     own = {
         "max_lora_rank": RANK,
         "kv_cache_gib": 0.05,
-        "max_context_length": 1024,
+        "max_context_length": 512,
         "gradient_checkpointing": False,
         "warm_up": False,
     }

@@ -10,7 +10,11 @@ from skyrl.utils.subcommands import Command, print_version, run_program
 
 
 def serve(argv: Sequence[str]) -> int:
-    """serve the Tinker API (skyrl serve --help lists the options)"""
+    """serve the Tinker API, or plan a server with --plan (skyrl serve --help lists the options)"""
+    if "--plan" in argv:
+        from skyrl.admin.plan import of_server
+
+        return of_server([word for word in argv if word != "--plan"])
     from skyrl.tinker.processes import launcher
 
     return launcher.run(argv, prog="skyrl serve")

@@ -17,7 +17,7 @@ from skyrl.backends.planning.estimate import Estimate, Planner
 from skyrl.backends.planning.rates import Rate
 from skyrl.backends.registry import default_backend, find_backend, find_planner, options_of
 from skyrl.errors import RequestError
-from skyrl.tinker.config import describe
+from skyrl.tinker.config import describe, options_parser, read_config
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.console import say, say_error
 
@@ -65,6 +65,16 @@ def main(argv: Sequence[str]) -> int:
                 rate["hours"] = [given.tokens / each / 3600 for each in reversed(rate["tokens_per_s"])]
     say(json.dumps(found, indent=1) if given.json else "\n".join(report(found)))
     return 0
+
+
+def of_server(argv: Sequence[str]) -> int:
+    """Plan a server with these options of `skyrl serve` on this machine. Returns the exit status."""
+    config, _ = read_config(options_parser("skyrl serve --plan", "Plan a server, and start none."), argv)
+    if config.base_model is None:
+        say_error("skyrl serve --plan: error: --base-model is not given; name the model to plan")
+        return 1
+    backend = [] if config.backend is None else ["--backend", config.backend]
+    return main([config.base_model, *backend, "--backend-config", json.dumps(config.backend_config)])
 
 
 def plan(

@@ -65,7 +65,8 @@ def test_the_given_layout_and_options_are_planned(run, tmp_path):
         "kv_cache_gib": 1,
         "config_overrides": {"num_hidden_layers": 2},
     }
-    _, text, _ = run(str(tmp_path), "--devices", "h100:2", "--backend-config", json.dumps(given), "--json")
+    status, text, error = run(str(tmp_path), "--devices", "h100:2", "--backend-config", json.dumps(given), "--json")
+    assert status == 0, error
     (found,) = json.loads(text)["layouts"]
     assert found["layout"] == {"workers": "processes", "num_workers": 2, "tensor_parallel_size": 2}
     assert json.loads(text)["parameters"] < 4e6 and json.loads(text)["trains"] == "adapters of rank 8"
@@ -76,6 +77,15 @@ def test_this_machine_has_a_plan_and_no_rates(run):
     assert status == 0 and "jax on this machine" in text and "No rates" in text
     assert "optimizer step" in text and "    training call" not in text
     assert "memory of training calls is not compiled: add --compile (not yet there)" in text
+
+
+def test_a_server_is_planned_with_its_options_and_not_started(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(MODEL)
+    options = ["--base-model", str(tmp_path), "--backend=jax", '--backend-config={"memory_limit_gib": 8}']
+    assert cli.main(["serve", "--plan", *options]) == 0
+    assert "jax on this machine" in capsys.readouterr().out
+    assert cli.main(["serve", "--plan"]) == 1
+    assert "--base-model is not given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -93,6 +103,10 @@ def test_this_machine_has_a_plan_and_no_rates(run):
         (["--tokens", "-1"], "--tokens=-1: not above 0"),
         (["--devices", "h100", "--backend-config", '{"memory_limit_gib": 0.1}'], "nothing fits: 1 layout(s) tried"),
         (["--devices", "h100:2", "--backend-config", '{"tensor_parallel_size": 2}', "--full"], "train adapters only"),
+        (
+            ["--devices", "v5e:4", "--backend-config", '{"tensor_parallel_size": 8}'],
+            "are 8 devices, and --devices has 4",
+        ),
         (["--devices", "h100:3", "--backend-config", '{"tensor_parallel_size": 3}'], "tensor_parallel_size=3 does not"),
     ],
 )

@@ -81,6 +81,12 @@ class JaxPlanner:
         """Estimate a layout by the plan of one of its devices."""
         config = JaxBackendConfig.model_validate({**self._given, **layout})
         sizes = config.mesh_sizes
+        if self._devices is not None and prod(sizes) > self._devices.count:
+            asked = " x ".join(f"{name}={size}" for name, size in zip(LAYOUT, sizes, strict=True))
+            raise RequestError(
+                f"{asked} are {prod(sizes)} devices, and --devices has {self._devices.count}; choose sizes whose "
+                "product is smaller"
+            )
         placed = Layout(abstract_mesh(sizes, self._model.design), self._model.design, config.shard_attention_heads)
         target = self._target(placed.mesh.size)
         defaults = defaults_for(self._model, config, placed, target)
@@ -110,7 +116,6 @@ class JaxPlanner:
             recomputes=None if config.gradient_checkpointing == "auto" else config.gradient_checkpointing is True,
             training=self._step(placed, sizes, defaults.tile_tokens, 2),
             decoding=self._step(placed, sizes, defaults.rows, 1),
-            expert_ranks=config.expert_parallel_size,
             devices=placed.mesh.size,
             knows_calls=False,
             notes=tuple(notes),
@@ -124,6 +129,7 @@ class JaxPlanner:
 
     def _step(self, layout: Layout, sizes: tuple[int, int, int], tokens: int, passes: int) -> Step:
         """A training call, or a decode step. `passes`: 2 with a backward pass."""
+        trains = passes > 1
         (fsdp, ep, tp), item = sizes, jax.tree.leaves(self._base)[0].dtype.itemsize
         read, found = layout.gathered_nbytes(self._base), []
         if fsdp > 1:  # of arrays that `fsdp` splits, the parts that a device does not have
@@ -133,6 +139,8 @@ class JaxPlanner:
             activations = item * tokens * self._shape.layers * self._shape.hidden
             if tp > 1:  # two sums of a layer
                 found.append(Exchange(activations, tp, 1, 2 * 2 * passes))
-            if ep > 1:  # the sum over a token's experts
-                found.append(Exchange(activations, ep, tp, 2 * passes))
-        return Step(tokens, fsdp if passes > 1 else 1, tp, read, tuple(found))
+            if ep > 1:  # float32: the sum over a token's experts, and in training the tokens of all devices of `ep`
+                summed = 4 * tokens * self._shape.layers * self._shape.hidden
+                found.append(Exchange(summed * ep if trains else summed, ep, tp, 3 * passes if trains else 2))
+        rows, experts = (fsdp * ep, 1) if trains else (1, ep)
+        return Step(tokens, rows, tp, read, tuple(found), experts)

@@ -38,6 +38,8 @@ class Step(NamedTuple):
     read: int
     """Bytes of base weights that a device reads in a forward pass."""
     exchanges: tuple[Exchange, ...] = ()
+    expert_ranks: int = 1
+    """Devices that share the experts of a layer, in addition to `shared`."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,6 @@ class Estimate:
     """True if a training call computes layers again; None: decided when programs are compiled."""
     training: Step
     decoding: Step
-    expert_ranks: int = 1
-    """Devices that share the experts of a layer, in addition to `Step.shared`."""
     devices: int = 1
     knows_calls: bool = True
     """False if memory of training calls is unknown, and `plan.training` is that of an optimizer step."""

@@ -91,7 +91,7 @@ def _rate(
     shape, kind = estimate.shape, devices.kind
     assert shape is not None
     experts = work * shape.expert_parameters() / max(1, shape.layer_parameters() + shape.hidden * shape.vocab)
-    own = ((work - experts) + experts / estimate.expert_ranks) * step.tokens / step.shared
+    own = ((work - experts) + experts / step.expert_ranks) * step.tokens / step.shared
     seconds = {
         "compute": own * slow / (kind.tflops * 1e12),
         "memory bandwidth": read / (kind.memory_gb_s * 1e9) if kind.memory_gb_s else 0.0,
