@@ -1,6 +1,7 @@
 """`skyrl plan`: memory, rates and limits of a model on devices that need not be here."""
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,14 +49,23 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--full", action="store_true", help="train all weights, instead of adapters")
     parser.add_argument("--tokens", type=float, metavar="N", help="number of tokens to give hours for, such as 1e9")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile training calls of the best layout (JAX, for TPUs): minutes. Needs libtpu, but no TPU",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(argv)
+    if given.compile and given.devices is not None:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu, JAX would wait for TPUs of this machine
     try:
         if given.length < 1:
             raise RequestError(f"--length={given.length}: a sequence has at least one token; use more")
         if given.tokens is not None and not given.tokens > 0:
             raise RequestError(f"--tokens={given.tokens:g}: not above 0; give a number of tokens, such as 1e9")
-        found = plan(given.model, given.devices, given.backend, given.backend_config, given.length, given.full)
+        found = plan(
+            given.model, given.devices, given.backend, given.backend_config, given.length, given.full, given.compile
+        )
     except RequestError as error:
         say_error(f"skyrl plan: error: {error}")
         return 1
@@ -78,7 +88,13 @@ def of_server(argv: Sequence[str]) -> int:
 
 
 def plan(
-    model: str, devices: str | None, backend: str | None, backend_config: str, length: int, full: bool
+    model: str,
+    devices: str | None,
+    backend: str | None,
+    backend_config: str,
+    length: int,
+    full: bool,
+    compiles: bool = False,
 ) -> dict[str, Any]:
     """Plan a model on devices. The arguments are those of the command. Returns what `--json` prints.
 
@@ -99,14 +115,18 @@ def plan(
         try:
             planner = kind(folder, options, given, there)
             estimates = _estimates(planner)
+            fitting = [one for one in estimates if one.fits and (not full or _room_for_full(one) >= 0)]
+            if not fitting:
+                raise RequestError(_nothing_fits(estimates, full))
+            facts = {id(one): _facts(one, there, min(length, one.longest), full) for one in fitting}
+            fitting.sort(key=lambda one: _slowness(facts[id(one)]))
+            if compiles:
+                best = planner.compiled(fitting[0].layout)
+                fitting, facts = [best], {id(best): _facts(best, there, min(length, best.longest), full)}
         except ValidationError as error:
             raise RequestError(f"--backend-config: {describe(error, known=options.model_fields)}") from None
         except RequestError as error:
             raise RequestError(str(error).replace(f"{folder}/", "").replace(str(folder), _short(model))) from None
-    fitting = [one for one in estimates if one.fits and (not full or _room_for_full(one) >= 0)]
-    if not fitting:
-        raise RequestError(_nothing_fits(estimates, full))
-    layouts = [_facts(one, there, min(length, one.longest), full) for one in fitting]
     return {
         "model": _short(model),
         "parameters": fitting[0].parameters,
@@ -116,7 +136,7 @@ def plan(
         "trains": "all weights" if full else f"adapters of rank {fitting[0].rank}",
         "efficiency": {"training": rates.TRAINING, "decoding": rates.DECODING},
         "layouts_tried": len(estimates),
-        "layouts": sorted(layouts, key=_slowness)[:SHOWN],
+        "layouts": [facts[id(one)] for one in fitting[:SHOWN]],
     }
 
 

@@ -1,6 +1,7 @@
 """`skyrl plan`: its report, JSON and errors."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_this_machine_has_a_plan_and_no_rates(run):
     status, text, _ = run(MODEL, "--backend", "jax", "--backend-config", '{"memory_limit_gib": 8}')
     assert status == 0 and "jax on this machine" in text and "No rates" in text
     assert "optimizer step" in text and "    training call" not in text
-    assert "memory of training calls is not compiled: add --compile (not yet there)" in text
+    assert "memory of training calls is not compiled (--compile does that for TPUs)" in text
 
 
 def test_a_server_is_planned_with_its_options_and_not_started(tmp_path, capsys):
@@ -107,6 +108,8 @@ def test_a_server_is_planned_with_its_options_and_not_started(tmp_path, capsys):
             ["--devices", "v5e:4", "--backend-config", '{"tensor_parallel_size": 8}'],
             "are 8 devices, and --devices has 4",
         ),
+        (["--devices", "h100", "--compile"], "--compile: the torch backend plans without compiling"),
+        (["--devices", "h100", "--backend", "jax", "--compile"], "--compile: there is no compiler for 1 x h100 here"),
         (["--devices", "h100:3", "--backend-config", '{"tensor_parallel_size": 3}'], "tensor_parallel_size=3 does not"),
     ],
 )
@@ -115,6 +118,12 @@ def test_wrong_options_are_rejected_in_one_line(run, arguments, message):
     status, text, error = run(MODEL, *backend, *arguments)
     assert status == 1 and text == ""
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.skipif(find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_compiling_for_a_tpu_without_its_compiler_is_one_line(run):
+    status, _, error = run(MODEL, "--devices", "v5e:4", "--compile")
+    assert status == 1 and error.count("\n") == 1 and "--compile: TPUs need libtpu" in error
 
 
 def test_a_folder_without_a_configuration_is_rejected(run, tmp_path):

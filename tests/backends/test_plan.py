@@ -5,6 +5,7 @@ import re
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,23 @@ def test_a_jax_estimate_has_what_the_backend_plans_beside_training_calls(tiny_mo
     with closing(JaxBackend(str(tiny_model), JaxBackendConfig(**given))) as backend:
         assert backend.plan.training > found.plan.training
         assert backend.plan._replace(training=found.plan.training) == found.plan
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor_parallel_size": 2}], ids=["one device", "two"])
+def test_a_jax_estimate_with_compiled_calls_has_the_plan_of_the_backend(tiny_model, layout):
+    given = {"memory_limit_gib": 4, "warm_up": False, "max_context_length": 64, "gradient_checkpointing": False}
+    found = JaxPlanner(tiny_model, JaxBackendConfig, given, devices_of("cpu:2")).compiled(layout)
+    with closing(JaxBackend(str(tiny_model), JaxBackendConfig(**given, **layout))) as backend:
+        assert found.plan == backend.plan and found.knows_calls
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("layout", [{}, {"fully_sharded_data_parallel_size": 2, "tensor_parallel_size": 2}])
+def test_training_calls_are_compiled_for_a_tpu(tiny_model, layout):
+    found = JaxPlanner(tiny_model, JaxBackendConfig, {"max_context_length": 64}, devices_of("v5e:4")).compiled(layout)
+    assert found.plan.training > 0 and "were compiled for v5e" in found.notes[-1]
 
 
 @pytest.mark.parametrize("sizes", [(8, 1), (2, 4), (1, 8)])

@@ -162,7 +162,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             progress(layout.description(len(jax.devices())))
         with self._computing():
             lengths = contexts(config.max_context_length, self.model_config, defaults.cache_tokens)
-            self._programs, plan, stacks, self._max_context_length = planned(
+            self._programs, plan, stacks, self._max_context_length, _ = planned(
                 model, config, defaults.cache_bytes, shape, lengths, zero, layout
             )
         self.plan = plan

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from skyrl.tx.layers.devices import platform
+
 log = logging.getLogger(__name__)
 
 
@@ -41,7 +43,7 @@ class Compiler:
         named = os.environ.get("XLA_FLAGS", "")
         on_cpu = {name: value for name, value in (on_cpu or {}).items() if name not in named}
         own = {"cpu": on_cpu, "gpu": DETERMINISTIC_ON_GPU if deterministic else None}
-        self._options = own.get(jax.default_backend())
+        self._options = own.get(platform())
         self.compiled = 0
         """Number of compiled programs."""
 

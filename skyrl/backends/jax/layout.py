@@ -69,10 +69,13 @@ class Layout:
         mesh: Mesh with the axes `AXES`. If it is abstract, only sizes can be computed.
         design: Design of the base model.
         shard_attention_heads: False to keep attention whole on each device of `tp`.
+        here: False if this process does not have the devices: programs are compiled for them, and not run.
     """
 
-    def __init__(self, mesh: Mesh | AbstractMesh, design: Design, shard_attention_heads: bool = True):
-        self.mesh = mesh
+    def __init__(
+        self, mesh: Mesh | AbstractMesh, design: Design, shard_attention_heads: bool = True, here: bool = True
+    ):
+        self.mesh, self._here = mesh, here
         self.spread = mesh.size > 1
         """True if there are several devices."""
         self.rows: int = mesh.shape["fsdp"] * mesh.shape["ep"]
@@ -128,7 +131,7 @@ class Layout:
 
     def abstract(self, tree: Any) -> Any:
         """Shapes and types of placed arrays, for compilation."""
-        if not self.spread:
+        if self._here and not self.spread:
             return tree
 
         def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

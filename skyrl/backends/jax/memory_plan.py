@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import jax
 
 from skyrl.backends.common.memory_plan import GIB
+from skyrl.tx.layers.devices import platform
 from skyrl.utils.machine import host_memory
 
 Mode = bool | Literal["selective"]
@@ -101,7 +102,7 @@ def choose_modes(
 
 def tokens_together(tile_tokens: int) -> int:
     """Maximum tokens of a call with several tiles. `tile_tokens`: tokens of a full tile."""
-    return min(tile_tokens, TOGETHER_ON_CPU) if jax.default_backend() == "cpu" else tile_tokens
+    return min(tile_tokens, TOGETHER_ON_CPU) if platform() == "cpu" else tile_tokens
 
 
 def choose_stacks(room: int, adapter: int, most: int = STACKS[-1]) -> tuple[int, ...]:

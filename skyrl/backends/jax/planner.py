@@ -1,6 +1,9 @@
 """Estimates of the JAX backend, from the memory plan that it computes before it compiles training programs."""
 
+import os
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,14 +14,16 @@ from pydantic import BaseModel
 
 from skyrl.backends.common.memory_plan import CONTEXTS, contexts
 from skyrl.backends.common.models.kind import Kind
+from skyrl.backends.common.packing import TileShape
 from skyrl.backends.jax.config import JaxBackendConfig
-from skyrl.backends.jax.layout import Layout, abstract_mesh
+from skyrl.backends.jax.layout import Layout, abstract_mesh, make_mesh
 from skyrl.backends.jax.memory_plan import PREALLOCATED, Target
 from skyrl.backends.jax.models.state import model_bytes
 from skyrl.backends.jax.training.program_choice import (
     cache_bytes,
     defaults_for,
     optimizer_step_bytes,
+    planned,
     uncompiled_plan,
 )
 from skyrl.backends.planning.devices import Devices
@@ -27,6 +32,7 @@ from skyrl.backends.planning.flops import shape_of
 from skyrl.errors import RequestError
 from skyrl.tx.design.parameters import parameters
 from skyrl.tx.io.weights import abstract_model
+from skyrl.tx.layers.devices import compiling_for
 from skyrl.tx.lora import padded_rank, zero_adapter
 from skyrl.types import LoraConfig
 from skyrl.utils.files.hf_files import transformers_config
@@ -34,9 +40,22 @@ from skyrl.utils.files.hf_files import transformers_config
 FSDP, EP, TP = LAYOUT = ("fully_sharded_data_parallel_size", "expert_parallel_size", "tensor_parallel_size")
 """Options that divide a model and its work."""
 NOT_COMPILED = (
-    "memory of training calls is not compiled: add --compile (not yet there); it is taken from the models and versions "
+    "memory of training calls is not compiled (--compile does that for TPUs); it is taken from the models and versions "
     "above, and may call for shorter sequences or more devices"
 )
+TOPOLOGIES = {
+    "v5e": ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "v6e": ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "v5p": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
+}
+"""Arrangements of TPUs that libtpu knows, ascending by size."""
+NOT_ON_A_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""Environment in which libtpu looks for no TPUs of its machine, and several processes may compile."""
 
 
 class JaxPlanner:
@@ -121,6 +140,65 @@ class JaxPlanner:
             notes=tuple(notes),
         )
 
+    def compiled(self, layout: Mapping[str, Any]) -> Estimate:
+        """Estimate a layout with the memory of training calls, which are compiled for its devices.
+
+        Raises:
+            RequestError: The calls do not fit, or there is no compiler for these devices.
+        """
+        known, begin = self.estimate(layout), time.monotonic()
+        config = JaxBackendConfig.model_validate({**self._given, **layout})
+        mesh = make_mesh(config.mesh_sizes, self._model.design, self._absent())
+        placed = Layout(mesh, self._model.design, config.shard_attention_heads, here=False)
+        target = self._target(mesh.size)
+        defaults = defaults_for(self._model, config, placed, target)
+        shape = TileShape(defaults.tile_tokens, config.train_micro_batch_size)
+        lengths = contexts(config.max_context_length, self._model.config, defaults.cache_tokens)
+        widest = placed.abstract(self._adapter)
+        with (
+            compiling_for(target.platform),
+            jax.default_matmul_precision(defaults.matmul_precision),
+            jax.set_mesh(mesh),
+        ):
+            found = planned(self._model, config, defaults.cache_bytes, shape, lengths, widest, placed, target)
+        host = None if self._devices is None else self._devices.host
+        device, idle = found.plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib, host)
+        seconds = time.monotonic() - begin
+        where = "this machine" if self._devices is None else self._devices.kind.name
+        return replace(
+            known,
+            plan=found.plan,
+            budget=(device, idle, found.plan.versions(config.version_memory_gib, (device, idle))),
+            longest=found.longest,
+            recomputes=found.mode is not False,
+            knows_calls=True,
+            notes=(*known.notes[1:], f"training calls were compiled for {where} in {seconds:.0f} s"),
+        )
+
+    def _absent(self) -> list[Any]:
+        """Devices to compile for, which need not be here."""
+        devices = self._devices
+        if devices is None or devices.kind.platform == "cpu":
+            return jax.devices(devices and "cpu")
+        names = [name for name in TOPOLOGIES.get(devices.kind.name, ()) if _size(name) >= devices.count]
+        if not names:
+            raise RequestError(
+                f"--compile: there is no compiler for {devices.count} x {devices.kind.name} here (known: up to 256 x "
+                "v5e or v6e, and 512 x v5p); leave out --compile"
+            )
+        from jax.experimental import topologies
+
+        for name, value in NOT_ON_A_TPU.items():
+            os.environ.setdefault(name, value)
+        try:
+            found = topologies.get_topology_desc(platform="tpu", topology_name=f"{devices.kind.name}:{names[0]}")
+        except Exception as error:  # of several types, without libtpu
+            raise RequestError(
+                f"--compile: TPUs need libtpu ({str(error).splitlines()[0]}); pip install libtpu in a virtual "
+                "environment of its own, or leave out --compile"
+            ) from error
+        return list(found.devices)
+
     def _target(self, count: int) -> Target:
         if self._devices is None:
             return Target.here(count)
@@ -144,3 +222,7 @@ class JaxPlanner:
                 found.append(Exchange(summed * ep if trains else summed, ep, tp, 3 * passes if trains else 2))
         rows, experts = (fsdp * ep, 1) if trains else (1, ep)
         return Step(tokens, rows, tp, read, tuple(found), experts)
+
+
+def _size(topology: str) -> int:
+    return prod(map(int, topology.split("x")))

@@ -102,6 +102,10 @@ class Planner(Protocol):
         """Estimate a layout. Raises `RequestError` if the model cannot be divided so."""
         ...
 
+    def compiled(self, layout: Mapping[str, Any]) -> Estimate:
+        """Estimate a layout with what only compiled programs tell. Raises `RequestError` if that is not possible."""
+        ...
+
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, ascending."""

@@ -128,6 +128,9 @@ class TorchPlanner:
             notes=found.notes,
         )
 
+    def compiled(self, layout: Mapping[str, Any]) -> Estimate:
+        raise RequestError("--compile: the torch backend plans without compiling; leave it out")
+
     def _exchanges(self, shards: ShardOptions, fsdp: int, whole: int, tokens: int, passes: int) -> tuple[Exchange, ...]:
         """Data that ranks exchange. `passes`: 2 with a backward pass."""
         found, tp, sp = [], shards.tensor_parallel_size, shards.sequence_parallel_size

@@ -1,6 +1,27 @@
-"""The mesh of devices that a program is compiled for, as JAX's context has it."""
+"""The devices that a program is compiled for: their mesh, as JAX's context has it, and their platform."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import jax
+
+_platform: ContextVar[str | None] = ContextVar("platform", default=None)
+
+
+def platform() -> str:
+    """Return the platform that programs are compiled for: that of `compiling_for`, or of this process's devices."""
+    return _platform.get() or jax.default_backend()
+
+
+@contextmanager
+def compiling_for(name: str) -> Iterator[None]:
+    """Trace and compile programs for a platform whose devices need not be here."""
+    before = _platform.set(name)
+    try:
+        yield
+    finally:
+        _platform.reset(before)
 
 
 def axis_size(name: str) -> int:

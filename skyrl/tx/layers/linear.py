@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from skyrl.tx.layers.devices import platform
 from skyrl.tx.layers.lora import Lora
 
 FEW_TOKENS = 64
@@ -24,7 +25,7 @@ def product(
     product itself if it is the weight. The barrier keeps XLA from swapping the operands.
     """
     leading = x.shape[:-1]
-    if math.prod(leading) > FEW_TOKENS or jax.default_backend() != "cpu":
+    if math.prod(leading) > FEW_TOKENS or platform() != "cpu":
         return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
     turned = jnp.einsum("oi,ti->ot", weight, x.reshape(-1, x.shape[-1]), preferred_element_type=dtype)
     return jax.lax.optimization_barrier(turned).T.reshape(*leading, -1)

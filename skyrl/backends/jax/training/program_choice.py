@@ -79,6 +79,8 @@ class Planned(NamedTuple):
     """Possible numbers of tiles per call."""
     longest: int
     """Maximum tokens of a sequence."""
+    mode: Mode
+    """Activation checkpointing of the longest tile."""
 
 
 def planned(
@@ -89,6 +91,7 @@ def planned(
     lengths: Sequence[int],
     widest: Adapter,
     layout: Layout,
+    target: Target | None = None,
 ) -> Planned:
     """Choose the training programs of a model.
 
@@ -101,6 +104,7 @@ def planned(
             for models is chosen, or else the last one.
         widest: An adapter of the largest rank.
         layout: Placement of arrays.
+        target: Kind of device; None: that of this process's devices.
 
     Raises:
         RequestError: The base model, its cache, the longest sequence and one model do not fit.
@@ -117,7 +121,8 @@ def planned(
         return of_mode[mode].temporary_bytes(base, widest, length) + 2 * widest_bytes
 
     widest_bytes = layout.nbytes(widest)
-    plan = uncompiled_plan(layout.nbytes(base), cache, widest_bytes, config, Target.here(layout.mesh.size))
+    target = target or Target.here(layout.mesh.size)
+    plan = uncompiled_plan(layout.nbytes(base), cache, widest_bytes, config, target)
     plan.check(SMALLER_CACHE)
     asked, typical = config.gradient_checkpointing, shape.tokens
     room = plan.for_training
@@ -135,7 +140,8 @@ def planned(
     used = set(modes.values())
     mixed = TrainingPrograms(lambda length: graphs[modes[length]], *options)
     stacks = tuple(stack * layout.rows for stack in stacks)
-    return Planned(of_mode[used.pop()] if len(used) == 1 else mixed, plan, stacks, longest)
+    programs = of_mode[used.pop()] if len(used) == 1 else mixed
+    return Planned(programs, plan, stacks, longest, modes[max(modes)])
 
 
 def uncompiled_plan(base: int, cache: int, widest: int, config: JaxBackendConfig, target: Target) -> Plan:
