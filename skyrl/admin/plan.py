@@ -63,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
             raise RequestError(f"--length={given.length}: a sequence has at least one token; use more")
         if given.tokens is not None and not given.tokens > 0:
             raise RequestError(f"--tokens={given.tokens:g}: not above 0; give a number of tokens, such as 1e9")
+        if given.compile and given.full:
+            raise RequestError("--compile: compiles training calls of adapters only; leave out --full or --compile")
         found = plan(
             given.model, given.devices, given.backend, given.backend_config, given.length, given.full, given.compile
         )

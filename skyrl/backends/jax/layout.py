@@ -19,7 +19,7 @@ from skyrl.tx.design.parameters import parameters
 from skyrl.tx.design.sharding import Spec, adapter_partition, partition, whole_heads
 
 AXES = "fsdp", "ep", "tp"
-ROWS = "fsdp", "ep"
+ROW_AXES = "fsdp", "ep"
 """Axes over which the rows of a batch are split."""
 
 Path = tuple[str | int, ...]
@@ -31,25 +31,24 @@ def make_mesh(sizes: tuple[int, int, int], design: Design, devices: Sequence[Any
 
     Raises `RequestError` if there are too few devices, or if experts cannot be split over `ep`.
     """
-    fsdp, ep, tp = sizes
-    if fsdp * ep * tp > len(devices):
-        hint = f"; JAX_NUM_CPU_DEVICES={fsdp * ep * tp} splits a CPU" if devices[0].platform == "cpu" else ""
-        raise RequestError(
-            f"fully_sharded_data_parallel_size={fsdp} x expert_parallel_size={ep} x tensor_parallel_size={tp} are "
-            f"{fsdp * ep * tp} devices, and JAX has {len(devices)} here; choose sizes whose product is smaller{hint}"
-        )
-    check_experts(ep, design)
-    return Mesh(np.asarray(devices[: fsdp * ep * tp]).reshape(sizes), AXES)
+    hint = f"; JAX_NUM_CPU_DEVICES={math.prod(sizes)} splits a CPU" if devices[0].platform == "cpu" else ""
+    _check(sizes, design, len(devices), f"JAX has {len(devices)} here", hint)
+    return Mesh(np.asarray(devices[: math.prod(sizes)]).reshape(sizes), AXES)
 
 
-def abstract_mesh(sizes: tuple[int, int, int], design: Design) -> AbstractMesh:
-    """Return a mesh like `make_mesh`, without devices: for shapes of arrays only."""
-    check_experts(sizes[1], design)
+def abstract_mesh(sizes: tuple[int, int, int], design: Design, devices: int | None = None) -> AbstractMesh:
+    """Return a mesh like `make_mesh`, without devices: for shapes of arrays only. `devices`: their number, if known."""
+    _check(sizes, design, devices, f"--devices has {devices}")
     return AbstractMesh(sizes, AXES)
 
 
-def check_experts(ep: int, design: Design) -> None:
-    """Raise `RequestError` if experts cannot be split over `ep` devices."""
+def _check(sizes: tuple[int, int, int], design: Design, count: int | None, there: str, hint: str = "") -> None:
+    fsdp, ep, tp = sizes
+    if count is not None and math.prod(sizes) > count:
+        raise RequestError(
+            f"fully_sharded_data_parallel_size={fsdp} x expert_parallel_size={ep} x tensor_parallel_size={tp} are "
+            f"{math.prod(sizes)} devices, and {there}; choose sizes whose product is smaller{hint}"
+        )
     if ep > 1:
         counts = {group.feed_forward.count for group in design.groups if isinstance(group.feed_forward, Experts)}
         if not counts:
@@ -180,11 +179,11 @@ class Layout:
         if not self.spread:
             return tree
         if of_row is None:
-            return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec(ROWS)))
+            return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec(ROW_AXES)))
 
         def stacked(own: NamedSharding) -> NamedSharding:
             spec = _without_rows(own)
-            rows = tuple(axis for axis in ROWS if axis not in spec)
+            rows = tuple(axis for axis in ROW_AXES if axis not in spec)
             return NamedSharding(self.mesh, PartitionSpec(rows, *spec))
 
         return jax.lax.with_sharding_constraint(tree, jax.tree.map(stacked, self.shardings(of_row)))

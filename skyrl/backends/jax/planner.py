@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from pydantic import BaseModel
 
-from skyrl.backends.common.memory_plan import CONTEXTS, contexts
+from skyrl.backends.common.memory_plan import CONTEXTS, Plan, contexts
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import TileShape
 from skyrl.backends.jax.config import JaxBackendConfig
@@ -100,30 +100,21 @@ class JaxPlanner:
         """Estimate a layout by the plan of one of its devices."""
         config = JaxBackendConfig.model_validate({**self._given, **layout})
         sizes = config.mesh_sizes
-        if self._devices is not None and prod(sizes) > self._devices.count:
-            asked = " x ".join(f"{name}={size}" for name, size in zip(LAYOUT, sizes, strict=True))
-            raise RequestError(
-                f"{asked} are {prod(sizes)} devices, and --devices has {self._devices.count}; choose sizes whose "
-                "product is smaller"
-            )
-        placed = Layout(abstract_mesh(sizes, self._model.design), self._model.design, config.shard_attention_heads)
+        mesh = abstract_mesh(sizes, self._model.design, self._devices and self._devices.count)
+        placed = Layout(mesh, self._model.design, config.shard_attention_heads)
         target = self._target(placed.mesh.size)
         defaults = defaults_for(self._model, config, placed, target)
         widest, token = placed.nbytes(self._adapter), cache_bytes(self._model, placed)[0]
         plan = uncompiled_plan(placed.nbytes(self._base), defaults.cache_bytes, widest, config, target)
         plan = plan._replace(training=optimizer_step_bytes(widest))
-        device = host = versions = 0
-        if plan.left >= plan.model:
-            total = None if self._devices is None else self._devices.host
-            device, host = plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib, total)
-            versions = plan.versions(config.version_memory_gib, (device, host))
+        budget = self._budget(plan, config) if plan.left >= plan.model else (0, 0, 0)
         notes = [NOT_COMPILED]
         if self._devices is not None and self._devices.nodes > 1:
             notes.append(f"{self._devices.nodes} nodes: the JAX backend runs in one process, on one node, so far")
         return Estimate(
             layout=dict(layout),
             plan=plan,
-            budget=(device, host, versions),
+            budget=budget,
             version=widest,
             full_model=model_bytes(self._model.config, self._base, Kind(LoraConfig(rank=0)), placed),
             rank=config.max_lora_rank,
@@ -161,19 +152,26 @@ class JaxPlanner:
             jax.set_mesh(mesh),
         ):
             found = planned(self._model, config, defaults.cache_bytes, shape, lengths, widest, placed, target)
-        host = None if self._devices is None else self._devices.host
-        device, idle = found.plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib, host)
         seconds = time.monotonic() - begin
         where = "this machine" if self._devices is None else self._devices.kind.name
         return replace(
             known,
             plan=found.plan,
-            budget=(device, idle, found.plan.versions(config.version_memory_gib, (device, idle))),
+            budget=self._budget(found.plan, config),
             longest=found.longest,
             recomputes=found.mode is not False,
             knows_calls=True,
-            notes=(*known.notes[1:], f"training calls were compiled for {where} in {seconds:.0f} s"),
+            notes=(
+                *(note for note in known.notes if note != NOT_COMPILED),
+                f"training calls were compiled for {where} in {seconds:.0f} s",
+            ),
         )
+
+    def _budget(self, plan: Plan, config: JaxBackendConfig) -> tuple[int, int, int]:
+        """`Estimate.budget` of a plan that fits."""
+        host = None if self._devices is None else self._devices.host
+        kept = plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib, host)
+        return *kept, plan.versions(config.version_memory_gib, kept)
 
     def _absent(self) -> list[Any]:
         """Devices to compile for, which need not be here."""
@@ -193,9 +191,10 @@ class JaxPlanner:
         try:
             found = topologies.get_topology_desc(platform="tpu", topology_name=f"{devices.kind.name}:{names[0]}")
         except Exception as error:  # of several types, without libtpu
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise RequestError(
-                f"--compile: TPUs need libtpu ({str(error).splitlines()[0]}); pip install libtpu in a virtual "
-                "environment of its own, or leave out --compile"
+                f"--compile: TPUs need libtpu ({reason}); pip install libtpu in a virtual environment of its own, or "
+                "leave out --compile"
             ) from error
         return list(found.devices)
 
