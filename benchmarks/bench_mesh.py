@@ -2,10 +2,11 @@
 
 Run: `python benchmarks/bench_mesh.py`. Each mesh has a process of its own, without a server. Figures of a training call
 (one tile of 512 tokens for each row, an adapter of rank 32) and of a decode step (32 rows, the base model) are those of
-the compiled programs, for one device: FLOPs and results of collectives, where XLA counts the body of a loop once, and
-memory beside arguments and results. CPU seconds are measured: of all devices, for each tile of a training call, so they
-grow with work that is done twice. Elapsed time would say nothing, as virtual devices share the cores. Loading is
-measured, too: seconds, and the highest memory of the process beside its base weights. Prints one JSON line per mesh.
+the compiled programs, for one device: FLOPs, where XLA counts the body of a loop once, MiB that it receives from other
+devices, and memory beside arguments and results. CPU seconds are measured: of all devices, for each tile of a training
+call, so they grow with work that is done twice. Elapsed time would say nothing, as virtual devices share the cores.
+Loading is measured, too: seconds, and the highest memory of the process beside its base weights. Prints one JSON line
+per mesh.
 """
 
 import argparse
@@ -30,26 +31,16 @@ MESHES = {
 """Sizes of fsdp, ep and tp, by type of model."""
 
 SIZE = {"hidden": 1024, "layers": 4, "heads": 16, "kv_heads": 8, "head_dim": 64, "intermediate": 3072, "vocab": 32768}
-COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)\(")
-ARRAY = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
 MIB = 2**20
-
-
-def collective_bytes(program: str) -> int:
-    """Bytes of the results of collectives in the text of a program, on one device."""
-    total = 0
-    for results in COLLECTIVE.findall(program):
-        for kind, shape in ARRAY.findall(results):
-            width = 1 if kind == "pred" else int(re.sub(r"\D", "", kind)) // 8
-            total += width * math.prod(map(int, filter(None, shape.split(","))))
-    return total
 
 
 def of_program(name: str, compiled) -> dict[str, float]:
     """Figures of a compiled program."""
+    from skyrl.backends.jax.collectives import received_bytes
+
     return {
         f"{name}_gflop": round(compiled.cost_analysis()["flops"] / 1e9, 2),
-        f"{name}_collectives_mib": round(collective_bytes(compiled.as_text()) / MIB, 2),
+        f"{name}_collectives_mib": round(sum(received_bytes(compiled.as_text()).values()) / MIB, 2),
         f"{name}_temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / MIB, 1),
     }
 

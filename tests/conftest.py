@@ -51,6 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # tests that start a process share the device with it
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if config.option.markexpr == "slow":  # with few threads, eight devices may wait for each other for ever
+        os.environ.setdefault("NPROC", "16")
     # Compiling dominates the suite: XLA optimises little, and programs are kept for the servers and runs that follow.
     flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
     if [int(part) for part in version("jaxlib").split(".")[:2]] <= [0, 10]:  # a later one ends at a flag it has lost

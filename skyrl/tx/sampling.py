@@ -156,9 +156,9 @@ def _filtered(z: jax.Array, asks: jax.Array, top_k: jax.Array, top_p: jax.Array)
 
     def body(index: jax.Array, z: jax.Array) -> jax.Array:
         chosen = jax.lax.dynamic_slice_in_dim(order, index * some, some)
-        return z.at[chosen].set(_filter(z[chosen], top_k[chosen], top_p[chosen]), mode="drop")
+        return _split(z.at[chosen].set(_filter(_split(z[chosen]), top_k[chosen], top_p[chosen]), mode="drop"))
 
-    return jax.lax.fori_loop(0, (asks.sum() + some - 1) // some, body, z)
+    return jax.lax.fori_loop(0, (asks.sum() + some - 1) // some, body, _split(z))
 
 
 def _filter(z: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
@@ -230,6 +230,11 @@ def _parts(vocab: int) -> int:
     return axis_size("tp") if vocab % axis_size("tp") == 0 else 1
 
 
+def _split(x: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
+    """Keep each device's own part of a vocabulary that devices share."""
+    return x if _parts(x.shape[1]) == 1 else jax.lax.with_sharding_constraint(x, PartitionSpec(None, "tp"))
+
+
 def _invert(weights: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (first token at which the cumulative weight exceeds `uniforms` times the total, True if there is one).
 
@@ -241,7 +246,7 @@ def _invert(weights: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Arr
     parts = _parts(vocab)
     width = vocab // parts
     blocks = -(-width // _BLOCK)
-    weights = jnp.pad(weights.reshape(rows, parts, width), ((0, 0), (0, 0), (0, blocks * _BLOCK - width)))
+    weights = jnp.pad(_split(weights).reshape(rows, parts, width), ((0, 0), (0, 0), (0, blocks * _BLOCK - width)))
     weights = weights.reshape(rows, parts * blocks, _BLOCK)
     sums = weights.sum(-1)
     ends = jnp.cumsum(sums, axis=-1)

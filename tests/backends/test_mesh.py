@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from driver import (
@@ -28,6 +29,7 @@ from driver import (
 from skyrl.backends.backend import ExportModel, ForwardBackward
 from skyrl.backends.common.sampling.model_runner import Rows
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
+from skyrl.backends.jax.collectives import received_bytes
 from skyrl.backends.jax.layout import Layout, make_mesh
 from skyrl.backends.jax.training.programs import abstract_tile
 from skyrl.errors import RequestError
@@ -365,7 +367,7 @@ def test_no_device_has_the_logits_of_all_tokens(tmp_path, mesh):
     folder = make_model(tmp_path / "model", layers=SCANNED, **SIZE)
     with closing(JaxBackend(str(folder), options(mesh))) as backend, backend._computing():
         runner, passes = backend._runner, backend._passes
-        rows, bank = Rows.idle(4, runner._blocks, options=True), runner._programs.empty_bank(runner._zero, slots=1)
+        rows, bank = Rows.idle(16, runner._blocks, options=True), runner._programs.empty_bank(runner._zero, slots=1)
         decode = runner._programs.decode.lower(backend._base, bank, runner._pool, rows, np.int32(1)).compile()
         tiles = (abstract_tile(64, 1),) * mesh[0]
         training = passes._programs.forward_backward.compiled_for(backend._base, (passes._empty(8),), tiles)
@@ -374,6 +376,21 @@ def test_no_device_has_the_logits_of_all_tokens(tmp_path, mesh):
 
 DIMENSIONS = {**SIZE, "layers": 2, "tied": False, "max_position": 1024}
 LARGE = Size(**DIMENSIONS)
+
+
+def test_devices_of_fsdp_exchange_weights_and_not_activations(tmp_path):
+    folder = make_model(tmp_path / "model", "qwen3", layers=SCANNED, **SIZE)
+    with closing(JaxBackend(str(folder), options((4, 1, 1)))) as backend, backend._computing():
+        program, adapter = backend._programs.forward_backward, backend._zero_adapter(8)
+
+        def received(length: int) -> int:
+            tiles = (abstract_tile(length, 1),) * 4
+            return sum(received_bytes(program.compiled_for(backend._base, (adapter,), tiles).as_text()).values())
+
+        few, many = received(64), received(256)
+        of_layers = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(backend.model.layers)))
+    assert 3 / 4 * of_layers < few < 3 * of_layers
+    assert many - few < 192 * 4 * 64, "each token has some results, and those are on each device"
 
 
 def layout(mesh: tuple[int, int, int], **changes) -> Layout:

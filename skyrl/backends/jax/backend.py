@@ -64,6 +64,7 @@ from skyrl.utils.adapters.fitting import Features
 from skyrl.utils.files.paths import cache_folder
 from skyrl.utils.tokenizer import Tokenizer
 
+THREADS_OF_A_DEVICE = 2
 CACHE_BYTES = 8 * 2**30
 """Maximum bytes of compiled programs on disk. The least recently used are removed first."""
 
@@ -95,6 +96,17 @@ def claim_device_memory() -> None:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(PREALLOCATED)
 
 
+def enough_threads() -> None:
+    """Let JAX have threads for each part of a split CPU. No effect if JAX has started.
+
+    By default it has as many as cores. A device that waits for others in a collective keeps its thread, so that all may
+    wait for ever.
+    """
+    devices = int(os.environ.get("JAX_NUM_CPU_DEVICES") or 1)
+    if devices > (os.cpu_count() or 1):
+        os.environ.setdefault("NPROC", str(THREADS_OF_A_DEVICE * devices))
+
+
 ENDED = object()
 """Sentinel of a warm-up that has ended."""
 
@@ -114,6 +126,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
         self.max_lora_rank, self.max_lora_adapters = config.max_lora_rank, config.max_lora_adapters
         self.gradient_reduction = config.gradient_reduction
         claim_device_memory()
+        enough_threads()
         if config.compilation_cache:
             keep_compiled_programs()
         try:

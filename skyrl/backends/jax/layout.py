@@ -17,6 +17,7 @@ from skyrl.errors import RequestError
 from skyrl.tx.design.design import Design, Experts
 from skyrl.tx.design.parameters import parameters
 from skyrl.tx.design.sharding import Spec, adapter_partition, partition, whole_heads
+from skyrl.tx.layers.adapter import Adapter
 
 AXES = "fsdp", "ep", "tp"
 ROW_AXES = "fsdp", "ep"
@@ -145,7 +146,7 @@ class Layout:
         return sum(math.prod(own.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, own in leaves)
 
     def gathered_nbytes(self, tree: Any) -> int:
-        """Bytes that arrays take on one device after `gathered`."""
+        """Bytes that arrays take on one device after `gathered_adapter`."""
         return self.nbytes(tree, self._gathered(tree))
 
     # -- in programs --------------------------------------------------------------------------------------------------
@@ -162,11 +163,11 @@ class Layout:
         """Copy arrays to each device."""
         return jax.lax.with_sharding_constraint(tree, self.whole) if self.spread else tree
 
-    def gathered(self, tree: Any) -> Any:
-        """Copy parts of an adapter from devices of `fsdp` to each other."""
-        if not self.spread:
-            return tree
-        return jax.lax.with_sharding_constraint(tree, self._gathered(tree))
+    def gathered_adapter(self, adapter: Adapter) -> Adapter:
+        """Copy parts of an adapter from devices of `fsdp` to each other. A model's own base weights stay split."""
+        if not self.spread or adapter.own_base is not None:
+            return adapter
+        return jax.lax.with_sharding_constraint(adapter, self._gathered(adapter))
 
     def by_rows(self, tree: Any, of_row: Any = None) -> Any:
         """Split stacks, which have one part for each row, over `fsdp` and `ep`.

@@ -3,8 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
+from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
 
 _platform: ContextVar[str | None] = ContextVar("platform", default=None)
 
@@ -40,3 +44,24 @@ def is_mapped(name: str) -> bool:
     except NameError:
         return False
     return True
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gathered(axis: int, x: Array) -> Array:
+    """Copy the parts of a weight, split along one of its axes, from the devices of `fsdp` to each other.
+
+    The gradient is summed and split again. `axis` is counted from the end.
+    """
+    return _split(axis, None, x)
+
+
+def _split(axis: int, over: str | None, x: Array) -> Array:
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[axis] = over
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+gathered.defvjp(
+    lambda axis, x: (_split(axis, None, x), None),
+    lambda axis, _, gradient: (_split(axis, "fsdp", gradient),),
+)

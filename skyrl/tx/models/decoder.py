@@ -4,6 +4,7 @@ Layers of a deep model are stacked and scanned, group by group; a step of the sc
 group. Layers of a shallow model are unrolled, which runs faster and compiles slower.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from skyrl.tx.design.design import LayerGroup
 from skyrl.tx.design.parameters import parameters
+from skyrl.tx.design.sharding import partition
 from skyrl.tx.families import design_of
 from skyrl.tx.layers.adapter import Adapter
 from skyrl.tx.layers.connector import mean
+from skyrl.tx.layers.devices import ROWS, axis_size, gathered, is_mapped
 from skyrl.tx.layers.embedding import rows_of
 from skyrl.tx.layers.linear import product
 from skyrl.tx.layers.logprobs import Needs, Scores, projected_scores
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 
 NO_WINDOW = 2**30
 """Window that stands for no window, if other layers of a group have one. Its sum with a position fits into an int32."""
+
+COSTLY = 256
+"""Minimum length of the sums of a product whose result is kept for the backward pass instead of computed again."""
 
 Block = tuple[LayerGroup, ...]
 """Interleaved groups of layers."""
@@ -84,8 +90,8 @@ class Decoder(ModelForCausalLM):
             x = x * jnp.asarray(self.design.embedding_scale, x.dtype)
         if lora is not None and (streams := self.config.mhc_expansion_rate) > 1:  # connectors need an adapter
             x = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], streams, x.shape[2]))
-        # Gradient checkpointing saves memory only in a loop: without one, the compiler merges both computations.
-        looped = kv_cache is None and self.config.gradient_checkpointing
+        # Computing again saves memory only in a loop: without one, the compiler merges both computations.
+        looped = kv_cache is None and (self.config.gradient_checkpointing or self._gathers)
         unrolled = self.config.unroll_layers and not looped
         hidden, caches = [x], None if kv_cache is None else kv_cache.by_group(self.config)
         for block in self.design.blocks:
@@ -139,19 +145,40 @@ class Decoder(ModelForCausalLM):
                 first = group.kinds[0]
                 context = pass_.context(first.rotation, first.window) if kind is None else pass_.context(*kind)
                 cached = None if whole is None else whole.of_layer(number, times)
+                own = self._gathered(group, own) if self._gathers else own
                 x, cached = nnx.merge(graph, own)(x, context, layer_lora, cached)
                 if cache is not None and whole is not None:
                     cache = cache | {group.name: [whole.with_arrays_of(cached)]}
                 hidden.append(x)
             return (x, cache), (hidden if pass_.hidden_states else None)
 
-        if mode := self.config.gradient_checkpointing:
-            products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if mode == "selective" else None
-            body = jax.checkpoint(body, prevent_cse=False, policy=products)
+        if (mode := self.config.gradient_checkpointing) or self._gathers:
+            policy = {False: is_not_gathered, "selective": is_costly_product, True: None}[mode]
+            body = jax.checkpoint(body, prevent_cse=False, policy=policy)
         weights = tuple(lora and lora.weights[group.name] for group in block)
         inputs = parameters, weights, tuple(map(_varied, block)), jnp.arange(times)
         (x, cache), hidden = jax.lax.scan(body, (x, cache), inputs)
         return x, [] if hidden is None else [each[i] for i in range(times) for each in hidden], cache
+
+    @property
+    def _gathers(self) -> bool:
+        """True if devices of `fsdp` compute batches of their own, and so need the whole weights of a layer."""
+        return axis_size("fsdp") > 1 and is_mapped(ROWS)
+
+    def _gathered(self, group: LayerGroup, own: Any) -> Any:
+        """Copy a layer's parameters from devices of `fsdp` to each other. Experts do so themselves."""
+        specs = {
+            param.path[1:]: partition(param)
+            for param in parameters(self.design)
+            if param.path[0] == group.name and param.stack.experts is None
+        }
+
+        def gather(path: Any, leaf: Array) -> Array:
+            spec = specs.get(tuple(part.key for part in path if hasattr(part, "key")), ())
+            place = spec.index("fsdp") - len(spec) if "fsdp" in spec else None
+            return leaf if place is None or leaf.shape[place] % axis_size("fsdp") else gathered(place, leaf)
+
+        return jax.tree_util.tree_map_with_path(gather, own)
 
     def compute_logits(
         self,
@@ -223,6 +250,22 @@ class _Pass:
         else:
             chosen = jax.tree.map(lambda *each: jnp.stack(each)[rotation], *self.rotations)
         return Context(chosen, window, self.positions, self.segments, self.longest_first)
+
+
+def is_not_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Return False for copies of weights from other devices, which are copied again for the backward pass."""
+    return primitive is not jax.lax.sharding_constraint_p
+
+
+def is_costly_product(primitive: Any, *operands: Any, **parameters: Any) -> bool:
+    """Return True for products with weights that take long to compute again, considering the size of the result.
+
+    Products with LoRA's B have few operations per element of a float32 result that is as large as the layer's.
+    """
+    if primitive is not jax.lax.dot_general_p:
+        return False
+    (summed, _), (batched, _) = parameters["dimension_numbers"]
+    return not batched and math.prod(operands[0].shape[axis] for axis in summed) >= COSTLY
 
 
 def _varied(group: LayerGroup) -> tuple[Array, Array] | None:

@@ -1,12 +1,16 @@
 """The low-rank part of a linear map, against PyTorch's float64."""
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
+from skyrl.tx.layers.linear import Linear
 from skyrl.tx.layers.lora import Lora
+from skyrl.tx.models.decoder import is_costly_product
 
 pytestmark = pytest.mark.gpu
 
@@ -121,3 +125,16 @@ def test_other_slots_leave_no_trace_however_large_their_weights_are():
     before = ours(x, a, b, scaling, slots, cotangent)["delta"]
     a[:, 3] = b[3] = 1e18
     np.testing.assert_array_equal(ours(x, a, b, scaling, slots, cotangent)["delta"][:3], before[:3])
+
+
+def test_checkpoints_of_products_keep_one_array_of_a_layers_width_in_the_types_of_the_base(capsys):
+    linear = Linear({"weight": (384, 256)}, jnp.dtype("bfloat16"), nnx.Rngs(0))
+    lora = Lora({"lora_A": jnp.ones((256, 8)), "lora_B": jnp.ones((8, 384))}, jnp.float32(2), None)
+
+    def layer(x, weights):
+        return jnp.sin(linear(jnp.sin(x), lora._replace(weights=weights)))
+
+    kept = jax.checkpoint(layer, policy=is_costly_product)
+    jax.ad_checkpoint.print_saved_residuals(kept, jnp.ones((1, 128, 256), jnp.bfloat16), lora.weights)
+    products = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "output of dot_general" in line]
+    assert sorted(products) == ["bf16[1,128,384]", "f32[1,128,8]"]

@@ -97,6 +97,7 @@ class TrainingPrograms:
         losses = partial(self._losses, objective)
 
         def forward(base: Any, adapter: Adapter, tiles: tuple[TileArrays, ...]) -> list[PassOutput]:
+            adapter = self._layout.gathered_adapter(adapter)
             return self._over_tiles(lambda tile: losses(adapter.weights, adapter.scaling, base, tile)[1], tiles)
 
         def of_adapter(base: Any, adapter: Adapter, tiles: tuple[TileArrays, ...]) -> tuple[Tree, list[PassOutput]]:
@@ -112,7 +113,7 @@ class TrainingPrograms:
             first, *others = adapters
             if others:
                 return self._over_adapters(partial(of_adapter, base), adapters, tiles)
-            gradients, outputs = of_adapter(base, first, tiles)
+            gradients, outputs = of_adapter(base, self._layout.gathered_adapter(first), tiles)
             return outputs, [self._layout.constrained(gradients)]
 
         return (
@@ -132,7 +133,7 @@ class TrainingPrograms:
     ) -> tuple[list[PassOutput], list[Tree]]:
         """Apply `function` to each adapter and its tile, as one `vmap`."""
         layout, first = self._layout, adapters[0]
-        stack = layout.by_rows(_stacked([layout.gathered(adapter) for adapter in adapters]), first)
+        stack = layout.by_rows(_stacked([layout.gathered_adapter(adapter) for adapter in adapters]), first)
         gradients, outputs = self._mapped(lambda adapter, tile: function(adapter, (tile,)), stack, tiles)
         of_each = _parts(layout.by_rows(gradients, first.weights), len(tiles))
         return _parts(layout.on_all(outputs[0]), len(tiles)), list(map(layout.constrained, of_each))
