@@ -52,12 +52,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="compile training calls of the best layout (JAX, for TPUs): minutes. Needs libtpu, but no TPU",
+        help="compile the programs of the best layout (JAX, for TPUs, H100 and H200): minutes. Needs a compiler, but "
+        "no such device",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(argv)
     if given.compile and given.devices is not None:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu, JAX would wait for TPUs of this machine
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a compiler that is installed looks for devices of its own
     try:
         if given.length < 1:
             raise RequestError(f"--length={given.length}: a sequence has at least one token; use more")
@@ -212,6 +213,7 @@ def _facts(one: Estimate, devices: Devices | None, length: int, full: bool) -> d
         "recomputes_layers": one.recomputes,
         "training": _rate(training),
         "decoding": _rate(decoding),
+        "programs": [{**program._asdict(), "total": program.total} for program in one.programs],
         "notes": one.notes if one.shape is not None else (*one.notes, "work is not counted for a model of this form"),
     }
 
@@ -293,6 +295,15 @@ def _lines(layout: Mapping[str, Any]) -> Iterator[str]:
                 f"reads {size_of(rate['memory_bytes_per_step'])} and receives "
                 f"{size_of(rate['exchanged_bytes_per_step'])} on each device"
             )
+    if layout["programs"]:
+        yield "  compiled programs    bytes of a device: arguments + temporary + results, of those that are planned for"
+    for program in layout["programs"]:
+        parts = " + ".join(size_of(program[part]) for part in ("arguments", "temporary", "results"))
+        received = sum(program["received"].values())
+        yield (
+            f"    {program['name']}: {parts} = {size_of(program['total'])} of {size_of(program['planned'])}"
+            + (f", receives {size_of(received)}" if received > 2**20 else "")
+        )
     for note in layout["notes"]:
         yield f"  note: {note}"
 

@@ -77,7 +77,7 @@ def test_this_machine_has_a_plan_and_no_rates(run):
     status, text, _ = run(MODEL, "--backend", "jax", "--backend-config", '{"memory_limit_gib": 8}')
     assert status == 0 and "jax on this machine" in text and "No rates" in text
     assert "optimizer step" in text and "    training call" not in text
-    assert "memory of training calls is not compiled (--compile does that for TPUs)" in text
+    assert "memory of training calls is not compiled (--compile does that for TPUs, H100 and H200)" in text
 
 
 def test_a_server_is_planned_with_its_options_and_not_started(tmp_path, capsys):
@@ -110,7 +110,7 @@ def test_a_server_is_planned_with_its_options_and_not_started(tmp_path, capsys):
         ),
         (["--devices", "v5e", "--compile", "--full"], "--compile: compiles training calls of adapters only"),
         (["--devices", "h100", "--compile"], "--compile: the torch backend plans without compiling"),
-        (["--devices", "h100", "--backend", "jax", "--compile"], "--compile: there is no compiler for 1 x h100 here"),
+        (["--devices", "a100", "--backend", "jax", "--compile"], "--compile: there is no compiler for 1 x a100 here"),
         (["--devices", "h100:3", "--backend-config", '{"tensor_parallel_size": 3}'], "tensor_parallel_size=3 does not"),
     ],
 )
@@ -124,7 +124,7 @@ def test_wrong_options_are_rejected_in_one_line(run, arguments, message):
 @pytest.mark.skipif(find_spec("libtpu") is not None, reason="libtpu is installed")
 def test_compiling_for_a_tpu_without_its_compiler_is_one_line(run):
     status, _, error = run(MODEL, "--devices", "v5e:4", "--compile")
-    assert status == 1 and error.count("\n") == 1 and "--compile: TPUs need libtpu" in error
+    assert status == 1 and error.count("\n") == 1 and "--compile: TPU devices need a compiler" in error
 
 
 def test_a_folder_without_a_configuration_is_rejected(run, tmp_path):

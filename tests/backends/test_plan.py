@@ -161,13 +161,23 @@ def test_a_jax_estimate_with_compiled_calls_has_the_plan_of_the_backend(tiny_mod
         assert found.plan == backend.plan and found.knows_calls
 
 
+COMPILERS = {"v5e:4": "libtpu", "h100:4": "jax_cuda13_plugin"}
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 @pytest.mark.parametrize("layout", [{}, {"fully_sharded_data_parallel_size": 2, "tensor_parallel_size": 2}])
-def test_training_calls_are_compiled_for_a_tpu(tiny_model, layout):
-    found = JaxPlanner(tiny_model, JaxBackendConfig, {"max_context_length": 64}, devices_of("v5e:4")).compiled(layout)
-    assert found.plan.training > 0 and "were compiled for v5e" in found.notes[-1]
+@pytest.mark.parametrize("devices", COMPILERS)
+def test_programs_are_compiled_for_devices_that_are_not_here(tiny_model, devices, layout):
+    if find_spec(COMPILERS[devices]) is None:
+        pytest.skip(f"{COMPILERS[devices]} is not installed")
+    given = {"max_context_length": 64, "kv_cache_gib": 0.1}
+    found = JaxPlanner(tiny_model, JaxBackendConfig, given, devices_of(devices)).compiled(layout)
+    assert {program.name.split(",")[0] for program in found.programs} == {
+        *("forward", "forward_backward", "optim_step", "prefill", "decode")
+    }
+    assert all(0 < program.total <= program.planned for program in found.programs)
+    assert all(bool(program.received) == bool(layout) for program in found.programs if "forward" in program.name)
 
 
 @pytest.mark.parametrize("sizes", [(8, 1), (2, 4), (1, 8)])

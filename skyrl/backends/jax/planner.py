@@ -1,6 +1,5 @@
 """Estimates of the JAX backend, from the memory plan that it computes before it compiles training programs."""
 
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,6 +14,8 @@ from pydantic import BaseModel
 from skyrl.backends.common.memory_plan import CONTEXTS, Plan, contexts
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import TileShape
+from skyrl.backends.jax.absent_devices import absent_devices
+from skyrl.backends.jax.compiled_programs import compiled_programs
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.layout import Layout, abstract_mesh, make_mesh
 from skyrl.backends.jax.memory_plan import PREALLOCATED, Target
@@ -40,22 +41,9 @@ from skyrl.utils.files.hf_files import transformers_config
 FSDP, EP, TP = LAYOUT = ("fully_sharded_data_parallel_size", "expert_parallel_size", "tensor_parallel_size")
 """Options that divide a model and its work."""
 NOT_COMPILED = (
-    "memory of training calls is not compiled (--compile does that for TPUs); it is taken from the models and versions "
-    "above, and may call for shorter sequences or more devices"
+    "memory of training calls is not compiled (--compile does that for TPUs, H100 and H200); it is taken from the "
+    "models and versions above, and may call for shorter sequences or more devices"
 )
-TOPOLOGIES = {
-    "v5e": ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
-    "v6e": ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
-    "v5p": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
-}
-"""Arrangements of TPUs that libtpu knows, ascending by size."""
-NOT_ON_A_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
-"""Environment in which libtpu looks for no TPUs of its machine, and several processes may compile."""
 
 
 class JaxPlanner:
@@ -139,7 +127,7 @@ class JaxPlanner:
         """
         known, begin = self.estimate(layout), time.monotonic()
         config = JaxBackendConfig.model_validate({**self._given, **layout})
-        mesh = make_mesh(config.mesh_sizes, self._model.design, self._absent())
+        mesh = make_mesh(config.mesh_sizes, self._model.design, self._all())
         placed = Layout(mesh, self._model.design, config.shard_attention_heads, here=False)
         target = self._target(mesh.size)
         defaults = defaults_for(self._model, config, placed, target)
@@ -152,6 +140,7 @@ class JaxPlanner:
             jax.set_mesh(mesh),
         ):
             found = planned(self._model, config, defaults.cache_bytes, shape, lengths, widest, placed, target)
+            programs = tuple(compiled_programs(self._model, config, placed, defaults, found, widest))
         seconds = time.monotonic() - begin
         where = "this machine" if self._devices is None else self._devices.kind.name
         return replace(
@@ -161,9 +150,10 @@ class JaxPlanner:
             longest=found.longest,
             recomputes=found.mode is not False,
             knows_calls=True,
+            programs=programs,
             notes=(
                 *(note for note in known.notes if note != NOT_COMPILED),
-                f"training calls were compiled for {where} in {seconds:.0f} s",
+                f"programs were compiled for {where} in {seconds:.0f} s",
             ),
         )
 
@@ -173,30 +163,12 @@ class JaxPlanner:
         kept = plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib, host)
         return *kept, plan.versions(config.version_memory_gib, kept)
 
-    def _absent(self) -> list[Any]:
+    def _all(self) -> list[Any]:
         """Devices to compile for, which need not be here."""
         devices = self._devices
         if devices is None or devices.kind.platform == "cpu":
             return jax.devices(devices and "cpu")
-        names = [name for name in TOPOLOGIES.get(devices.kind.name, ()) if _size(name) >= devices.count]
-        if not names:
-            raise RequestError(
-                f"--compile: there is no compiler for {devices.count} x {devices.kind.name} here (known: up to 256 x "
-                "v5e or v6e, and 512 x v5p); leave out --compile"
-            )
-        from jax.experimental import topologies
-
-        for name, value in NOT_ON_A_TPU.items():
-            os.environ.setdefault(name, value)
-        try:
-            found = topologies.get_topology_desc(platform="tpu", topology_name=f"{devices.kind.name}:{names[0]}")
-        except Exception as error:  # of several types, without libtpu
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise RequestError(
-                f"--compile: TPUs need libtpu ({reason}); pip install libtpu in a virtual environment of its own, or "
-                "leave out --compile"
-            ) from error
-        return list(found.devices)
+        return absent_devices(devices)
 
     def _target(self, count: int) -> Target:
         if self._devices is None:
@@ -221,7 +193,3 @@ class JaxPlanner:
                 found.append(Exchange(summed * ep if trains else summed, ep, tp, 3 * passes if trains else 2))
         rows, experts = (fsdp * ep, 1) if trains else (1, ep)
         return Step(tokens, rows, tp, read, tuple(found), experts)
-
-
-def _size(topology: str) -> int:
-    return prod(map(int, topology.split("x")))

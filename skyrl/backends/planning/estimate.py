@@ -42,6 +42,25 @@ class Step(NamedTuple):
     """Devices that share the experts of a layer, in addition to `shared`."""
 
 
+class CompiledProgram(NamedTuple):
+    """A program, compiled for devices that need not be here. Bytes are those of one device."""
+
+    name: str
+    arguments: int
+    temporary: int
+    results: int
+    """Bytes of results that do not replace arguments."""
+    planned: int
+    """Bytes of the plan for the arguments, temporary arrays and results."""
+    received: dict[str, int]
+    """Bytes from other devices in a call, by kind of collective."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of arguments, temporary arrays and results."""
+        return self.arguments + self.temporary + self.results
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Memory and steps of a model in one layout."""
@@ -74,6 +93,7 @@ class Estimate:
     devices: int = 1
     knows_calls: bool = True
     """False if memory of training calls is unknown, and `plan.training` is that of an optimizer step."""
+    programs: tuple[CompiledProgram, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

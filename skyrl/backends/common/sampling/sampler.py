@@ -47,6 +47,11 @@ SAMPLING_OPTIONS = frozenset(field.name for field in dataclasses.fields(Sampling
 """Names of the supported `SamplingOptions`: all."""
 
 
+def page_count(rows: int, blocks: int, room: int, page_bytes: int) -> int:
+    """Number of cache pages that fit into `room` bytes: up to those of all rows, and as many again for prefixes."""
+    return max(2, min(2 * rows * blocks + 1, room // page_bytes))
+
+
 class Sampler(Generic[Version]):
     """`SamplerLoop` for one base model and its published versions.
 
@@ -91,10 +96,9 @@ class Sampler(Generic[Version]):
         self._reported_at = 0.0
         """Time of the last reports of new tokens, on the monotonic clock."""
         self._blocks = -(-max_context_length // PAGE_SIZE)
-        useful = 2 * max_rows * self._blocks + 1  # pages for all rows, and as many again for prefixes
         self._states = StateSlots(runner.state_bytes, max_rows, cache_bytes)
-        room = (cache_bytes - self._states.nbytes) // (runner.token_bytes * PAGE_SIZE)
-        self._page_count = max(2, min(useful, room))
+        room = cache_bytes - self._states.nbytes
+        self._page_count = page_count(max_rows, self._blocks, room, runner.token_bytes * PAGE_SIZE)
         self._pages = Pages(self._page_count, PAGE_SIZE)
         runner.open(self._page_count, self._blocks, self._states.count)
         self._waiting = WaitingQueue(self.pages_total)
