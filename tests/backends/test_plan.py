@@ -205,7 +205,6 @@ def test_a_given_layout_is_the_only_one(folder_of):
     assert layout == {
         "workers": "ray",
         "ray_workers_per_node": 8,
-        "memory_limit_gib": 79,
         "num_workers": 16,
         "tensor_parallel_size": 4,
     }

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ from skyrl.backends.operations import ForwardBackward, Publish
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.base_model.base_weights import ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions, decoder_layers, skeleton
-from skyrl.backends.torch.base_model.memory import IN_A_STEP, MemoryOptions, RankDevice, decided
+from skyrl.backends.torch.base_model.memory import IN_A_STEP, MemoryOptions, RankDevice, RankMemory, decided, shares
 from skyrl.backends.torch.opening import engine_share
 from skyrl.errors import RequestError
 from skyrl.tx.synthetic.make_tokenizer import make_tokenizer
 from skyrl.types import ErrorResponse, LoraConfig
+from skyrl.utils.machine import host_memory
 
 GPU = torch.device("cuda:0")
 CPU = torch.device("cpu")
@@ -251,6 +253,27 @@ def test_a_limit_is_of_ours_and_engines_take_their_share_of_the_device(model_8b)
 def test_engines_that_are_started_here_take_what_they_are_told_or_what_vllm_takes(launch, colocated, share):
     engines = {"launch": launch, "colocated": colocated, "folder": "adapters"}
     assert engine_share(TorchBackendConfig(engines=engines)) == share
+
+
+def seen(monkeypatch, uuid: str, node: str = "a") -> RankMemory:
+    """Memory that a rank on this node reports, if CUDA has a GPU of 140 GiB with this UUID at index 0."""
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (0, 140 * GIB))
+    monkeypatch.setattr("socket.gethostname", lambda: node)
+    return RankMemory.of(GPU)
+
+
+def test_actors_that_see_one_gpu_each_do_not_share_it(monkeypatch):
+    assert shares([seen(monkeypatch, uuid) for uuid in "0123"])[0] == 140 * GIB
+
+
+def test_ranks_on_one_gpu_share_its_memory(monkeypatch):
+    assert shares([seen(monkeypatch, uuid) for uuid in "001"])[0] == 70 * GIB
+
+
+def test_ranks_share_the_host_memory_of_their_node(monkeypatch):
+    ranks = [seen(monkeypatch, str(number), node) for number, node in enumerate("aabb")]
+    assert shares(ranks)[1] == host_memory() // 2
 
 
 # Predictions against what torch allocates

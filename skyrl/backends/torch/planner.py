@@ -14,7 +14,7 @@ from skyrl.backends.planning.estimate import Estimate, Exchange, Step, divisors
 from skyrl.backends.planning.flops import shape_of
 from skyrl.backends.torch.base_model.base_weights import ShardOptions
 from skyrl.backends.torch.base_model.loading import skeleton
-from skyrl.backends.torch.base_model.memory import RankDevice, decided, device_memory, device_of, tile_tokens
+from skyrl.backends.torch.base_model.memory import RankDevice, RankMemory, decided, device_of, tile_tokens
 from skyrl.backends.torch.config import TorchBackendConfig
 from skyrl.backends.torch.models.state import state_bytes
 from skyrl.backends.torch.opening import worker_options
@@ -68,8 +68,7 @@ class TorchPlanner:
             return layout
         if self._devices.nodes == 1:
             return {"workers": "processes", **layout}
-        kind = self._devices.kind  # without a limit, workers on Ray divide a GPU by the workers of its node
-        return {"workers": "ray", "ray_workers_per_node": kind.per_node, "memory_limit_gib": kind.memory_gib, **layout}
+        return {"workers": "ray", "ray_workers_per_node": self._devices.kind.per_node, **layout}
 
     def _config(self, layout: Mapping[str, Any]) -> TorchBackendConfig:
         return cast(TorchBackendConfig, self._options.model_validate({**self._given, **layout}))
@@ -146,5 +145,5 @@ class TorchPlanner:
 
     def _memory(self, world: int) -> int:
         """Bytes of a device here; of a CPU, divided by the ranks."""
-        there = device_memory(self._device, 1)
+        there = RankMemory.of(self._device).device
         return there // world if self._device.type == "cpu" else there

@@ -6,6 +6,8 @@ later operations keep its outputs. So a layer keeps about 4 bytes for each input
 
 import socket
 import zlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,8 +108,14 @@ class RankDevice(NamedTuple):
     @classmethod
     def of(cls, device: torch.device, world: int, limit: int) -> "RankDevice":
         """Return a rank's device, with `limit` bytes, or if that is 0, with the rank's share of memory. Collective."""
-        there = device_memory(device, world)
-        return cls(device, limit or there, world, there)
+        ranks = [RankMemory.of(device)]
+        if world > 1:
+            own = torch.tensor(ranks[0], device=device)
+            rows = [torch.zeros_like(own) for _ in range(world)]
+            dist.all_gather(rows, own)
+            ranks = [RankMemory(*row.tolist()) for row in rows]
+        there, host = shares(ranks)
+        return cls(device, limit or there, world, there, host)
 
 
 class ModelPlan(NamedTuple):
@@ -198,18 +206,35 @@ def tile_tokens(asked: int, device_type: str) -> int:
     return asked or (CPU_TILE if device_type == "cpu" else GPU_TILE)
 
 
-def device_memory(device: torch.device, world: int) -> int:
-    """Bytes that this rank may use: its share of the device, minimum over ranks. Collective."""
-    total = host_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
-    if world == 1:
-        return total
-    whose = zlib.crc32(f"{socket.gethostname()} {device}".encode())
-    own = torch.tensor([whose, total], device=device)
-    rows = [torch.zeros_like(own) for _ in range(world)]
-    dist.all_gather(rows, own)
-    found = [tuple(row.tolist()) for row in rows]
-    owners = [owner for owner, _ in found]
-    return min((total // owners.count(owner) for owner, total in found if total > 0), default=total)
+class RankMemory(NamedTuple):
+    """Memory that a rank sees, and numbers of its owners. Ranks with equal numbers share the memory."""
+
+    gpu: int
+    device: int
+    """Bytes of the device."""
+    node: int
+    host: int
+    """Bytes of the node's host memory."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> "RankMemory":
+        """Memory of this rank. A GPU is known by its UUID, because Ray shows each actor a single GPU of index 0."""
+        node, host = socket.gethostname(), host_memory()
+        if device.type == "cpu":
+            return cls(_number(node), host, _number(node), host)
+        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) or f"{node} {device}"
+        return cls(_number(str(uuid)), torch.cuda.mem_get_info(device)[1], _number(node), host)
+
+
+def _number(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+def shares(ranks: Sequence[RankMemory]) -> tuple[int, int]:
+    """Bytes of device and host memory that each rank may use: its share, minimum over ranks."""
+    gpus, nodes = Counter(rank.gpu for rank in ranks), Counter(rank.node for rank in ranks)
+    device = min(rank.device // gpus[rank.gpu] for rank in ranks)
+    return device, min(rank.host // nodes[rank.node] for rank in ranks)
 
 
 def decided(
