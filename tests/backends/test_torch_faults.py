@@ -3,6 +3,7 @@
 A loss of the trainer's is code that workers run: here one that sets a trap, on one rank, in what is done next.
 """
 
+import math
 import os
 import re
 import signal
@@ -11,25 +12,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_models import VOCAB, make_model
 
 from driver import create, finish, new_id, random_datum, sampling, stepping
 from skyrl.algorithms.objective import ForwardOnly
-from skyrl.backends.operations import ForwardBackward, Publish, SaveCheckpoint, SaveSnapshot
+from skyrl.backends.operations import CreateModel, ForwardBackward, Publish, SaveCheckpoint, SaveSnapshot
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.base_model.loading import LoadOptions
 from skyrl.backends.torch.workers.processes import STACKS, check_gpus
 from skyrl.backends.torch.workers.remote import RemoteWorkers
 from skyrl.backends.torch.workers.worker import WorkerOptions
 from skyrl.errors import BackendLost, RequestError
-from skyrl.types import ErrorResponse
+from skyrl.types import ErrorResponse, LoraConfig
 from tests.waiting import BOUND_S
 
 TIMEOUT_S = 4
@@ -229,6 +233,51 @@ def test_a_rank_that_dies_or_stops_while_it_loads_is_noticed(folder, tmp_path, m
     assert isinstance(caught[0], BackendLost), caught
     assert not any(process.is_running() for process in there)
     assert not list(tmp_path.glob("skyrl-workers-*"))
+
+
+class FailingDevice(TorchDispatchMode):
+    """Torch whose first `failures` operators fail, as on a CUDA device after an illegal memory access."""
+
+    def __init__(self, failures: float):
+        super().__init__()
+        self.failures = failures
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.failures -= 1
+        if self.failures < 0:
+            return func(*args, **(kwargs or {}))
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.fixture(scope="module")
+def in_process(folder):
+    backend = opened(folder, workers="in_process", num_workers=1, fsdp_size=0)
+    create(backend)
+    yield backend
+    backend.close()
+
+
+def test_an_error_that_does_not_last_is_the_error_of_its_request(in_process):
+    with FailingDevice(1):
+        assert isinstance(finish(in_process, a_pass()), ErrorResponse)
+    assert not isinstance(finish(in_process, a_pass()), ErrorResponse)
+
+
+LASTING = {
+    "pass": a_pass,
+    "step": stepping,
+    "new model": lambda: CreateModel(request_id=new_id(), model_id="new", lora_config=LoraConfig(rank=4)),
+    "sample": lambda: sampling(None),
+}
+
+
+@pytest.mark.parametrize("operation", LASTING)
+def test_a_device_on_which_everything_fails_is_a_lost_backend(folder, operation):
+    with closing(opened(folder, workers="in_process", num_workers=1, fsdp_size=0)) as backend:
+        create(backend)
+        finish(backend, a_pass())
+        with FailingDevice(math.inf), pytest.raises(BackendLost, match="illegal memory access"):
+            finish(backend, LASTING[operation]())
 
 
 class Nowhere(RemoteWorkers):

@@ -347,5 +347,8 @@ class InProcess(WorkerGroup):
     def _execute(self, plans: list[list[Command]]) -> "Future[list[list[Any]]]":
         outcome: Future[list[list[Any]]] = Future()
         with self._lock:
-            outcome.set_result([self.worker.execute(plan) for plan in plans])
+            answers = [self.worker.execute(plan) for plan in plans]
+        for lost in [answer for answer in answers[0] if isinstance(answer, BackendLost)]:
+            self.lost(lost)
+        outcome.set_result(answers)
         return outcome

@@ -126,20 +126,37 @@ class Worker:
     def _one(self, name: str, *arguments: Any) -> Any:
         rendezvous = self._rendezvous.of(name, arguments)
         try:
-            if rendezvous is not None and (
-                refusal := rendezvous.agreement.refusal(rendezvous.plan, self._unready(name, arguments))
-            ):
-                return refusal
-            return getattr(self, name)(*arguments)
+            refusal = None
+            if rendezvous is not None:
+                refusal = rendezvous.agreement.refusal(rendezvous.plan, self._unready(name, arguments))
+            answer = getattr(self, name)(*arguments) if refusal is None else refusal
+            return self._loss(name, answer) if self._is_broken(answer) else answer
         except Exception as error:
+            if self._is_broken(error):
+                return self._loss(name, error)
             if name in MAKES:
                 self._buffers.fail(arguments[0], error)
                 return None
             if rendezvous is not None and not isinstance(error, RequestError):  # other ranks wait for this one
-                trace = "".join(traceback.format_exception(error))
-                said = f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}"
-                return BackendLost(f"{said}\n{trace}")
+                return self._loss(name, error)
             return error
+
+    def _is_broken(self, answer: Any) -> bool:
+        """Return True if an answer is an error after which the device always fails, such as an illegal memory access
+        of CUDA."""
+        if not isinstance(answer, Exception) or isinstance(answer, RequestError):
+            return False
+        try:
+            torch.zeros(1, device=self.device).item()
+        except torch.OutOfMemoryError:
+            return False
+        except RuntimeError:
+            return True
+        return False
+
+    def _loss(self, name: str, error: Exception) -> BackendLost:
+        trace = "".join(traceback.format_exception(error))
+        return BackendLost(f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}\n{trace}")
 
     def _unready(self, name: str, arguments: Sequence[Any]) -> Exception | None:
         """Return the reason why this rank cannot execute a command, or None. Allocates memory for results.
