@@ -10,7 +10,6 @@ import gc
 import logging
 import math
 import os
-import resource
 import signal
 import socket
 import sys
@@ -32,6 +31,7 @@ from skyrl.tinker.processes.launcher_link import BACKLOG, LauncherLink, fail
 from skyrl.tinker.server import TinkerServer
 from skyrl.utils.console import say
 from skyrl.utils.log import setup_logging
+from skyrl.utils.machine import allow_many_files
 from skyrl.utils.processes import kill_descendants
 from skyrl.utils.stop_signals import CLOSING_S
 
@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
 """Seconds until an idle connection is closed. The timeout of clients is shorter, so clients close first."""
-MAX_FILES = 65536
-"""Limit of open files, and so of connections, that the process requests from the system."""
 COLLECTIONS = (10_000, 20, 50)
 """Thresholds of Python's garbage collector. The default thresholds are lower, but waiting requests are many objects
 that are not garbage."""
@@ -63,7 +61,7 @@ def run(config: EngineConfig, link: LauncherLink, listener: socket.socket, engin
     """
     setup_logging(config.log_level, style=config.log_format)
     sys.setswitchinterval(SWITCH_S)
-    _allow_many_connections()
+    allow_many_files()
     try:
         return uvloop.run(_serve(config, link, listener, engine))
     finally:
@@ -223,15 +221,6 @@ def _summary(server: TinkerServer, url: str) -> str:
 
 def _in_short(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= SHOWN_KEYS else f"{len(names)} configured"
-
-
-def _allow_many_connections() -> None:
-    """Raise the process's limit of open files (usually 1024), because each waiting sample needs a connection."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
-        with contextlib.suppress(ValueError, OSError):  # some systems allow less than the reported limit
-            limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _url(listener: socket.socket) -> str:

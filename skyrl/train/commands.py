@@ -25,6 +25,7 @@ from skyrl.train.strategy.registry import check_strategy, find_strategy
 from skyrl.utils.arguments import ArgumentParser
 from skyrl.utils.console import say, say_error
 from skyrl.utils.log import logged_to, setup_logging
+from skyrl.utils.machine import allow_many_files
 from skyrl.utils.stop_signals import Stopped, ending_on_signals
 from skyrl.utils.subcommands import Command, output_may_be_cut, run_subcommand
 
@@ -124,6 +125,7 @@ def run(prog: str, description: str | None, cls: type[C], train: Callable[[C], N
     if given.fields:
         return _print_fields(prog, lambda: made(given.overrides))
     setup_logging("info", process=PROCESS)
+    allow_many_files()
     warnings.simplefilter("default")
     warnings.showwarning = _warned
     try:

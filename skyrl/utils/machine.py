@@ -1,7 +1,9 @@
-"""Memory of this machine, or of the control group of this process."""
+"""Memory of this machine, or of the control group of this process, and the limit of open files."""
 
+import contextlib
 import importlib.util
 import os
+import resource
 from pathlib import Path
 
 CGROUPS = (
@@ -9,6 +11,9 @@ CGROUPS = (
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 """Files with the limit and usage of a control group, for both versions of cgroups."""
+
+MAX_FILES = 65536
+"""Limit of open files, and so of connections, that a process requests from the system."""
 
 
 def host_memory() -> int:
@@ -34,6 +39,15 @@ def resident_memory(pid: int) -> int | None:
     except OSError:
         return None
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files (usually 1024), because each waiting sample needs a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
+        with contextlib.suppress(ValueError, OSError):  # some systems allow less than the reported limit
+            limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _machine() -> int:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import pytest
 from skyrl.cli import main
 from skyrl.config.machinery.help import describe_fields
 from skyrl.config.machinery.uses import Status, use_of
+from skyrl.train.commands import run
 from skyrl.train.config import DPOConfig, SFTConfig, SkyRLTrainConfig
 from skyrl.train.strategy.registry import SERVED
+from skyrl.utils.machine import MAX_FILES
 
 SFT = ["optimizer_config.lr=1e-2", "model.lora.rank=4", "num_epochs=2", "batch_size=2", "ckpt_interval=1"]
 
@@ -46,6 +49,18 @@ def test_sft_ends_with_a_summary_and_goes_on_from_its_checkpoint(examples, tmp_p
     assert main([*examples, "num_epochs=3"]) == 0
     assert summary(capfd).startswith("6 steps (resumed from 4), ")
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_may_open_more_files_than_the_system_allows_at_first(monkeypatch, tiny_model):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    before, limits = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    try:
+        given = [f"model.path={tiny_model}", "train_datasets=[rows.jsonl]"]
+        run("train", "", SFTConfig, lambda config: limits.append(resource.getrlimit(resource.RLIMIT_NOFILE)), given)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert limits == [(min(before[1], MAX_FILES), before[1])]
 
 
 @pytest.mark.full

@@ -72,6 +72,7 @@ from skyrl.types import ErrorResponse, Result, SampleOutput, SaveOutput
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.locks.lease import engine_lock
 from skyrl.utils.log import setup_logging
+from skyrl.utils.machine import allow_many_files
 from skyrl.utils.processes import die_with_parent
 
 log = logging.getLogger("skyrl.tinker.engine")  # __name__ is __main__ in the engine process
@@ -478,4 +479,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, stack: _deliver_shutdown(channel))
     os.nice(NICENESS)
+    allow_many_files()
     return serve(channel, alone=True)
