@@ -96,7 +96,7 @@ class ExpertsLayer(nnx.Module):
         weights, chosen = self.gate(rows, design)
         kernels = {name: getattr(self.experts, name).kernel[...] for name in HIDDEN}
         own = None if lora is None else lora.at("experts")
-        spread = axis_size("ep") * axis_size("fsdp") > 1
+        spread = axis_size("ep") * axis_size("fsdp") * axis_size("tp") > 1
         added = (self._split if spread else self._added)(kernels, own, rows, weights, chosen)
         added = added.astype(x.dtype).reshape(x.shape)
         if not design.shared:
@@ -104,14 +104,17 @@ class ExpertsLayer(nnx.Module):
         return added + self.shared_experts(x, lora and lora.at("shared_experts"))
 
     def _split(self, kernels: Kernels, lora: Lora | None, rows: Rows, weights: Weights, chosen: Chosen) -> Rows:
-        """Compute `_added` on a mesh: experts are split over the axis `ep`, and hidden dimensions over `fsdp`.
+        """Compute `_added` on a mesh. Experts are split over `ep`, inner dimensions over `tp`, hidden ones over `fsdp`.
 
-        Each device computes its own experts for the tokens of all devices of `ep`, and the results are summed, so that
-        any number of tokens may select an expert. Each device of `fsdp` either has batches of its own, if the caller
-        splits a batch, and gathers the weights; or it has all tokens, and multiplies its part of the hidden dimension.
+        Each device computes its part of its own experts for the tokens of all devices of `ep`, and the results are
+        summed once, so that any number of tokens may select an expert. Each device of `fsdp` either has batches of its
+        own, if the caller splits a batch, and gathers the weights; or it has all tokens, and multiplies its part of the
+        hidden dimension.
         """
         own_batch, of_rows, of_kernels = is_mapped(ROWS), rows.dtype, kernels["gate_proj"].dtype
         cut = "fsdp" if not own_batch and rows.shape[-1] % axis_size("fsdp") == 0 else None
+        inner = "tp" if self.design.inner % axis_size("tp") == 0 else None
+        summed = ("ep",) if inner is None else ("ep", inner)
 
         def of_device(kernels: Kernels, lora: Lora | None, wide: Rows, weights: Weights, chosen: Chosen) -> Rows:
             first = jax.lax.axis_index("ep") * len(kernels["gate_proj"])
@@ -119,26 +122,24 @@ class ExpertsLayer(nnx.Module):
             if lora is not None and lora.dropout is not None and axis_size("ep") > 1:
                 lora = lora._replace(dropout=lora.dropout.at(first))
             added = self._added(kernels, lora, wide.astype(of_rows), weights, chosen - first, cut)
-            return jax.lax.psum(added, "ep")
+            return jax.lax.psum(added, summed)
 
-        def spec(leaf: Array, place: int, axis: str | None) -> PartitionSpec:
-            return PartitionSpec("ep", *[None] * (leaf.ndim - 1 + place), axis)
+        def spec(leaf: Array, *last: str | None) -> PartitionSpec:
+            return PartitionSpec("ep", *[None] * (leaf.ndim - 3), *last)
 
         whole, split = PartitionSpec(), PartitionSpec(None, cut)
-        split_kernels = {name: spec(kernel, HIDDEN[name], cut) for name, kernel in kernels.items()}
+        sides = {name: (cut, inner) if place == -2 else (inner, cut) for name, place in HIDDEN.items()}
+        split_kernels = {name: spec(kernel, *sides[name]) for name, kernel in kernels.items()}
         split_lora: Any = None
         if lora is not None:
             pairs = {
-                name: {
-                    "lora_A": spec(pair["lora_A"], -2, cut if HIDDEN[name] == -2 else None),
-                    "lora_B": spec(pair["lora_B"], -1, cut if HIDDEN[name] == -1 else None),
-                }
+                name: {"lora_A": spec(pair["lora_A"], read, None), "lora_B": spec(pair["lora_B"], None, made)}
                 for name, pair in lora.weights.items()
+                for read, made in [sides[name]]
             }
             split_lora = Lora(pairs, whole, whole, whole)  # pyright: ignore[reportArgumentType]
         specs = split_kernels, split_lora, split, whole, whole
-        names = {"ep", "fsdp"}
-        shared = jax.shard_map(of_device, in_specs=specs, out_specs=split, axis_names=names, check_vma=False)
+        shared = jax.shard_map(of_device, in_specs=specs, out_specs=split, check_vma=False)
         if own_batch:  # gradients of devices are summed in float32; XLA's CPU cannot sum others here
             gathered = {name: _gathered(kernel, HIDDEN[name]) for name, kernel in kernels.items()}
             kernels = {name: kernel.astype(jnp.float32) for name, kernel in gathered.items()}
