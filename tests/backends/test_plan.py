@@ -25,6 +25,7 @@ from skyrl.backends.torch.base_model.memory import RankDevice, decided
 from skyrl.backends.torch.opening import worker_options
 from skyrl.backends.torch.planner import TorchPlanner
 from skyrl.errors import RequestError
+from skyrl.tx.synthetic.make_model import make_model
 from skyrl.utils.files.tensor_file import read_header
 
 CONFIGS = {
@@ -159,6 +160,17 @@ def test_a_jax_estimate_with_compiled_calls_has_the_plan_of_the_backend(tiny_mod
     found = JaxPlanner(tiny_model, JaxBackendConfig, given, devices_of("cpu:2")).compiled(layout)
     with closing(JaxBackend(str(tiny_model), JaxBackendConfig(**given, **layout))) as backend:
         assert found.plan == backend.plan and found.knows_calls
+
+
+@pytest.mark.parametrize("layout", [{"fully_sharded_data_parallel_size": 4}, {"tensor_parallel_size": 4}], ids=str)
+def test_estimated_exchanges_of_devices_are_those_of_compiled_programs(tmp_path, layout):
+    sizes = {"hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "intermediate": 768, "vocab": 512, "layers": 9}
+    folder = make_model(tmp_path / "model", "qwen3", **sizes)
+    given = {"memory_limit_gib": 4, "max_context_length": 512, "max_lora_rank": 8, "gradient_checkpointing": True}
+    found = JaxPlanner(folder, JaxBackendConfig, given | {"kv_cache_gib": 0.1}, devices_of("cpu:4")).compiled(layout)
+    programs = {program.name.split(",")[0]: sum(program.received.values()) for program in found.programs}
+    estimates = [sum(map(rates._received, step.exchanges)) for step in (found.training, found.decoding)]
+    assert [programs["forward_backward"], programs["decode"]] == pytest.approx(estimates, rel=0.1)
 
 
 COMPILERS = {"v5e:4": "libtpu", "h100:4": "jax_cuda13_plugin"}

@@ -20,6 +20,7 @@ from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.layout import Layout, abstract_mesh, make_mesh
 from skyrl.backends.jax.memory_plan import PREALLOCATED, Target
 from skyrl.backends.jax.models.state import model_bytes
+from skyrl.backends.jax.sampling.adapter_stacks import SLOTS
 from skyrl.backends.jax.training.program_choice import (
     cache_bytes,
     defaults_for,
@@ -31,7 +32,8 @@ from skyrl.backends.planning.devices import Devices
 from skyrl.backends.planning.estimate import Estimate, Exchange, Step, divisors
 from skyrl.backends.planning.flops import shape_of
 from skyrl.errors import RequestError
-from skyrl.tx.design.parameters import parameters
+from skyrl.tx.design.parameters import Param, parameters
+from skyrl.tx.design.sharding import MESH_AXES
 from skyrl.tx.io.weights import abstract_model
 from skyrl.tx.layers.devices import compiling_for
 from skyrl.tx.lora import padded_rank, zero_adapter
@@ -71,8 +73,8 @@ class JaxPlanner:
         self._base = nnx.split(self._model)[1]
         self._adapter = jax.eval_shape(lambda: zero_adapter(self._model.config, padded_rank(config.max_lora_rank)))
         self._parameters = sum(leaf.size for leaf in jax.tree.leaves(self._base))
-        matrices = (param for param in parameters(self._model.design) if len(param.shape) > 1)
-        self._shape = shape_of(text.to_dict(), sum(prod((*param.stack.shape, *param.shape)) for param in matrices))
+        self._matrices = [param for param in parameters(self._model.design) if len(param.shape) > 1]
+        self._shape = shape_of(text.to_dict(), sum(prod(param.whole_shape) for param in self._matrices))
 
     def layouts(self) -> Iterator[dict[str, Any]]:
         """Options of each layout to try."""
@@ -112,8 +114,8 @@ class JaxPlanner:
             parameters=self._parameters,
             shape=self._shape,
             recomputes=None if config.gradient_checkpointing == "auto" else config.gradient_checkpointing is True,
-            training=self._step(placed, sizes, defaults.tile_tokens, 2),
-            decoding=self._step(placed, sizes, defaults.rows, 1),
+            training=self._training(placed, sizes, defaults.tile_tokens, config.gradient_checkpointing is not False),
+            decoding=self._decoding(placed, sizes, defaults.rows),
             devices=placed.mesh.size,
             knows_calls=False,
             notes=tuple(notes),
@@ -149,6 +151,7 @@ class JaxPlanner:
             budget=self._budget(found.plan, config),
             longest=found.longest,
             recomputes=found.mode is not False,
+            training=self._training(placed, config.mesh_sizes, defaults.tile_tokens, found.mode is not False),
             knows_calls=True,
             programs=programs,
             notes=(
@@ -176,20 +179,54 @@ class JaxPlanner:
         kind, memory = self._devices.kind, self._devices.memory
         return Target(kind.platform, int(memory * PREALLOCATED) if kind.platform == "gpu" else memory)
 
-    def _step(self, layout: Layout, sizes: tuple[int, int, int], tokens: int, passes: int) -> Step:
-        """A training call, or a decode step. `passes`: 2 with a backward pass."""
-        trains = passes > 1
+    def _training(self, layout: Layout, sizes: tuple[int, int, int], tokens: int, recomputes: bool) -> Step:
+        """A training call of `tokens` for each row."""
         (fsdp, ep, tp), item = sizes, jax.tree.leaves(self._base)[0].dtype.itemsize
         read, found = layout.gathered_nbytes(self._base), []
-        if fsdp > 1:  # of arrays that `fsdp` splits, the parts that a device does not have
-            gathered = (read - layout.nbytes(self._base)) * fsdp // (fsdp - 1)
-            found.append(Exchange(gathered, fsdp, ep * tp, passes, "weights"))
+        if fsdp > 1:  # weights for both passes; adapters once, and their gradients
+            found.append(Exchange(_split(layout, self._base, fsdp), fsdp, ep * tp, 2, "weights"))
+            found.append(Exchange(_split(layout, self._adapter, fsdp), fsdp, ep * tp, 2, "adapters"))
         if self._shape is not None:
-            activations = item * tokens * self._shape.layers * self._shape.hidden
-            if tp > 1:  # two sums of a layer
-                found.append(Exchange(activations, tp, 1, 2 * 2 * passes))
-            if ep > 1:  # float32: the sum over a token's experts, and in training the tokens of all devices of `ep`
-                summed = 4 * tokens * self._shape.layers * self._shape.hidden
-                found.append(Exchange(summed * ep if trains else summed, ep, tp, 3 * passes if trains else 2))
-        rows, experts = (fsdp * ep, 1) if trains else (1, ep)
-        return Step(tokens, rows, tp, read, tuple(found), experts)
+            if tp > 1:  # all-reduces of embeddings, products whose sums are divided, and gradients of other inputs
+                sums, others = self._products()
+                times = 2 * (1 + sums + others + (sums - self._shape.layers) * recomputes)
+                found.append(Exchange(item * tokens * self._shape.hidden, tp, 1, times))
+            if ep > 1:  # tokens and gradients are gathered; float32 sums over experts, and a gradient on all devices
+                of_value = item * (2 + recomputes) + 4 * (1 + 1 + 2)
+                found.append(Exchange(of_value * tokens * self._shape.layers * self._shape.hidden * ep, ep, tp))
+        return Step(tokens, fsdp * ep, tp, read, tuple(found))
+
+    def _decoding(self, layout: Layout, sizes: tuple[int, int, int], rows: int) -> Step:
+        """A decode step of all devices. Devices of `fsdp` share products: each has a part of their sums."""
+        (fsdp, ep, tp), item = sizes, jax.tree.leaves(self._base)[0].dtype.itemsize
+        low = 4 * SLOTS * padded_rank(self._model.config.max_lora_rank)  # products with LoRA's A
+        found = []
+        if fsdp > 1:
+            read = [param for param in self._linear if param.axes[-1] == "hidden"]
+            made = sum(item * prod(param.whole_shape[:-1]) // tp + low * prod(param.stack.shape) for param in read)
+            logits = 4 * self._model.config.vocab_size // tp
+            found.append(Exchange(rows * (made + logits), fsdp, ep * tp, 2))
+        if self._shape is not None:
+            if tp > 1:
+                found.append(Exchange(rows * (item * self._shape.hidden + low), tp, 1, 2 * (1 + self._products()[0])))
+            if ep > 1:
+                found.append(Exchange(4 * rows * self._shape.layers * self._shape.hidden, ep, tp, 2))
+        return Step(rows, 1, fsdp * tp, layout.nbytes(self._base), tuple(found), ep)
+
+    @property
+    def _linear(self) -> list[Param]:
+        """Matrices of layers, other than those of experts."""
+        return [param for param in self._matrices if param.stack.layers is not None and param.stack.experts is None]
+
+    def _products(self) -> tuple[int, int]:
+        """Numbers of products of a token whose inputs, and whose outputs, `tp` splits."""
+
+        def count(place: int) -> int:
+            return sum(prod(one.stack.shape) for one in self._linear if MESH_AXES[one.axes[place]] == "tp")
+
+        return count(-1), count(0)
+
+
+def _split(layout: Layout, tree: Any, fsdp: int) -> int:
+    """Bytes of arrays that `fsdp` splits, before they are split."""
+    return (layout.gathered_nbytes(tree) - layout.nbytes(tree)) * fsdp // (fsdp - 1)

@@ -23,7 +23,7 @@ class Exchange(NamedTuple):
     """Distance of two neighbours among these devices, in the order of devices."""
     times: float = 1
     """Number of times: 1 for gathering or reducing and scattering, 2 for an all-reduce."""
-    of: Literal["weights", "activations"] = "activations"
+    of: Literal["weights", "adapters", "activations"] = "activations"
 
 
 class Step(NamedTuple):

@@ -61,7 +61,8 @@ def training_rate(estimate: Estimate, devices: Devices, length: int, full: bool)
     step = estimate.training
     if full:
         more = (one._replace(times=FLOAT32_GRADIENTS) for one in step.exchanges if one.of == "weights")
-        step = step._replace(exchanges=(*step.exchanges, *more))
+        others = (one for one in step.exchanges if one.of != "adapters")
+        step = step._replace(exchanges=(*others, *more))
     read = 2 * step.read
     return _rate(estimate, devices, step, passes // length, read, slow, fast, TRAINING)
 
