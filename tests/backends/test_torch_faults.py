@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
@@ -233,6 +234,14 @@ def test_a_rank_that_dies_or_stops_while_it_loads_is_noticed(folder, tmp_path, m
     assert isinstance(caught[0], BackendLost), caught
     assert not any(process.is_running() for process in there)
     assert not list(tmp_path.glob("skyrl-workers-*"))
+
+
+def test_workers_outlive_the_thread_that_started_them(folder):
+    with ThreadPoolExecutor(1) as starting:
+        opening = starting.submit(opened, folder)
+    with closing(opening.result()) as backend:
+        create(backend)
+        assert not isinstance(finish(backend, a_pass()), ErrorResponse)
 
 
 class FailingDevice(TorchDispatchMode):

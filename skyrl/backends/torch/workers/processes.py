@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,13 @@ class LocalProcesses(RemoteWorkers):
         super().__init__(world, options.start_timeout_s, lost)
         check_gpus(options, world)
         self._folder = ScratchFolder(Path(tempfile.gettempdir()), "skyrl-workers-")
-        self._ranks = [self._start(rank) for rank in range(world)]
+        self._ranks: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        for rank in range(world):
+            self._ranks.append(self._start(rank))
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(world)]
         """Message queue of each rank. Sending blocks while a worker is busy, so a thread does it."""
-        for rank, (process, pipe) in enumerate(self._ranks):
+        for rank, (_, pipe) in enumerate(self._ranks):
             opening = options, rank, world, f"file://{self._folder.path}/rendezvous"
-            threading.Thread(target=self._read, args=(rank, process, pipe), daemon=True).start()
             threading.Thread(target=self._write, args=(rank, opening, pipe), daemon=True).start()
         try:
             self._load()
@@ -74,11 +76,26 @@ class LocalProcesses(RemoteWorkers):
         threads = max(1, len(os.sched_getaffinity(0)) // self.world)
         environment = {"OMP_NUM_THREADS": str(threads), **without_secrets(os.environ)}
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        process = subprocess.Popen(
-            command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
-        )
-        its.close()
-        return process, Connection(ours.detach())
+        pipe, started = Connection(ours.detach()), Future[subprocess.Popen[bytes]]()
+
+        def live() -> None:  # the kernel kills the process when the thread that started it ends
+            try:
+                with its:
+                    process = subprocess.Popen(
+                        command,
+                        pass_fds=[its.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        env=environment,
+                        start_new_session=True,
+                    )
+            except BaseException as error:
+                started.set_exception(error)
+                return
+            started.set_result(process)
+            self._read(rank, process, pipe)
+
+        threading.Thread(target=live, daemon=True).start()
+        return started.result(), pipe
 
     def _kill(self) -> None:
         for process, _ in self._ranks:
