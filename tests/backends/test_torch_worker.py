@@ -1,6 +1,7 @@
 """Workers of the torch backend: passes and steps of every architecture are those of transformers, PEFT and torch."""
 
-from dataclasses import replace
+import os
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -206,6 +207,29 @@ def test_a_failed_tile_leaves_the_sums_of_its_pass(worker, data):
     assert isinstance(failure, Exception)
     np.testing.assert_array_equal(worker.get(9, size, "partial"), before)
     worker.free(9)
+
+
+@dataclass(frozen=True)
+class Modes(ForwardOnly):
+    """A loss that records whether torch uses deterministic algorithms."""
+
+    seen: list[bool] = field(default_factory=list)
+
+    def __call__(self, x):
+        self.seen.append(torch.are_deterministic_algorithms_enabled())
+        return -x.logprobs
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_commands_use_deterministic_algorithms(tmp_path, data, monkeypatch, deterministic):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    load, loss = LoadOptions(deterministic=deterministic), Modes(("logprobs",))
+    worker = Worker(WorkerOptions(make_model(tmp_path, "llama"), load, loss_chunk_size=7))
+    tile = next(make_tiles(data, loss, {}, SMALL))
+    worker.execute([("tile", KIND, None, None, tile.arrays, loss)])
+    assert set(loss.seen) == {deterministic} and not torch.are_deterministic_algorithms_enabled()
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
 
 
 def test_models_of_other_attention_are_trained_one_sequence_at_a_time_and_not_sampled(worker):

@@ -187,9 +187,9 @@ class TorchBackendConfig(BaseModel):
     """Name of a critic's value head: `<value_head>.weight` is exported."""
 
     deterministic: bool = False
-    """Make results bit-identical. Samples do not depend on concurrent requests. On a GPU, attention over packed
-    sequences then takes one call per sequence, because the kernel for packed sequences has no reproducible
-    gradients."""
+    """Make results bit-identical. Samples do not depend on concurrent requests. Torch uses deterministic algorithms and
+    rejects operators without one. On a GPU, attention over packed sequences then takes one call per sequence, because
+    the kernel for packed sequences has no reproducible gradients."""
 
     @model_validator(mode="after")
     def _check(self) -> "TorchBackendConfig":

@@ -9,8 +9,10 @@ reduced in an optimizer step or when they are read. For a fully trained model wi
 weights, moments and sums of its parts of the parameters.
 """
 
+import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -78,6 +80,17 @@ class WorkerOptions:
     """Index of the GPU of a machine's first rank."""
 
 
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Context in which torch uses deterministic algorithms only, and raises an error for operators without any."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
 class Worker:
     """Commands of one rank.
 
@@ -92,6 +105,9 @@ class Worker:
 
     def __init__(self, options: WorkerOptions, rank: int = 0, world: int = 1):
         self.rank, self.world = rank, world
+        self._deterministic = options.load.deterministic
+        if self._deterministic:  # cuBLAS reads this when CUDA starts
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.device = device_of(options.device, options.first_gpu + rank, options.first_gpu)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -121,7 +137,8 @@ class Worker:
 
     def execute(self, commands: Sequence[Command]) -> list[Any]:
         """Execute commands. Returns one result per command: its answer, or its exception."""
-        return [self._one(*command) for command in commands]
+        with deterministic_algorithms() if self._deterministic else nullcontext():
+            return [self._one(*command) for command in commands]
 
     def _one(self, name: str, *arguments: Any) -> Any:
         rendezvous = self._rendezvous.of(name, arguments)
