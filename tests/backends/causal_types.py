@@ -232,7 +232,7 @@ def _logits(model: LoadedModel, rows: list[list[int]]) -> list[torch.Tensor]:
 def _sampled(worker: Worker, adapter: dict[str, torch.Tensor], row: list[int]) -> torch.Tensor:
     """Logits of a sequence that is read in parts."""
     weights = Weights(Kind(LoraConfig(rank=2, alpha=2)), adapter)
-    worker.sampling.open(8)
+    worker.sampling.open(8, 0)
     parts = []
     for start, end in ((0, 13), (13, len(row) - 1), (len(row) - 1, len(row))):
         pages = list(range(7, 7 - -(-len(row) // PAGE_SIZE), -1))

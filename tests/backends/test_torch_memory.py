@@ -95,6 +95,15 @@ def test_keys_and_values_are_twice_what_all_rows_take_or_what_is_given(model_8b)
     assert plan_for(model_8b, 80).plan.cache == 2 * GIB
 
 
+@pytest.mark.parametrize(("total", "slots"), [(80, 15), (30, 100)])
+def test_stacks_of_adapters_are_taken_from_the_memory_of_versions(model_8b, total, slots):
+    found = plan_for(model_8b, total)
+    room = found.plan.left - GIB
+    versions, stacks = found.versions(0, GIB, slots)
+    assert stacks == min(slots * found.adapter, room // 2) and versions == room - stacks
+    assert found.versions(room / 2 / GIB, GIB, 1000) == (room // 2, room - room // 2)
+
+
 @pytest.fixture
 def longer_8b(model_8b):
     """Like `model_8b`, for sequences of 131,072 tokens."""

@@ -1,5 +1,7 @@
 """Sampling on torch: tokens and scores are those of transformers, and draws are those of the JAX backend."""
 
+from contextlib import closing
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from skyrl.backends.common.sampling.random_numbers import seed_words, uniforms
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.operations import ForwardBackward, OptimStep, Publish, Sample
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
+from skyrl.backends.torch.runner import TorchRunner
 from skyrl.backends.torch.sampling import sampling_worker
 from skyrl.types import AdamParams, Datum, LoraConfig, OptimStepOutput, SampleOutput, SamplingOptions, SamplingParams
 from tests.live import make_tiny_model
@@ -160,6 +163,25 @@ def test_rows_of_several_adapters_and_the_base_model_are_sampled_as_alone(both):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-4)
     assert not np.array_equal(alone[0].sequences[0].logprobs, alone[1].sequences[0].logprobs)
+
+
+def test_stacks_of_adapters_take_no_more_than_those_sampled_together(qwen):
+    with closing(TorchBackend(str(qwen), TorchBackendConfig(**{**SIZES, "max_lora_adapters": 3}))) as backend:
+        versions = [train(backend, f"stacked-{seed}", seed, SIZES["max_lora_rank"]) for seed in range(3)]
+        for pair in combinations(versions, 2):
+            run(backend, *(asked(PROMPT, f"of-{version}", version) for version in pair))
+        taken = sum(bank.nbytes for bank in backend.group.worker.sampling._banks.values())
+        assert 0 < taken <= 2 * backend.group.facts.decided.adapter
+
+
+def test_adapters_that_exceed_the_memory_of_a_stack_are_decoded_in_several_calls(both):
+    backend = both[0]
+    versions = [train(backend, f"several-{seed}", seed) for seed in range(3)]
+    run(backend, *(asked(PROMPT, f"of-{version}", version) for version in versions))
+    options = {"token_bytes": 1, "max_rows": 1, "deterministic": False, "call": lambda *command: None}
+    size = 2 * backend.group.facts.decided.adapter
+    runner = TorchRunner(backend.group, backend._versions, bank_bytes=size, **options)
+    assert [len(group.places) for group in runner.groups([1, 2, 3])] == [2, 1]
 
 
 def test_the_same_seeds_train_the_same_model_on_torch_and_on_jax(both):

@@ -111,7 +111,9 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         self._shape, self._forward_shape = self._shapes()
         try:
             room = plan.on_device(config.adapter_memory_gib, self._held_bytes)
-            version_bytes = plan.versions(config.version_memory_gib, (room, 0))
+            version_bytes, self._bank_bytes = facts.decided.versions(
+                config.version_memory_gib, room, config.max_lora_adapters - 1
+            )
         except RequestError:
             self.group.close()
             raise
@@ -198,6 +200,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
             self._versions,
             token_bytes=itemsize * sum(heads * (key + value) for heads, key, value in facts.cache_shapes),
             max_rows=facts.decided.rows,
+            bank_bytes=self._bank_bytes,
             deterministic=config.deterministic,
             max_tokens=config.sample_max_num_batched_tokens,
             call=partial(self._ask, rank, turn),

@@ -23,6 +23,7 @@ class TorchRunner(ModelRunner[TorchVersion]):
         versions: The pool whose slots are sampled from.
         token_bytes: Bytes of KV cache per token in all layers.
         max_rows: Maximum sequences decoded at once.
+        bank_bytes: Maximum bytes of stacked adapters on a worker.
         deterministic: If True, shapes do not depend on other requests, and each version is decoded alone.
         max_tokens: Maximum tokens of prompts per call; 0: the default chunk sizes.
         call: Sends a command to the worker and returns its result.
@@ -35,6 +36,7 @@ class TorchRunner(ModelRunner[TorchVersion]):
         *,
         token_bytes: int,
         max_rows: int,
+        bank_bytes: int,
         deterministic: bool,
         max_tokens: int = 0,
         call: Callable[..., Any],
@@ -43,6 +45,9 @@ class TorchRunner(ModelRunner[TorchVersion]):
         self._versions = versions
         self._deterministic = deterministic
         self._pages = 0
+        self._bank_bytes = bank_bytes
+        self._together = max(1, bank_bytes // max(1, group.facts.decided.adapter))
+        """Maximum number of adapters in a stack."""
         self.vocab_size = group.facts.vocab_size
         self.token_bytes = token_bytes
         self.row_counts = (max_rows,) if deterministic else None
@@ -59,7 +64,7 @@ class TorchRunner(ModelRunner[TorchVersion]):
         return False
 
     def clear(self) -> None:
-        self._call("open_cache", self._pages)
+        self._call("open_cache", self._pages, self._bank_bytes)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
@@ -88,7 +93,8 @@ class TorchRunner(ModelRunner[TorchVersion]):
         held = {slot: self._versions.adapter(slot) for slot in slots}
         whole = [slot for slot, version in held.items() if version is not None and version.kind.is_whole]
         adapted = [slot for slot in slots if slot not in whole and slot != BASE_SLOT]
-        together = [[slot] for slot in adapted] if self._deterministic else [adapted] if adapted else []
+        most = 1 if self._deterministic else self._together
+        together = [adapted[start : start + most] for start in range(0, len(adapted), most)]
         groups = [Group({slot: place for place, slot in enumerate(some)}, self._handles(some)) for some in together]
         if BASE_SLOT in held:
             if groups and not self._deterministic:

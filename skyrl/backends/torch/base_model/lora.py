@@ -170,6 +170,11 @@ class StackedAdapters(NamedTuple):
     columns: Mapping[str, Tensor]
     """float32 `[slots, columns]` by module: scaling of a slot's adapter in its own columns, 0 in others."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the adapters."""
+        return sum(tensor.nbytes for pair in self.pairs.values() for tensor in pair)
+
     def masks(self, slots: Tensor) -> dict[str, Tensor]:
         """Masks of columns for rows with adapters in these slots, int64 `[rows]`."""
         return {name: columns[slots] for name, columns in self.columns.items()}

@@ -26,8 +26,6 @@ from skyrl.backends.torch.base_model.lora import StackedAdapters, bank_of
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.drawing import Occurrences, draw, draw_many, likeliest, logprobs_of, penalised
 
-BANKS = 8
-"""Maximum cached banks (stacks of adapters), evicted least recently used first."""
 SPARE = 0.25
 """Fraction of a burst's rows that may have ended before the burst is compacted."""
 
@@ -58,15 +56,16 @@ class SamplingWorker:
     def __init__(self, model: LoadedModel):
         self._model = model
         self._cache: PagedCache | None = None
-        self._pages = 0
+        self._pages = self._bank_bytes = 0
         self._blocks: list[Tensor] = []
         """Hidden states of the last `read`."""
         self._logits = torch.empty(0)
         self._banks: dict[tuple[int, ...], StackedAdapters] = {}
+        """Cached banks (stacks of adapters), least recently used first."""
 
-    def open(self, pages: int) -> None:
-        """Clear the cache and set its number of pages. It is allocated on first use."""
-        self._pages, self._cache = pages, None
+    def open(self, pages: int, bank_bytes: int) -> None:
+        """Clear the cache and set its number of pages, and the maximum bytes of banks. It is allocated on first use."""
+        self._pages, self._bank_bytes, self._cache = pages, bank_bytes, None
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages (source, target)."""
@@ -276,9 +275,10 @@ class SamplingWorker:
             self._banks[contents] = self._banks.pop(contents)
         else:
             adapters = [(version.tensors, version.kind.lora_config.scaling) for version in versions]
-            self._banks[contents] = bank_of(adapters, 1)
-            while len(self._banks) > BANKS:
+            left = self._bank_bytes - sum(tensor.nbytes for tensors, _ in adapters for tensor in tensors.values())
+            while self._banks and sum(bank.nbytes for bank in self._banks.values()) > left:
                 self._banks.pop(next(iter(self._banks)))
+            self._banks[contents] = bank_of(adapters, 1)
         return self._banks[contents]
 
     def forget_banks(self, contents: int | None = None) -> None:

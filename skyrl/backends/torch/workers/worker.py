@@ -415,8 +415,8 @@ class Worker:
 
     # -- sampling -----------------------------------------------------------------------------------------------------
 
-    def open_cache(self, pages: int) -> None:
-        self.sampling.open(pages)
+    def open_cache(self, pages: int, bank_bytes: int) -> None:
+        self.sampling.open(pages, bank_bytes)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         self.sampling.copy(pairs)
