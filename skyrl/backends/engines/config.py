@@ -100,7 +100,8 @@ class EngineOptions(BaseModel):
     """Seconds per token added to timeout_s for a sample."""
 
     health_interval_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
-    """Seconds between health checks of an engine. If one fails, it counts as lost and its samples are retried."""
+    """Seconds between health checks of an engine. If one fails, and a second right after it, the engine counts as lost
+    and its samples are retried."""
 
     start_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Timeout in seconds for the first engine to answer at startup."""

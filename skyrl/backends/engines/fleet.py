@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import uvloop
@@ -230,8 +230,11 @@ class Fleet:
             try:
                 await asyncio.wait_for(gone.wait(), self._options.health_interval_s)
             except TimeoutError:
-                try:
+                with suppress(Exception):
                     await engine.health()
+                    continue
+                try:
+                    await engine.health()  # a second time, because a busy engine may miss one
                 except Exception as error:
                     self._in_trouble(engine, error)
                     return

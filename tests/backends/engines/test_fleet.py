@@ -203,6 +203,24 @@ def test_an_engine_out_of_use_is_a_slow_call_until_it_is_back(one, folder, monke
         answers.until(lambda: set(fleet.engines), {one.url})
 
 
+class Pausing(PretendEngine):
+    """An engine that misses its first health check."""
+
+    checks = 0
+
+    async def health(self) -> None:
+        self.checks += 1
+        if self.checks == 1:
+            raise EngineDown(f"{self.name} does not answer")
+
+
+def test_an_engine_that_misses_one_health_check_stays_in_use(folder, caplog):
+    engine = Pausing("one", MarkerModel())
+    with fleet_of([engine], folder, OPTIONS.model_copy(update={"health_interval_s": 0.05})) as (_, answers):
+        answers.until(lambda: engine.checks > 2, True)
+        assert "is excluded" not in caplog.text
+
+
 @pytest.mark.full
 def test_an_engine_that_refuses_stays_in_use_and_another_draws(one, two, folder):
     options = options_of(one, two)
