@@ -7,9 +7,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from skyrl.backends.common.memory_plan import GIB, KEPT_FREE, TRAINING_SHARE, Plan
+from skyrl.backends.common.memory_plan import COPIES, GIB, KEPT_FREE, TRAINING_SHARE, Plan
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
 from skyrl.backends.jax.memory_plan import MODES, STACKS, choose_modes, choose_stacks
+from skyrl.backends.jax.sampling.adapter_stacks import SLOTS, adapters_in_stacks, most_sampled
 from skyrl.errors import RequestError
 from skyrl.tx.synthetic.make_model import make_model
 from skyrl.utils.machine import available_memory, host_memory
@@ -145,3 +146,28 @@ def test_models_that_a_run_holds_get_what_they_take_as_far_as_it_is_left(held, r
 def test_the_host_has_the_memory_that_the_kernel_says_or_its_control_group_less():
     total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
     assert 0 < available_memory() < host_memory() <= int(total.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("adapters", [5, 6, 9, 12, 31, 33])
+def test_stacks_of_adapters_that_are_sampled_together_fit_into_their_memory(adapters):
+    most = most_sampled(adapters * 100, 100)
+    full, one = -(-most // SLOTS) * SLOTS, 1
+    assert full + one <= adapters and most_sampled(adapters_in_stacks(most) * 100, 100) == most
+
+
+@pytest.mark.parametrize("adapters", [1, 4])
+def test_adapters_of_one_stack_are_always_sampled_together(adapters):
+    assert most_sampled(adapters * 100, 100) == SLOTS
+
+
+def test_memory_of_stacks_limits_the_adapters_that_are_sampled_together(tiny_model):
+    given = {
+        "warm_up": False,
+        "memory_limit_gib": 1.5,
+        "kv_cache_gib": 0.1,
+        "max_lora_adapters": 64,
+        "max_lora_rank": 512,
+    }
+    with closing(JaxBackend(str(tiny_model), JaxBackendConfig(**given))) as backend:
+        adapter, slots = backend.plan.model // COPIES, len(backend._versions._slots)
+        assert SLOTS < slots < 63 and adapters_in_stacks(slots) * adapter < backend.plan.left / 2

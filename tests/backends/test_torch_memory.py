@@ -99,9 +99,10 @@ def test_keys_and_values_are_twice_what_all_rows_take_or_what_is_given(model_8b)
 def test_stacks_of_adapters_are_taken_from_the_memory_of_versions(model_8b, total, slots):
     found = plan_for(model_8b, total)
     room = found.plan.left - GIB
-    versions, stacks = found.versions(0, GIB, slots)
+    versions, stacks = found.plan.versions_and_stacks(0, (GIB, 0), found.adapter, slots)
     assert stacks == min(slots * found.adapter, room // 2) and versions == room - stacks
-    assert found.versions(room / 2 / GIB, GIB, 1000) == (room // 2, room - room // 2)
+    configured = found.plan.versions_and_stacks(room / 2 / GIB, (GIB, 0), found.adapter, 1000)
+    assert configured == (room // 2, room - room // 2)
 
 
 @pytest.fixture

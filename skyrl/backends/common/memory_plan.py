@@ -144,6 +144,22 @@ class Plan(NamedTuple):
         _check_room("version_memory_gib", gib, left)
         return int(gib * GIB) or left
 
+    def versions_and_stacks(self, gib: float, models: tuple[int, int], adapter: int, stacked: int) -> tuple[int, int]:
+        """Bytes for published versions in memory, and for stacks of the adapters that are sampled together.
+
+        Args:
+            gib: Configured GiB of versions; 0: planned.
+            models: Bytes for models on the device and in host memory.
+            adapter: Bytes of an adapter of the largest rank.
+            stacked: Maximum number of adapters in stacks.
+
+        Raises:
+            RequestError: The configured memory is not available.
+        """
+        room, configured = self.versions(0, models), self.versions(gib, models)
+        stacks = max(adapter, min(stacked * adapter, room - configured if gib else room // 2))
+        return (configured if gib else max(0, room - stacks)), stacks
+
     def check(self, ways_out: str, call: str = "") -> None:
         """Raise `RequestError` unless one model fits in addition to the rest.
 

@@ -49,6 +49,7 @@ from skyrl.backends.jax.models.state import (
     model_bytes,
     zeros_like,
 )
+from skyrl.backends.jax.sampling.adapter_stacks import adapters_in_stacks, most_sampled
 from skyrl.backends.jax.sampling.runner import JaxRunner
 from skyrl.backends.jax.training.microbatches import Passes
 from skyrl.backends.jax.training.program_choice import defaults_for, planned
@@ -181,7 +182,12 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
         self.plan = plan
         progress(str(plan))
         budget = MemoryBudget(*plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib))
-        version_bytes = plan.versions(config.version_memory_gib, (budget.device, budget.host))
+        version_bytes, stack_bytes = plan.versions_and_stacks(
+            config.version_memory_gib,
+            (budget.device, budget.host),
+            layout.nbytes(zero),
+            adapters_in_stacks(config.max_lora_adapters - 1),
+        )
         if device.platform != "cpu":  # sizes of models are those of their parts on a device, and so is a CPU's plan
             budget.host //= self.mesh.size
         self._models = ModelOffload[ModelState](
@@ -227,7 +233,7 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             max_lora_rank=config.max_lora_rank,
         )
         self._versions = VersionPool[Adapter](
-            slots=config.max_lora_adapters,
+            slots=1 + min(config.max_lora_adapters - 1, most_sampled(stack_bytes, layout.nbytes(zero))),
             nbytes=bytes_of,
             fitted=partial(fitted, like=zero),
             max_bytes=version_bytes,

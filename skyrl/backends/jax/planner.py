@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from pydantic import BaseModel
 
-from skyrl.backends.common.memory_plan import CONTEXTS, Plan, contexts
+from skyrl.backends.common.memory_plan import CONTEXTS, COPIES, Plan, contexts
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import TileShape
 from skyrl.backends.jax.absent_devices import absent_devices
@@ -20,7 +20,7 @@ from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.layout import Layout, abstract_mesh, make_mesh
 from skyrl.backends.jax.memory_plan import PREALLOCATED, Target
 from skyrl.backends.jax.models.state import model_bytes
-from skyrl.backends.jax.sampling.adapter_stacks import SLOTS
+from skyrl.backends.jax.sampling.adapter_stacks import SLOTS, adapters_in_stacks
 from skyrl.backends.jax.training.program_choice import (
     cache_bytes,
     defaults_for,
@@ -164,7 +164,8 @@ class JaxPlanner:
         """`Estimate.budget` of a plan that fits."""
         host = None if self._devices is None else self._devices.host
         kept = plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib, host)
-        return *kept, plan.versions(config.version_memory_gib, kept)
+        stacked, adapter = adapters_in_stacks(config.max_lora_adapters - 1), plan.model // COPIES
+        return *kept, plan.versions_and_stacks(config.version_memory_gib, kept, adapter, stacked)[0]
 
     def _all(self) -> list[Any]:
         """Devices to compile for, which need not be here."""

@@ -111,8 +111,8 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         self._shape, self._forward_shape = self._shapes()
         try:
             room = plan.on_device(config.adapter_memory_gib, self._held_bytes)
-            version_bytes, self._bank_bytes = facts.decided.versions(
-                config.version_memory_gib, room, config.max_lora_adapters - 1
+            version_bytes, self._bank_bytes = plan.versions_and_stacks(
+                config.version_memory_gib, (room, 0), facts.decided.adapter, config.max_lora_adapters - 1
             )
         except RequestError:
             self.group.close()

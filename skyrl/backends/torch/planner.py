@@ -95,7 +95,9 @@ class TorchPlanner:
         device = versions = 0
         if plan.left >= plan.model:
             device = plan.on_device(config.adapter_memory_gib, config.full_models * (full or 0))
-            versions, _ = found.versions(config.version_memory_gib, device, config.max_lora_adapters - 1)
+            versions, _ = plan.versions_and_stacks(
+                config.version_memory_gib, (device, 0), found.adapter, config.max_lora_adapters - 1
+            )
         tile, shared = (
             tile_tokens(options.memory.tile_tokens, self._device.type),
             tp * options.shards.sequence_parallel_size,

@@ -20,6 +20,16 @@ SLOTS = 4
 """Number of adapters whose rows are decoded together."""
 
 
+def adapters_in_stacks(most: int) -> int:
+    """Maximum number of adapters that stacks take the memory of, if `most` are sampled together."""
+    return -(-most // SLOTS) * SLOTS + 1  # all stacks but the last are full; that of one adapter stays beside others
+
+
+def most_sampled(nbytes: int, adapter: int) -> int:
+    """Number of adapters that can be sampled together, if stacks have `nbytes`: at least those of one stack."""
+    return max(SLOTS, (nbytes // adapter - 1) // SLOTS * SLOTS)
+
+
 class Weights(NamedTuple):
     """Weights with which the rows of a group are decoded."""
 

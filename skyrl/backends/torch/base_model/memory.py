@@ -154,21 +154,6 @@ class WorkerMemory(NamedTuple):
     token: int = 0
     """Bytes of KV cache per token on a rank."""
 
-    def versions(self, gib: float, models: int, slots: int) -> tuple[int, int]:
-        """Bytes for published versions, and for stacks of the adapters that are sampled together.
-
-        Args:
-            gib: Configured GiB of versions; 0: planned.
-            models: Bytes for models on the device.
-            slots: Maximum adapters that are sampled together.
-
-        Raises:
-            RequestError: The configured memory is not available.
-        """
-        room, configured = self.plan.versions(0, (models, 0)), self.plan.versions(gib, (models, 0))
-        stacks = max(self.adapter, min(slots * self.adapter, room - configured if gib else room // 2))
-        return (configured if gib else max(0, room - stacks)), stacks
-
 
 def device_of(asked: str | None, rank: int, first: int = 0, gpus: int | None = None) -> torch.device:
     """Select the device of a rank: the configured one, or by default a GPU if there is one, otherwise the CPU.
