@@ -66,6 +66,7 @@ from skyrl.utils.files.paths import cache_folder
 from skyrl.utils.tokenizer import Tokenizer
 
 THREADS_OF_A_DEVICE = 2
+"""Threads for each part of a split CPU: one that may wait in a collective, and one that computes."""
 CACHE_BYTES = 8 * 2**30
 """Maximum bytes of compiled programs on disk. The least recently used are removed first."""
 

@@ -94,7 +94,8 @@ class JaxBackendConfig(BaseModel):
 
     version_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """GiB for published versions. Beyond that, versions that are on disk are evicted from memory, least recently used
-    first. Versions not on disk yet may use half of it; above that, publishing waits. 0: all memory left by models."""
+    first. Versions not on disk yet may use half of it; above that, publishing waits. 0: what models and adapters
+    that are sampled together leave. If another value leaves too little for these, fewer are sampled together."""
 
     offload_after_step: bool = True
     """Move inactive models off the device if they do not all fit. False: they stay, and models that do not fit fail."""

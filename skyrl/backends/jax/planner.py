@@ -114,7 +114,9 @@ class JaxPlanner:
             parameters=self._parameters,
             shape=self._shape,
             recomputes=None if config.gradient_checkpointing == "auto" else config.gradient_checkpointing is True,
-            training=self._training(placed, sizes, defaults.tile_tokens, config.gradient_checkpointing is not False),
+            training=self._training(
+                placed, sizes, defaults.tile_tokens, config.gradient_checkpointing in (True, "auto")
+            ),
             decoding=self._decoding(placed, sizes, defaults.rows),
             devices=placed.mesh.size,
             knows_calls=False,
@@ -150,8 +152,8 @@ class JaxPlanner:
             plan=found.plan,
             budget=self._budget(found.plan, config),
             longest=found.longest,
-            recomputes=found.mode is not False,
-            training=self._training(placed, config.mesh_sizes, defaults.tile_tokens, found.mode is not False),
+            recomputes=found.mode is True,
+            training=self._training(placed, config.mesh_sizes, defaults.tile_tokens, found.mode is True),
             knows_calls=True,
             programs=programs,
             notes=(

@@ -80,7 +80,7 @@ class Planned(NamedTuple):
     longest: int
     """Maximum tokens of a sequence."""
     mode: Mode
-    """Activation checkpointing of the longest tile."""
+    """Activation checkpointing of a full micro-batch."""
 
 
 def planned(
@@ -141,7 +141,7 @@ def planned(
     mixed = TrainingPrograms(lambda length: graphs[modes[length]], *options)
     stacks = tuple(stack * layout.rows for stack in stacks)
     programs = of_mode[used.pop()] if len(used) == 1 else mixed
-    return Planned(programs, plan, stacks, longest, modes[max(modes)])
+    return Planned(programs, plan, stacks, longest, modes[max(typical, min(modes))])
 
 
 def uncompiled_plan(base: int, cache: int, widest: int, config: JaxBackendConfig, target: Target) -> Plan:
