@@ -1,5 +1,6 @@
 """Bytes that devices exchange, as read from the text of compiled programs, against programs whose exchange is known."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -14,15 +15,17 @@ from skyrl.backends.jax.collectives import received_bytes
 RANKS, FLOATS, STEPS = 4, 1024, 5
 
 
-def received(exchange: Callable, of_result: PartitionSpec) -> dict[str, int]:
-    """Bytes of a program on four devices in which each has 1,024 floats and exchanges them in five steps of a loop."""
+def program(exchange: Callable) -> str:
+    """Text of a program on four devices in which each has 1,024 floats and exchanges them in five steps of a loop."""
 
     def looped(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, STEPS, lambda _, sums: sums + exchange(jnp.sin(sums[: x.size])).sum(), x)
 
     mesh = Mesh(np.asarray(jax.devices()[:RANKS]), ("x",))
-    spread = jax.shard_map(looped, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=of_result, check_vma=False)
-    return received_bytes(jax.jit(spread).lower(jnp.ones(RANKS * FLOATS)).compile().as_text())
+    spread = jax.shard_map(
+        looped, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"), check_vma=False
+    )
+    return jax.jit(spread).lower(jnp.ones(RANKS * FLOATS)).compile().as_text()
 
 
 @pytest.mark.parametrize(
@@ -35,7 +38,12 @@ def received(exchange: Callable, of_result: PartitionSpec) -> dict[str, int]:
     ],
 )
 def test_a_collective_in_a_loop_counts_in_each_step(kind, exchange, floats):
-    assert received(exchange, PartitionSpec("x")) == {kind: 4 * floats * STEPS}
+    assert received_bytes(program(exchange)) == {kind: 4 * floats * STEPS}
+
+
+def test_the_condition_of_a_loop_says_how_often_it_runs_if_nothing_else_does():
+    text = re.sub('"known_trip_count":{[^}]*},?', "", program(partial(jax.lax.psum, axis_name="x")))
+    assert "known_trip_count" not in text and received_bytes(text) == {"all-reduce": 4 * 2 * FLOATS * 3 / 4 * STEPS}
 
 
 ON_A_GPU = """
@@ -46,6 +54,32 @@ ENTRY %main.1 (p: f32[8,1024]) -> f32[1024] {
 }
 """
 """Collectives as XLA writes them for GPUs, which are not here."""
+ON_A_TPU = """
+%starts (a: f32[1024]) -> (f32[8192], u32[]) {
+  %gather.1 = f32[8192]{0} all-gather(%a), channel_id=2, replica_groups=[1,8]<=[8], attributes={chain_id="1"}
+  ROOT %s = (f32[8192]{0}, u32[]) custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside_a_product (a: f32[1024], b: f32[8192]) -> f32[8192] {
+  %gather.2 = f32[8192]{0} all-gather(%a), channel_id=2, replica_groups=[1,8]<=[8], attributes={chain_id="1"}
+}
+
+%all-reduce-scatter.1 (b: f32[8192]) -> f32[1024] {
+  %sums = f32[8192]{0:T(1024)} all-reduce(%b), channel_id=5, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %part = f32[1024]{0:T(1024)} dynamic-slice(%sums, %place), dynamic_slice_sizes={1024}
+}
+
+ENTRY %main (a: f32[1024]) -> f32[1024] {
+  %started = (f32[8192]{0}, u32[]) fusion(%a), kind=kCustom, calls=%starts
+  %during = f32[8192]{0} fusion(%a, %started), kind=kOutput, calls=%beside_a_product
+  ROOT %out = f32[1024]{0} fusion(%during), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+"""Collectives as libtpu writes them: one that runs beside a product, and sums of which each device gets a part."""
+
+
+def test_collectives_of_a_tpu_count_once():
+    assert received_bytes(ON_A_TPU) == {"all-gather": 7 * 4096, "reduce-scatter": 7 * 4096}
 
 
 def test_started_collectives_count_their_results():
