@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from skyrl.tx.layers.devices import compiling_for
 from skyrl.tx.layers.grouped import grouped, grouped_product
 
 IN, OUT = 6, 10
@@ -18,6 +19,13 @@ GROUPS = {
     "many in few groups": (np.random.default_rng(0).integers(0, 3, 500).tolist(), 3),
     "with empty groups": (np.random.default_rng(1).choice([0, 4, 5], 100).tolist(), 7),
 }
+
+
+@pytest.fixture(params=["cpu", "gpu"], autouse=True)
+def target(request):
+    """Platform that programs are traced for; all run on the CPU."""
+    with compiling_for(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -112,6 +120,6 @@ def test_rows_of_groups_on_another_device_give_zeros_and_no_blocks(name, togethe
         if group < here:
             expected[group] += np.outer(rows[row], wanted)
     np.testing.assert_allclose(of_matrices, expected, rtol=1e-4, atol=1e-3)
-    size = grouping.source.shape[1]
+    size, at_once = grouping.source.shape[1], grouping.group.shape[1]
     counts = np.bincount([group for group in groups if group < here], minlength=here)
-    assert grouping.used == sum(-(-counts // size))
+    assert grouping.used == -(-sum(-(-counts // size)) // at_once)
