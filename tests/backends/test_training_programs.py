@@ -13,7 +13,7 @@ import pytest
 from sampling_rig import Rig
 
 from skyrl.algorithms.objective import ForwardOnly, ValueObjective
-from skyrl.backends.jax.compile_cache import Compiler
+from skyrl.backends.jax.compile_cache import UNBOUNDED, Compiler, Program
 from skyrl.backends.jax.training.programs import ALL_OBJECTIVES, OBJECTIVES, TrainingPrograms, abstract_tile
 
 
@@ -134,3 +134,36 @@ def test_programs_on_disk_are_bounded_and_an_entry_whose_writer_was_killed_is_no
     torn.write_bytes(bytes(2**20))
     subprocess.run([sys.executable, "-c", COMPILES], check=True, timeout=120)
     assert list((tmp_path / "xla").glob("*-cache")) and not torn.exists()
+
+
+REFUSED = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+
+
+class TooSmallADevice:
+    """A jitted function that the compiler of a TPU refuses."""
+
+    def __init__(self, reason: str):
+        self.reason = reason
+
+    def lower(self, *args):
+        return self
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError(self.reason)
+
+
+@pytest.mark.parametrize(
+    ("reason", "nbytes"),
+    [
+        (REFUSED + "temporaries (67.18G) exceeds available HBM (15.75G).", 67.18 * 2**30),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 512.5M of 15.75G hbm.", 512.5 * 2**20),
+        ("RESOURCE_EXHAUSTED: too large", UNBOUNDED),
+    ],
+)
+def test_a_program_that_a_compiler_refuses_takes_what_it_says(reason, nbytes):
+    assert Program(TooSmallADevice(reason)).temporary_bytes("base") == int(nbytes)
+
+
+def test_other_errors_of_a_compiler_are_raised():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        Program(TooSmallADevice("INTERNAL: broken")).temporary_bytes("base")

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
@@ -16,6 +17,13 @@ log = logging.getLogger(__name__)
 
 DETERMINISTIC_ON_GPU = {"xla_gpu_deterministic_ops": True}
 """Disables atomic additions and kernel selection by measured speed."""
+
+
+NEEDED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])\b")
+"""Memory of a program, in the error of a compiler that refuses it: of temporary arrays, or of arguments too."""
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+UNBOUNDED = 2**60
+"""Bytes of a program that was refused without a number."""
 
 
 def by_turns(*warm_ups: Iterator[Any]) -> Iterator[Any]:
@@ -95,5 +103,14 @@ class Program:
         return tree, tuple((np.shape(leaf), leaf.dtype) for leaf in leaves)
 
     def temporary_bytes(self, *args: Any) -> int:
-        """Temporary memory of a call in bytes, without arguments and results."""
-        return self.compiled_for(*args).memory_analysis().temp_size_in_bytes
+        """Temporary memory of a call in bytes, without arguments and results.
+
+        The compiler of TPUs refuses programs that no device has memory for; then what it says they would take.
+        """
+        try:
+            return self.compiled_for(*args).memory_analysis().temp_size_in_bytes
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            needed = NEEDED.search(str(error))
+            return int(float(needed[1]) * UNITS[needed[2]]) if needed else UNBOUNDED
