@@ -37,7 +37,7 @@ def loaded(request, tmp_path_factory) -> tuple[Path, LoadedModel]:
 def decoded(model: LoadedModel, versions, slots, first=FIRST) -> tuple[np.ndarray, np.ndarray]:
     """Most likely tokens `[rows, 1 + LENGTH]` from these first ones, in two calls, and their log-probabilities."""
     worker, count = SamplingWorker(model), len(first)
-    worker.open(1 + 2 * count)
+    worker.open(1 + 2 * count, 0)
     sequences, logprobs = np.asarray(first, np.int32)[:, None], []
     for call in range(LENGTH // BURST):
         rows = Rows.idle(count, 2)
