@@ -393,6 +393,17 @@ def test_devices_of_fsdp_exchange_weights_and_not_activations(tmp_path):
     assert many - few < 192 * 4 * 64, "each token has some results, and those are on each device"
 
 
+@pytest.mark.full
+def test_a_device_of_ep_has_room_for_the_tokens_of_one_row(tmp_path):
+    sizes = {"hidden": 128, "head_dim": 32, "heads": 4, "kv_heads": 2, "intermediate": 256, "vocab": 512}
+    folder = make_model(tmp_path / "model", "qwen3_moe", layers=SCANNED, **sizes)
+    taken = []
+    for sizes in [(1, 1, 1), (1, 4, 1)]:
+        with closing(JaxBackend(str(folder), options(sizes))) as backend, backend._computing():
+            taken.append(backend._programs.temporary_bytes(backend._base, backend._zero_adapter(8), 512))
+    assert taken[1] < 1.1 * taken[0]
+
+
 def layout(mesh: tuple[int, int, int], **changes) -> Layout:
     design = design_of(SimpleNamespace(**made_config("Qwen3ForCausalLM", Size(**(DIMENSIONS | changes)))))
     return Layout(make_mesh(mesh, design, jax.devices()), design)

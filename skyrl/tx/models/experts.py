@@ -5,11 +5,13 @@ and each token uses only its own adapter's matrices. Routing is float32 whatever
 wins ties, so a token is routed identically in training and sampling.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_batching import sequential_vmap
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -109,7 +111,8 @@ class ExpertsLayer(nnx.Module):
         Each device computes its part of its own experts for the tokens of all devices of `ep`, and the results are
         summed once, so that any number of tokens may select an expert. Each device of `fsdp` either has batches of its
         own, if the caller splits a batch, and gathers the weights; or it has all tokens, and multiplies its part of the
-        hidden dimension.
+        hidden dimension. Batches of the devices of `ep` are computed one after the other, as all their tokens may
+        select experts of one device.
         """
         own_batch, of_rows, of_kernels = is_mapped(ROWS), rows.dtype, kernels["gate_proj"].dtype
         cut = "fsdp" if not own_batch and rows.shape[-1] % axis_size("fsdp") == 0 else None
@@ -121,8 +124,16 @@ class ExpertsLayer(nnx.Module):
             kernels = {name: kernel.astype(of_kernels) for name, kernel in kernels.items()}
             if lora is not None and lora.dropout is not None and axis_size("ep") > 1:
                 lora = lora._replace(dropout=lora.dropout.at(first))
-            added = self._added(kernels, lora, wide.astype(of_rows), weights, chosen - first, cut)
-            return jax.lax.psum(added, summed)
+            wide, chosen = wide.astype(of_rows), chosen - first
+            if not own_batch or axis_size("ep") == 1:
+                return jax.lax.psum(self._added(kernels, lora, wide, weights, chosen, cut), summed)
+
+            def added(inputs: tuple[Kernels, Lora | None, Rows, Weights], others: tuple[Chosen, Any]) -> Rows:
+                (kernels, lora, wide, weights), (chosen, dropout) = inputs, others
+                return self._added(kernels, lora and lora._replace(dropout=dropout), wide, weights, chosen)
+
+            dropout, lora = lora and lora.dropout, lora and lora._replace(dropout=None)
+            return jax.lax.psum(_one_by_one(added, (kernels, lora, wide, weights), (chosen, dropout)), summed)
 
         def spec(leaf: Array, *last: str | None) -> PartitionSpec:
             return PartitionSpec("ep", *[None] * (leaf.ndim - 3), *last)
@@ -182,6 +193,27 @@ class ExpertsLayer(nnx.Module):
         made = grouping.scatter(apply("down_proj", inner))
         made = made.reshape(len(rows), design.active, -1).astype(jnp.float32)
         return (made * weights[:, :, None]).sum(axis=1)
+
+
+def _one_by_one(function: Callable[[Any, Any], Any], inputs: Any, others: Any) -> Any:
+    """Compute `function(inputs, others)` for one element of a mapped batch after the other, in both passes.
+
+    Memory is then that of one element. The backward pass computes the function again. `others` get no gradients.
+    """
+
+    @jax.custom_vjp
+    def computed(inputs: Any, others: Any) -> Any:
+        return sequential_vmap(function)(inputs, others)
+
+    @sequential_vmap
+    def gradients(inputs: Any, others: Any, gradient: Any) -> Any:
+        return jax.vjp(lambda inputs: function(inputs, others), inputs)[1](gradient)[0]
+
+    def backward(saved: tuple[Any, Any], gradient: Any) -> tuple[Any, None]:
+        return gradients(*saved, gradient), None
+
+    computed.defvjp(lambda *arguments: (computed(*arguments), arguments), backward)
+    return computed(inputs, others)
 
 
 def _linear(
