@@ -126,6 +126,24 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(tiny_m
         JaxBackend(str(folder), JaxBackendConfig(compilation_cache=False, **options))
 
 
+def test_a_cache_of_the_default_size_leaves_room_for_two_models_but_has_room_for_a_sequence():
+    plan = Plan(total=100 * GIB, base=10 * GIB, cache=60 * GIB, training=18 * GIB, model=4 * GIB)
+    assert plan.left == 2 * GIB
+    smaller = plan.with_smaller_cache(GIB)
+    assert (smaller.cache, smaller.left) == (54 * GIB, 8 * GIB)
+    assert plan.with_smaller_cache(57 * GIB).left == 5 * GIB
+    assert smaller.with_smaller_cache(GIB) == smaller
+
+
+@pytest.mark.full
+def test_a_server_starts_with_a_smaller_cache_where_memory_has_no_room_for_the_default(tiny_model):
+    config = JaxBackendConfig(compilation_cache=False, memory_limit_gib=1.0, max_context_length=512)
+    with closing(JaxBackend(str(tiny_model), config)) as backend:
+        assert backend.plan.cache < backend.plan.usable < 2 * GIB
+        assert backend.plan.left >= 2 * backend.plan.model
+        assert backend._defaults.cache_bytes == backend.plan.cache
+
+
 def test_room_for_models_is_what_the_configuration_says_else_a_part_of_what_is_left():
     plan = Plan(total=100 * 2**30, base=10 * 2**30, cache=20 * 2**30, training=20 * 2**30, model=1)
     assert plan.left == 40 * 2**30

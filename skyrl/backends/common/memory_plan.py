@@ -38,6 +38,9 @@ CACHE_SHARE = 0.4
 """Fraction of an accelerator's memory, after base weights, for the KV cache. The rest is for training, models and
 published versions."""
 
+BESIDE_CACHE = 2
+"""Models for which a KV cache of the default size leaves room, if calls need more memory than expected."""
+
 CPU_CACHE = 2 * GIB
 """Bytes of the KV cache on a CPU."""
 
@@ -159,6 +162,12 @@ class Plan(NamedTuple):
         room, configured = self.versions(0, models), self.versions(gib, models)
         stacks = max(adapter, min(stacked * adapter, room - configured if gib else room // 2))
         return (configured if gib else max(0, room - stacks)), stacks
+
+    def with_smaller_cache(self, least: int) -> "Plan":
+        """The plan with a cache that leaves room for `BESIDE_CACHE` models, but has at least `least` bytes."""
+        lacking = BESIDE_CACHE * self.model - self.left
+        cache = max(least, self.cache - lacking) // 2**20 * 2**20
+        return self._replace(cache=cache) if lacking > 0 and 0 < cache < self.cache else self
 
     def check(self, ways_out: str, call: str = "") -> None:
         """Raise `RequestError` unless one model fits in addition to the rest.

@@ -26,7 +26,7 @@ from skyrl.backends.backend import (
 from skyrl.backends.base_folder import config_of, model_folder, overridden
 from skyrl.backends.base_id import base_id
 from skyrl.backends.common.dimuon import DimuonScalars
-from skyrl.backends.common.memory_plan import CONTEXTS, contexts
+from skyrl.backends.common.memory_plan import CONTEXTS, contexts, size_of
 from skyrl.backends.common.models.kind import Kind, check_selects
 from skyrl.backends.common.models.operations import ModelBackend, StepScalars
 from skyrl.backends.common.models.store import Storage
@@ -52,7 +52,7 @@ from skyrl.backends.jax.models.state import (
 from skyrl.backends.jax.sampling.adapter_stacks import adapters_in_stacks, most_sampled
 from skyrl.backends.jax.sampling.runner import JaxRunner
 from skyrl.backends.jax.training.microbatches import Passes
-from skyrl.backends.jax.training.program_choice import defaults_for, planned
+from skyrl.backends.jax.training.program_choice import defaults_for, planned, with_planned_cache
 from skyrl.errors import RequestError
 from skyrl.tx.design.rotations import length_notice
 from skyrl.tx.families import check_known
@@ -180,6 +180,9 @@ class JaxBackend(ModelBackend[ModelState, Adapter]):
             self._programs, plan, stacks, self._max_context_length, _ = planned(
                 model, config, defaults.cache_bytes, shape, lengths, zero, layout
             )
+            if plan.cache < defaults.cache_bytes:
+                self._defaults = defaults = defaults_for(model, with_planned_cache(config, plan), layout)
+                progress(f"KV cache of {size_of(plan.cache)} and {defaults.rows} rows, as calls need the rest")
         self.plan = plan
         progress(str(plan))
         budget = MemoryBudget(*plan.models(config.adapter_memory_gib, config.adapter_host_memory_gib))

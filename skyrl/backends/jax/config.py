@@ -67,7 +67,7 @@ class JaxBackendConfig(BaseModel):
 
     kv_cache_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Maximum GiB of KV cache, for running samples and cached prefixes. 0: 2 GiB on CPU; on an accelerator, two fifths
-    of the memory left by base weights."""
+    of the memory left by base weights. Less than that if training calls and two models have no room beside it."""
 
     gpu_memory_utilization: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     """Maximum fraction of the device's memory (on CPU, the host's) that base weights and KV cache use together. Applies

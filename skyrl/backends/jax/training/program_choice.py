@@ -10,6 +10,7 @@ from flax import nnx
 
 from skyrl.backends.common.memory_plan import COPIES, GIB, KEPT_FREE, NEW_IN_A_STEP, Device, Plan, first_fitting
 from skyrl.backends.common.packing import SHORTEST_TILE, TileShape
+from skyrl.backends.common.page_table import PAGE_SIZE
 from skyrl.backends.jax.config import JaxBackendConfig
 from skyrl.backends.jax.defaults import Defaults, resolved
 from skyrl.backends.jax.layout import Layout
@@ -70,6 +71,11 @@ def cache_bytes(model: ModelForCausalLM, layout: Layout) -> tuple[int, int]:
     return sum(layout.nbytes(*part) for part in token), layout.nbytes(*state)
 
 
+def with_planned_cache(config: JaxBackendConfig, plan: Plan) -> JaxBackendConfig:
+    """The configuration with the KV cache of the plan."""
+    return config.model_copy(update={"kv_cache_gib": plan.cache / GIB})
+
+
 class Planned(NamedTuple):
     """Training programs that fit into memory."""
 
@@ -98,7 +104,7 @@ def planned(
     Args:
         model: The model, without weights (`abstract_model`).
         config: Configuration of the backend.
-        cache: Bytes of KV cache.
+        cache: Bytes of KV cache. The plan may have less, if no size is configured.
         shape: Size of tiles.
         lengths: Possible maximum lengths of sequences in tokens, longest first. The first one that leaves enough memory
             for models is chosen, or else the last one.
@@ -122,7 +128,13 @@ def planned(
 
     widest_bytes = layout.nbytes(widest)
     target = target or Target.here(layout.mesh.size)
-    plan = uncompiled_plan(layout.nbytes(base), cache, widest_bytes, config, target)
+    token_bytes, state_bytes = cache_bytes(model, layout)
+
+    def with_room(plan: Plan, length: int) -> Plan:
+        least = token_bytes * (length + PAGE_SIZE) + 2 * state_bytes + 2**20
+        return plan if config.kv_cache_gib else plan.with_smaller_cache(least)
+
+    plan = with_room(uncompiled_plan(layout.nbytes(base), cache, widest_bytes, config, target), lengths[-1])
     plan.check(SMALLER_CACHE)
     asked, typical = config.gradient_checkpointing, shape.tokens
     room = plan.for_training
@@ -136,6 +148,7 @@ def planned(
     stacks = choose_stacks(room - taken, stacked_bytes, tokens_together(shape.tokens) // SHORTEST_TILE)
     beside = stack_bytes(stacks[-1], stacked_bytes) or (layout.rows > 1) * COPIES_OF_A_STACK * stacked_bytes
     plan = plan._replace(training=max(taken + beside, optimizer_step_bytes(widest_bytes)))
+    plan = with_room(plan, longest)
     plan.check(SMALLER_CALLS, f"a training call of {longest} tokens")
     used = set(modes.values())
     mixed = TrainingPrograms(lambda length: graphs[modes[length]], *options)
