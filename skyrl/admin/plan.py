@@ -64,8 +64,6 @@ def main(argv: Sequence[str]) -> int:
             raise RequestError(f"--length={given.length}: a sequence has at least one token; use more")
         if given.tokens is not None and not given.tokens > 0:
             raise RequestError(f"--tokens={given.tokens:g}: not above 0; give a number of tokens, such as 1e9")
-        if given.compile and given.full:
-            raise RequestError("--compile: compiles training calls of adapters only; leave out --full or --compile")
         found = plan(
             given.model, given.devices, given.backend, given.backend_config, given.length, given.full, given.compile
         )
@@ -124,7 +122,7 @@ def plan(
             facts = {id(one): _facts(one, there, min(length, one.longest), full) for one in fitting}
             fitting.sort(key=lambda one: _slowness(facts[id(one)]))
             if compiles:
-                best = planner.compiled(fitting[0].layout)
+                best = planner.compiled(fitting[0].layout, full)
                 fitting, facts = [best], {id(best): _facts(best, there, min(length, best.longest), full)}
         except ValidationError as error:
             raise RequestError(f"--backend-config: {describe(error, known=options.model_fields)}") from None

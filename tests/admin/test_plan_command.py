@@ -108,7 +108,6 @@ def test_a_server_is_planned_with_its_options_and_not_started(tmp_path, capsys):
             ["--devices", "v5e:4", "--backend-config", '{"tensor_parallel_size": 8}'],
             "are 8 devices, and --devices has 4",
         ),
-        (["--devices", "v5e", "--compile", "--full"], "--compile: compiles training calls of adapters only"),
         (["--devices", "h100", "--compile"], "--compile: the torch backend plans without compiling"),
         (["--devices", "a100", "--backend", "jax", "--compile"], "--compile: there is no compiler for 1 x a100 here"),
         (["--devices", "h100:3", "--backend-config", '{"tensor_parallel_size": 3}'], "tensor_parallel_size=3 does not"),

@@ -13,9 +13,9 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from skyrl.backends.common.memory_plan import GIB
+from skyrl.backends.common.memory_plan import COPIES, GIB, NEW_IN_A_STEP
 from skyrl.backends.jax import JaxBackend, JaxBackendConfig
-from skyrl.backends.jax.planner import JaxPlanner
+from skyrl.backends.jax.planner import FSDP, JaxPlanner
 from skyrl.backends.planning import flops, rates
 from skyrl.backends.planning.devices import PRESETS, DeviceKind, Devices, devices_of
 from skyrl.backends.planning.estimate import Exchange
@@ -160,6 +160,19 @@ def test_a_jax_estimate_with_compiled_calls_has_the_plan_of_the_backend(tiny_mod
     found = JaxPlanner(tiny_model, JaxBackendConfig, given, devices_of("cpu:2")).compiled(layout)
     with closing(JaxBackend(str(tiny_model), JaxBackendConfig(**given, **layout))) as backend:
         assert found.plan == backend.plan and found.knows_calls
+
+
+@pytest.mark.full
+def test_compiled_programs_of_full_training_update_all_weights(tiny_model):
+    given = {"memory_limit_gib": 4, "max_context_length": 64, "gradient_checkpointing": False}
+    planner, layout = JaxPlanner(tiny_model, JaxBackendConfig, given, devices_of("cpu:2")), {FSDP: 2}
+    found = planner.compiled(layout, full=True)
+    own = found.full_model // (COPIES + NEW_IN_A_STEP)
+    programs = {program.name.split(",")[0]: program for program in found.programs}
+    assert programs["optim_step"].arguments == pytest.approx(4 * own, rel=0.01)
+    assert programs["forward_backward"].results == pytest.approx(own, rel=0.1)
+    assert found.plan == planner.compiled(layout).plan
+    assert all(program.total <= program.planned for program in found.programs)
 
 
 @pytest.mark.parametrize("layout", [{"fully_sharded_data_parallel_size": 4}, {"tensor_parallel_size": 4}], ids=str)

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from skyrl.backends.common.adamw import AdamScalars
+from skyrl.backends.common.memory_plan import COPIES, NEW_IN_A_STEP
 from skyrl.backends.common.page_table import PAGE_SIZE
 from skyrl.backends.common.sampling.model_runner import Rows, chunks_within
 from skyrl.backends.common.sampling.sampler import page_count
@@ -34,6 +35,7 @@ def compiled_programs(
     defaults: Defaults,
     found: Planned,
     widest: Adapter,
+    full: Adapter | None = None,
 ) -> Iterator[CompiledProgram]:
     """Compile passes over micro-batches of the usual and the longest size, an optimizer step, a prefill, and decoding.
 
@@ -44,8 +46,10 @@ def compiled_programs(
         defaults: Resolved options.
         found: The plan.
         widest: An adapter of the largest rank, placed and without values.
+        full: A model's own weights, likewise, if programs that train them are to be compiled. None: those of `widest`.
     """
     plan, version = found.plan, layout.nbytes(widest)
+    trained, own = full or widest, version if full is None else layout.nbytes(full)
 
     def compiled(name: str, planned: int, program: Any, *args: Any) -> CompiledProgram:
         whole = isinstance(program, Program)
@@ -63,15 +67,16 @@ def compiled_programs(
     graph, base = nnx.split(model)
     base, training = layout.abstract(base), found.programs
     passes = plan.base + plan.training + version
+    step = COPIES * own + max(plan.training, NEW_IN_A_STEP * own)
+    if full is not None:  # has room for results of an optimizer step, too, but not for its moments and sums
+        passes = plan.base + plan.training + (1 + NEW_IN_A_STEP) * own
     for length in dict.fromkeys((min(defaults.tile_tokens, found.longest), found.longest)):
         tiles = (abstract_tile(length, 1),) * layout.rows
         tokens = f"{layout.rows} x {length:,} tokens"
-        yield compiled(f"forward, {tokens}", passes, training.forward, base, widest, tiles)
-        yield compiled(f"forward_backward, {tokens}", passes, training.forward_backward, base, (widest,), tiles)
-    like = (widest.weights,) * 4
-    yield compiled(
-        "optim_step", plan.model + plan.training, training.optim_step, *like, AdamScalars.of(AdamParams(), 1)
-    )
+        yield compiled(f"forward, {tokens}", passes, training.forward, base, trained, tiles)
+        yield compiled(f"forward_backward, {tokens}", passes, training.forward_backward, base, (trained,), tiles)
+    like = (trained.weights,) * 4
+    yield compiled("optim_step", step, training.optim_step, *like, AdamScalars.of(AdamParams(), 1))
 
     sampling = SamplingPrograms(graph, model.config, base, config.deterministic, layout)
     blocks = -(-found.longest // PAGE_SIZE)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from pydantic import BaseModel
 
@@ -27,6 +28,7 @@ from skyrl.backends.jax.training.program_choice import (
     optimizer_step_bytes,
     planned,
     uncompiled_plan,
+    with_planned_cache,
 )
 from skyrl.backends.planning.devices import Devices
 from skyrl.backends.planning.estimate import Estimate, Exchange, Step, divisors
@@ -123,8 +125,10 @@ class JaxPlanner:
             notes=tuple(notes),
         )
 
-    def compiled(self, layout: Mapping[str, Any]) -> Estimate:
+    def compiled(self, layout: Mapping[str, Any], full: bool = False) -> Estimate:
         """Estimate a layout with the memory of training calls, which are compiled for its devices.
+
+        With `full`, `Estimate.programs` train all weights. The plan is that of adapters, as it is at the start.
 
         Raises:
             RequestError: The calls do not fit, or there is no compiler for these devices.
@@ -144,7 +148,10 @@ class JaxPlanner:
             jax.set_mesh(mesh),
         ):
             found = planned(self._model, config, defaults.cache_bytes, shape, lengths, widest, placed, target)
-            programs = tuple(compiled_programs(self._model, config, placed, defaults, found, widest))
+            defaults = defaults_for(self._model, with_planned_cache(config, found.plan), placed, target)
+            own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), self._base)
+            trained = placed.abstract(self._adapter._replace(weights={"base": own})) if full else None
+            programs = tuple(compiled_programs(self._model, config, placed, defaults, found, widest, trained))
         seconds = time.monotonic() - begin
         where = "this machine" if self._devices is None else self._devices.kind.name
         return replace(
@@ -152,8 +159,10 @@ class JaxPlanner:
             plan=found.plan,
             budget=self._budget(found.plan, config),
             longest=found.longest,
+            rows=defaults.rows,
             recomputes=found.mode is True,
             training=self._training(placed, config.mesh_sizes, defaults.tile_tokens, found.mode is True),
+            decoding=self._decoding(placed, config.mesh_sizes, defaults.rows),
             knows_calls=True,
             programs=programs,
             notes=(

@@ -122,8 +122,11 @@ class Planner(Protocol):
         """Estimate a layout. Raises `RequestError` if the model cannot be divided so."""
         ...
 
-    def compiled(self, layout: Mapping[str, Any]) -> Estimate:
-        """Estimate a layout with what only compiled programs tell. Raises `RequestError` if that is not possible."""
+    def compiled(self, layout: Mapping[str, Any], full: bool = False) -> Estimate:
+        """Estimate a layout with what only compiled programs tell: those that train adapters, or all weights.
+
+        Raises `RequestError` if that is not possible.
+        """
         ...
 
 

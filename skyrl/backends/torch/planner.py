@@ -129,7 +129,7 @@ class TorchPlanner:
             notes=found.notes,
         )
 
-    def compiled(self, layout: Mapping[str, Any]) -> Estimate:
+    def compiled(self, layout: Mapping[str, Any], full: bool = False) -> Estimate:
         raise RequestError("--compile: the torch backend plans without compiling; leave it out")
 
     def _exchanges(self, shards: ShardOptions, fsdp: int, whole: int, tokens: int, passes: int) -> tuple[Exchange, ...]:
