@@ -1,10 +1,12 @@
-"""Attention of packed segments, or over a paged cache. The only entry point to both kernels."""
+"""Attention of packed segments, or over a paged cache. The only entry point to all kernels."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from skyrl.tx.layers.cached_attention import Pages, cached_attention
+from skyrl.tx.layers.devices import platform
 from skyrl.tx.layers.packed_attention import packed_attention
+from skyrl.tx.layers.splash_attention import splash_attention, suits
 
 
 def attention(
@@ -36,6 +38,10 @@ def attention(
         longest_first: True if rows with higher positions precede others. Pages of long rows are then read by themselves
             (about, see `cached_attention`). The order matters only for speed.
     """
+    if platform() == "tpu":  # the kernel takes scaled queries; the sampler, too, so that both round alike
+        query, scale = (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
+        if pages is None and suits(query, key, value, window):
+            return splash_attention(query, key, value, segments, window=window, softcap=softcap), None
     window = None if window is None else jnp.asarray(window, jnp.int32)
     if pages is None:
         return packed_attention(query, key, value, segments, scale=scale, window=window, softcap=softcap), None
