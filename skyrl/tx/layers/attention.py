@@ -1,5 +1,7 @@
 """Attention of packed segments, or over a paged cache. The only entry point to all kernels."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -19,6 +21,7 @@ def attention(
     pages: Pages | None,
     scale: float,
     window: int | Int[Array, ""] | None = None,
+    windows: Sequence[int] = (),
     softcap: float | None = None,
     longest_first: bool = False,
 ) -> tuple[Float[Array, "batch tokens heads value_dim"], Pages | None]:
@@ -34,14 +37,16 @@ def attention(
         pages: Cache of earlier tokens. The new tokens are written to it first. None: attention within segments.
         scale: Factor of the products of queries and keys.
         window: Number of tokens that a token attends to, including itself; None: itself and all before it.
+        windows: All possible values of `window`, if it is an array.
         softcap: If set, scores are softcap * tanh(scores / softcap), after scaling.
         longest_first: True if rows with higher positions precede others. Pages of long rows are then read by themselves
             (about, see `cached_attention`). The order matters only for speed.
     """
     if platform() == "tpu":  # the kernel takes scaled queries; the sampler, too, so that both round alike
         query, scale = (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
-        if pages is None and suits(query, key, value, window):
-            return splash_attention(query, key, value, segments, window=window, softcap=softcap), None
+        if pages is None and suits(query, key, value):
+            options = {"window": window, "windows": windows, "softcap": softcap}
+            return splash_attention(query, key, value, segments, **options), None
     window = None if window is None else jnp.asarray(window, jnp.int32)
     if pages is None:
         return packed_attention(query, key, value, segments, scale=scale, window=window, softcap=softcap), None

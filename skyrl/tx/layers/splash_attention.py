@@ -8,7 +8,7 @@ Scores, softmax and sums are float32. Products of bfloat16 inputs take one pass 
 attention kernels: it rounds weights to bfloat16, and so does the backward pass with gradients of scores.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -39,23 +39,19 @@ def suits(
     query: Float[Array, "batch tokens heads head_dim"],
     key: Float[Array, "batch tokens kv_heads head_dim"],
     value: Float[Array, "batch tokens kv_heads value_dim"],
-    window: int | Int[Array, ""] | None,
 ) -> bool:
     """Return True if `splash_attention` takes these inputs. Otherwise, use `packed_attention`.
 
-    It does not take lengths that are no multiples of 128, values of another width than keys (latent attention), windows
-    that differ between the layers of a scan, heads that the mesh does not divide, and bfloat16 inputs if the precision
-    of products is "highest", where the kernel would round.
+    It does not take lengths that are no multiples of 128, values of another width than keys (latent attention), heads
+    that the mesh does not divide, and bfloat16 inputs if the precision of products is "highest", as it would round.
     """
     (_, tokens, heads, head_dim), kv_heads, parts = query.shape, key.shape[2], _parts()
-    exact = jax.config.jax_default_matmul_precision == "highest"
     return (
         tokens % BLOCKS[-1] == 0
         and value.shape[3] == head_dim
-        and (window is None or isinstance(window, int))
         and heads % parts == 0
         and (kv_heads % parts == 0 or parts % kv_heads == 0)
-        and not (exact and query.dtype == jnp.bfloat16)
+        and not (jax.default_matmul_precision.value == "highest" and query.dtype == jnp.bfloat16)
     )
 
 
@@ -65,7 +61,8 @@ def splash_attention(
     value: Float[Array, "batch tokens kv_heads head_dim"],
     segment_ids: Int[Array, "batch tokens"],
     *,
-    window: int | None = None,
+    window: int | Int[Array, ""] | None = None,
+    windows: Sequence[int] = (),
     softcap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch tokens heads head_dim"]:
@@ -79,30 +76,44 @@ def splash_attention(
         value: Values.
         segment_ids: Segment of each token.
         window: Number of tokens that a token attends to, including itself; None: itself and all before it.
+        windows: All possible values of `window`, if it is an array. There is a kernel for each.
         softcap: If set, scores are softcap * tanh(scores / softcap).
         interpret: Run the kernel without a TPU, slowly.
     """
-    parts, kv_heads = _parts(), key.shape[2]
+    parts, kv_heads, tokens = _parts(), key.shape[2], query.shape[1]
     if kv_heads % parts:
         key, value = (jnp.repeat(x, parts // kv_heads, axis=2) for x in (key, value))
 
-    def of_device(query: Array, key: Array, value: Array, segments: Array) -> Array:
-        kernel = _kernel(query.shape[1], query.shape[2], window, softcap, interpret)
-        of_rows = jax.vmap(lambda query, key, value, own: kernel(query, key, value, SegmentIds(own, own)))
-        return _with_precision(of_rows, query, key, value, segments)
+    window = tokens if window is None else window
+    reaches = sorted({min(reach, tokens) for reach in ([window] if isinstance(window, int) else windows)})
+    index = jnp.sum(jnp.asarray(reaches[:-1], jnp.int32) < window)
+
+    kernels = [partial(_with_precision, partial(_of_rows, reach, softcap, interpret)) for reach in reaches]
+
+    def of_device(query: Array, key: Array, value: Array, segments: Array, index: Array) -> Array:
+        return jax.lax.switch(index, kernels, query, key, value, segments)
 
     if parts * axis_size("fsdp") > 1:
-        split = PartitionSpec(None, HEAD_AXES)
-        specs = split, split, split, PartitionSpec()
+        split, whole = PartitionSpec(None, HEAD_AXES), PartitionSpec()
+        specs = split, split, split, whole, whole
         of_device = jax.shard_map(of_device, in_specs=specs, out_specs=split, check_vma=False)
-    mixed = of_device(*(jnp.swapaxes(x, 1, 2) for x in (query, key, value)), segment_ids)
+    mixed = of_device(*(jnp.swapaxes(x, 1, 2) for x in (query, key, value)), segment_ids, index)
     return jnp.swapaxes(mixed, 1, 2)
 
 
-def _kernel(heads: int, tokens: int, window: int | None, softcap: float | None, interpret: bool):
-    """Return the kernel for one row: (query, key, value `[heads, tokens, head_dim]`, segments) -> output."""
+def _of_rows(
+    window: int,
+    softcap: float | None,
+    interpret: bool,
+    query: Float[Array, "batch heads tokens head_dim"],
+    key: Float[Array, "batch kv_heads tokens head_dim"],
+    value: Float[Array, "batch kv_heads tokens head_dim"],
+    segment_ids: Int[Array, "batch tokens"],
+) -> Float[Array, "batch heads tokens head_dim"]:
+    """Run the kernel on the heads of one device."""
+    heads, tokens = query.shape[1:3]
     shape, size = (tokens, tokens), next(size for size in BLOCKS if tokens % size == 0)
-    mask = CausalMask(shape) if window is None or window >= tokens else LocalMask(shape, (window - 1, 0), 0)
+    mask = CausalMask(shape) if window == tokens else LocalMask(shape, (window - 1, 0), 0)
     sizes = BlockSizes(
         block_q=size,
         block_kv=size,
@@ -111,7 +122,7 @@ def _kernel(heads: int, tokens: int, window: int | None, softcap: float | None, 
         block_q_dq=size,
         block_kv_dq=size,
     )
-    return make_splash_mha(
+    kernel = make_splash_mha(
         MultiHeadMask([mask] * heads),
         head_shards=1,
         q_seq_shards=1,
@@ -119,6 +130,8 @@ def _kernel(heads: int, tokens: int, window: int | None, softcap: float | None, 
         attn_logits_soft_cap=softcap,
         interpret=interpret,
     )
+    of_rows = jax.vmap(lambda query, key, value, own: kernel(query, key, value, segment_ids=SegmentIds(own, own)))
+    return of_rows(query, key, value, segment_ids)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -142,7 +155,7 @@ _with_precision.defvjp(_with_precision_forward, _with_precision_backward)
 
 
 def _precision(x: Array) -> AbstractContextManager[Any]:
-    coarse = x.dtype == jnp.bfloat16 or jax.config.jax_default_matmul_precision in (None, "default")
+    coarse = x.dtype == jnp.bfloat16 or jax.default_matmul_precision.value in (None, "default")
     return jax.default_matmul_precision("default" if coarse else "highest")
 
 

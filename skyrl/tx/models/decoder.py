@@ -143,7 +143,9 @@ class Decoder(ModelForCausalLM):
                 layer_lora = None if lora is None else lora.of_layer(group.name, number, adapted)
                 whole = None if cache is None else cache[group.name][0]
                 first = group.kinds[0]
-                context = pass_.context(first.rotation, first.window) if kind is None else pass_.context(*kind)
+                context = pass_.context(first.rotation, first.window)
+                if kind is not None:
+                    context = pass_.context(*kind)._replace(windows=_windows(group))
                 cached = None if whole is None else whole.of_layer(number, times)
                 own = self._gathered(group, own) if self._gathers else own
                 x, cached = nnx.merge(graph, own)(x, context, layer_lora, cached)
@@ -272,8 +274,12 @@ def _varied(group: LayerGroup) -> tuple[Array, Array] | None:
     """Return (rotations, windows) of the layers of a group. None if all layers are equal."""
     if len(set(group.kinds)) == 1:
         return None
-    windows = [NO_WINDOW if kind.window is None else kind.window for kind in group.kinds]
-    return jnp.asarray([kind.rotation for kind in group.kinds]), jnp.asarray(windows, jnp.int32)
+    return jnp.asarray([kind.rotation for kind in group.kinds]), jnp.asarray(_windows(group), jnp.int32)
+
+
+def _windows(group: LayerGroup) -> tuple[int, ...]:
+    """Return the windows of the layers of a group."""
+    return tuple(NO_WINDOW if kind.window is None else kind.window for kind in group.kinds)
 
 
 def _shapes(design: Any) -> Shapes:

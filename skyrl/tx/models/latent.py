@@ -72,6 +72,7 @@ class LatentAttentionLayer(nnx.Module):
             pages=cached,
             scale=design.scale,
             window=context.window,
+            windows=context.windows,
             longest_first=context.longest_first,
         )
         mixed = (mixed if absorbed is None else absorbed.value(mixed)).astype(x.dtype)

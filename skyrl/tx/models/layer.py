@@ -42,6 +42,8 @@ class Context(NamedTuple):
     """Segment ids. Without a cache, tokens attend within their segment. With a cache, segment -1 marks padding."""
     longest_first: bool = False
     """See `attention`. Not an array."""
+    windows: tuple[int, ...] = ()
+    """All possible values of `window`, if it is an array. Not arrays."""
 
 
 class AttentionLayer(nnx.Module):
@@ -82,6 +84,7 @@ class AttentionLayer(nnx.Module):
             pages=cached,
             scale=design.scale,
             window=context.window,
+            windows=context.windows,
             softcap=design.softcap,
             longest_first=context.longest_first,
         )

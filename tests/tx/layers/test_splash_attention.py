@@ -34,6 +34,7 @@ class Variant:
     dtype: str = "float32"
     kv_heads: int = 2
     window: int | None = None
+    windows: tuple[int, ...] = ()
     softcap: float | None = None
 
     def arrays(self) -> list[jax.Array]:
@@ -45,12 +46,15 @@ class Variant:
 
     @property
     def options(self) -> dict:
-        return {"window": self.window, "softcap": self.softcap}
+        window = jnp.asarray(self.window) if self.windows else self.window
+        return {"window": window, "windows": self.windows, "softcap": self.softcap}
 
 
 VARIANTS = {
     "packed": Variant(),
     "window": Variant(window=100),
+    "scanned_window": Variant(window=100, windows=(2**30, 100, 2**30)),
+    "scanned_without": Variant(window=2**30, windows=(2**30, 100, 2**30)),
     "softcap": Variant(softcap=2.0),
     "bfloat16": Variant("bfloat16", window=150, softcap=5.0),
     "one_key": Variant(kv_heads=1),
@@ -142,12 +146,12 @@ def test_devices_of_a_mesh_compute_what_float64_does(sizes):
         np.testing.assert_allclose(ours[:, USED], np.tile(wanted[USED][None], (copies, 1, 1, 1)), atol=1e-4, rtol=0)
 
 
-def lowered(tokens: int = 256, dtype: str = "bfloat16", value_dim: int = 64, scanned: bool = False, sizes=None) -> str:
+def lowered(tokens=256, dtype="bfloat16", value_dim=64, windows=(), sizes=None) -> str:
     """The program of a training pass through attention, as it is compiled for a TPU."""
     ids = jnp.zeros((1, tokens), jnp.int32)
 
     def total(query, key, value, window):
-        options = {"pages": None, "scale": 0.3, "window": window if scanned else 100}
+        options = {"pages": None, "scale": 0.3, "window": window if windows else 100, "windows": windows}
         return attention(query, key, value, positions=ids, segments=ids, **options)[0].sum()
 
     run, rows, mesh = jax.jit(jax.grad(total, argnums=(0, 1, 2))), (), None
@@ -165,6 +169,11 @@ def test_a_tpu_runs_the_kernel_in_both_passes(precision):
         assert lowered().count("@tpu_custom_call") == 3
 
 
+def test_there_is_a_kernel_for_each_window_of_a_scan():
+    with compiling_for("tpu"), jax.default_matmul_precision("high"):
+        assert lowered(windows=(2**30, 100, 2**30, 300)).count("@tpu_custom_call") == 2 * 3
+
+
 @MESHES
 def test_each_device_of_a_mesh_runs_the_kernel(sizes):
     with compiling_for("tpu"), jax.default_matmul_precision("high"):
@@ -178,8 +187,8 @@ def test_other_platforms_run_plain_xla():
 
 @pytest.mark.parametrize(
     "options",
-    [{"tokens": 64}, {"tokens": 192}, {"value_dim": 32}, {"scanned": True}],
-    ids=["short", "no multiple", "latent", "window of a scan"],
+    [{"tokens": 64}, {"tokens": 192}, {"value_dim": 32}],
+    ids=["short", "no multiple", "latent"],
 )
 def test_shapes_that_the_kernel_does_not_take_run_plain_xla(options):
     with compiling_for("tpu"), jax.default_matmul_precision("high"):
