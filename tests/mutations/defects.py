@@ -64,6 +64,14 @@ DEFECTS = [
         "    return (causal & (own[:, :, None] >= -1))[:, None, None]\n",
     ),
     Defect(
+        "splash-segments",
+        "on a TPU, sequences packed into one tile attend to each other",
+        "tests/tx/layers/test_splash_attention.py::test_results_and_gradients_are_those_of_float64[packed-mixed]",
+        "skyrl/tx/layers/splash_attention.py",
+        "segment_ids=SegmentIds(own, own)",
+        "segment_ids=SegmentIds(own * 0, own * 0)",
+    ),
+    Defect(
         "rounded-attention",
         "training rounds attention weights to bfloat16 and decoding does not, so fresh ratios are not 1",
         "tests/tx/layers/test_attention_bfloat16.py::test_attention_over_bfloat16_is_that_of_float64_rounded_once",

@@ -5,7 +5,8 @@ chip's memory, in both passes, and blocks that no query sees are skipped. `skyrl
 the same with plain XLA, on other platforms and for shapes that the kernel does not take.
 
 Scores, softmax and sums are float32. Products of bfloat16 inputs take one pass of the matrix unit, as in other flash
-attention kernels: it rounds weights to bfloat16, and so does the backward pass with gradients of scores.
+attention kernels: it rounds weights to bfloat16. The backward pass rounds weights and gradients of scores to bfloat16,
+and reads a rounded output. Products of float32 inputs are float32, unless the precision of products is "default".
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,8 @@ BLOCKS = 512, 256, 128
 """Sizes of blocks of queries and of keys. The largest that divides the length is used. MaxText's default is 512."""
 
 HEAD_AXES = "ep", "tp"
-"""Mesh axes over which heads are split. Rows of a batch are split over `fsdp` by the caller's `vmap`."""
+"""Mesh axes over which heads are split. Rows are split over `fsdp`, by the caller's `vmap`. Devices of `ep`, which have
+rows of their own in other layers, exchange them for heads."""
 
 
 def suits(
@@ -83,15 +85,13 @@ def splash_attention(
     parts, kv_heads, tokens = _parts(), key.shape[2], query.shape[1]
     if kv_heads % parts:
         key, value = (jnp.repeat(x, parts // kv_heads, axis=2) for x in (key, value))
-
     window = tokens if window is None else window
     reaches = sorted({min(reach, tokens) for reach in ([window] if isinstance(window, int) else windows)})
     index = jnp.sum(jnp.asarray(reaches[:-1], jnp.int32) < window)
-
     kernels = [partial(_with_precision, partial(_of_rows, reach, softcap, interpret)) for reach in reaches]
 
-    def of_device(query: Array, key: Array, value: Array, segments: Array, index: Array) -> Array:
-        return jax.lax.switch(index, kernels, query, key, value, segments)
+    def of_device(*arrays: Array) -> Array:  # query, key, value, segments and index
+        return jax.lax.switch(arrays[-1], kernels, *arrays[:-1])
 
     if parts * axis_size("fsdp") > 1:
         split, whole = PartitionSpec(None, HEAD_AXES), PartitionSpec()
@@ -130,8 +130,11 @@ def _of_rows(
         attn_logits_soft_cap=softcap,
         interpret=interpret,
     )
-    of_rows = jax.vmap(lambda query, key, value, own: kernel(query, key, value, segment_ids=SegmentIds(own, own)))
-    return of_rows(query, key, value, segment_ids)
+
+    def of_row(query: Array, key: Array, value: Array, own: Array) -> Any:
+        return kernel(query, key, value, segment_ids=SegmentIds(own, own))
+
+    return jax.vmap(of_row)(query, key, value, segment_ids)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
