@@ -1,4 +1,4 @@
-"""Models with experts on torch: adapters leave out routers and stacked experts."""
+"""Models with experts on torch: adapters leave out routers, and experts in other layouts."""
 
 import pytest
 import torch
@@ -24,16 +24,16 @@ def test_routers_have_no_adapters(tmp_path, kind):
 
 def test_a_start_names_the_stacked_experts_that_adapters_do_not_cover(tmp_path):
     said: list[str] = []
-    TorchBackend(str(make_model(tmp_path, "phimoe")), TorchBackendConfig(max_lora_rank=8), said.append).close()
+    TorchBackend(str(make_model(tmp_path, "gpt_oss")), TorchBackendConfig(max_lora_rank=8), said.append).close()
     notes = [line for line in said if line.startswith("adapters do not cover")]
     stacked = "mlp.experts.down_proj, mlp.experts.gate_up_proj"
     assert notes == [f"adapters do not cover {stacked}: these are stacked matrices, not linear maps"]
 
 
 def test_a_refusal_of_train_mlp_names_the_ways_out(tmp_path):
-    backend = TorchBackend(str(make_model(tmp_path, "phimoe")), TorchBackendConfig(max_lora_rank=8))
+    backend = TorchBackend(str(make_model(tmp_path, "gpt_oss")), TorchBackendConfig(max_lora_rank=8))
     request = CreateModel(request_id=new_id(), model_id="m", lora_config=LoraConfig(rank=4))
     error = finish(backend, request).error
     backend.close()
-    assert error.startswith("lora_config.train_mlp=True: PhimoeForCausalLM has no linear map there")
+    assert error.startswith("lora_config.train_mlp=True: GptOssForCausalLM has no linear map there")
     assert error.endswith("set it to False, or use --backend jax if that supports the architecture")

@@ -63,6 +63,16 @@ EXPERTS = {
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
         **GROUPED, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4, num_experts_per_tok=2
     ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **GROUPED, head_dim=8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **SIZES,
+        **{"num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+        **{"kv_lora_rank": 16, "q_lora_rank": 16, "first_k_dense_replace": 1, "moe_intermediate_size": 24},
+        **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    ),
     "jetmoe": lambda: transformers.JetMoeConfig(
         **UNROTATED, hidden_size=32, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8, num_local_experts=4
     ),

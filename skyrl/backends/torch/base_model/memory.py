@@ -353,7 +353,7 @@ class Sizes:
         config = model.config
         self._hidden, self._vocab = int(config.hidden_size), int(config.vocab_size)
         kind = Kind(LoraConfig(rank=options.max_lora_rank))
-        self.adapter = 4 * lora_layout(targets, kind, self._hidden).size
+        self.adapter = 4 * lora_layout(tuple(targets), kind, self._hidden).size
         if shards.tensor_parallel_size > 1:
             TensorRanks(shards.tensor_parallel_size).cut(model, model.tp_plan, head)
         self._item = head.weight.dtype.itemsize

@@ -136,11 +136,11 @@ class LoadedModel(Forward):
         self.nested_names = has_nested_names(folder)
         names = {id(module): name for name, module in self.hf.named_modules()}
         abilities = abilities_of_copy(self.hf, folder)
-        self.targets = [
+        self.targets = tuple(
             target
             for target in targets_of(self.hf, names[id(self.head)])
-            if target.module.rpartition(".")[2] not in abilities.unadaptable
-        ]
+            if (target.experts or target.module).rpartition(".")[2] not in abilities.unadaptable
+        )
         self.tensor_ranks = tensor_ranks(shards.tensor_parallel_size, world, device)
         """Tensor parallel ranks of this rank."""
         self.hooks = Hooks(self.hf, self.targets, self.tensor_ranks)

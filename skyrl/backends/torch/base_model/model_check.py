@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from skyrl.backends.torch.base_model.attention import DecodeBurst, Packed, Paged, PagedCache, PagedParts
+from skyrl.backends.torch.base_model.experts import routed_experts
 from skyrl.backends.torch.base_model.forward import Forward
 from skyrl.backends.torch.base_model.loading import check_memory, one_line
 from skyrl.backends.torch.base_model.lora import targets_of
@@ -26,6 +27,8 @@ ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 may change the experts of a token."""
 HEAD_ROUNDING = 4
 """Tolerance of logits of the same hidden states, relative to the largest logit, in units of the dtype's epsilon."""
+EXPERTS_ARGUMENTS = 3
+"""Number of arguments of experts: inputs, selected experts and their weights."""
 PAGE = 8
 """Tokens per page of the cache in checks."""
 UNSUPPORTED = (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, LookupError)
@@ -184,35 +187,44 @@ class ModelCheck:
         return own and not first
 
     def unadaptable(self) -> frozenset[str]:
-        """Names, without their paths, of `nn.Linear` modules that affect the logits in other ways than by x W^T + b.
+        """Names, without their paths, of modules that affect the logits in other ways than their class says.
 
-        Adapters are applied to the outputs of a module. So they have no effect on weights that are read without a call
-        of the module, and a wrong one if a subclass of `nn.Linear` computes something else.
+        An `nn.Linear` should compute x W^T + b, and experts what `routed_experts` computes. Adapters are applied to the
+        outputs of a module. So they have no effect on weights that are read without a call of the module, and a wrong
+        one if a subclass of `nn.Linear` computes something else.
         """
         forward = self._forward
         head = next(name for name, module in forward.hf.named_modules() if module is forward.head)
         modules: dict[str, Any] = {
-            target.module: forward.hf.get_submodule(target.module) for target in targets_of(forward.hf, head)
+            name: forward.hf.get_submodule(name)
+            for name in dict.fromkeys(target.experts or target.module for target in targets_of(forward.hf, head))
         }
-        linear = dict[nn.Module, bool]()
+        as_expected = dict[nn.Module, bool]()
 
         def compare(module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
-            wanted = nn.functional.linear(args[0].detach(), module.weight.detach(), module.bias)
-            alike = isinstance(output, Tensor) and wanted.shape == output.shape and self.agree(wanted, output.detach())
-            linear[module] = linear.get(module, True) and alike
+            with torch.no_grad():
+                wanted = None
+                if isinstance(module, nn.Linear):
+                    wanted = nn.functional.linear(args[0], module.weight, module.bias)
+                elif len(args) == EXPERTS_ARGUMENTS:
+                    wanted = routed_experts(module, *args, lambda part, inputs, outputs, routing: outputs)
+            alike = isinstance(output, Tensor) and wanted is not None and wanted.shape == output.shape
+            alike = alike and self.agree(wanted, output.detach())
+            as_expected[module] = as_expected.get(module, True) and alike
 
         hooks = [x.register_forward_hook(compare) for x in modules.values()]
+        weights = {name: next(x.parameters()) for name, x in modules.items()}
         try:
-            for x in modules.values():
-                x.weight.requires_grad_()
+            for x in weights.values():
+                x.requires_grad_()
             self.logits(self.rows[:1], self.places[:1], self.lengths[:1]).square().sum().backward()
-            used = {name for name, x in modules.items() if x.weight.grad is not None and bool(x.weight.grad.any())}
+            used = {name for name, x in weights.items() if x.grad is not None and bool(x.grad.any())}
         finally:
-            for x, hook in zip(modules.values(), hooks, strict=True):
+            for x, hook in zip(weights.values(), hooks, strict=True):
                 hook.remove()
-                x.weight.requires_grad_(False)
-                x.weight.grad = None
-        names = frozenset(name.rpartition(".")[2] for name in used if not linear.get(modules[name]))
+                x.requires_grad_(False)
+                x.grad = None
+        names = frozenset(name.rpartition(".")[2] for name in used if not as_expected.get(modules[name]))
         if names:
             log.warning("adapters do not cover %s of %s: it is no linear map of its inputs", sorted(names), self._kind)
         return names

@@ -2,9 +2,9 @@
 Face's layout for fully trained models. They do not depend on the number of workers."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,14 @@ from skyrl.backends.common.models.training_files import (
     read_training,
     training_files,
 )
-from skyrl.backends.torch.base_model.lora import Layout
+from skyrl.backends.torch.base_model.experts import file_name
+from skyrl.backends.torch.base_model.lora import Layout, Target
 from skyrl.backends.torch.models.state import TorchState, TorchVersion, adaptable, layout_of
 from skyrl.backends.torch.workers.group import Buffer, WorkerGroup
 from skyrl.backends.torch.workers.shares import Spread
 from skyrl.errors import RequestError
 from skyrl.types import LoraConfig
+from skyrl.utils.adapters.experts import untrained_beside
 from skyrl.utils.adapters.fitting import fitted_adapter
 from skyrl.utils.adapters.naming import PREFIX
 from skyrl.utils.files.atomic_folders import Content, Entries, Parts, read_folder
@@ -131,17 +133,22 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
             return self._model_files(version.kind, version.weights)
         layout, read = self._layout(version.kind), _Newest()
         tensors: dict[str, Tensor] = {}
-        start = 0
-        for part in layout.parts:
+        for part, start in zip(layout.parts, _starts(layout), strict=True):
             make = partial(_piece, read, version.weights, start, part.shape)
             tensors[f"{PREFIX}{self._file_name(part.name)}.weight"] = Tensor(
                 part.shape[::-1], FLOAT32, lambda make=make: np.ascontiguousarray(make().T)
             )
-            start += int(np.prod(part.shape))
-        config = peft_config(self.base_model, lora_config, self._peft_modules(layout))
-        adapted = {part.name for part in layout.parts}
-        targets = [target.module for target in self.group.facts.targets if f"{target.module}.lora_A" in adapted]
-        on_tied = any(f"{module}.weight" not in self.group.facts.parameters for module in targets)
+        trained = {part.name.removesuffix(".lora_A") for part in layout.parts if part.name.endswith(".lora_A")}
+        targets = {target.module: target for target in self.group.facts.targets}
+        zeros = untrained_beside(trained, targets)
+        for module in zeros:
+            _, _, inner, outer, *_ = targets[module]
+            shapes = {"lora_A": (lora_config.rank, inner), "lora_B": (outer, lora_config.rank)}
+            for matrix, shape in shapes.items():
+                name = f"{PREFIX}{self._file_name(f'{module}.{matrix}')}.weight"
+                tensors[name] = Tensor(shape, FLOAT32, partial(np.zeros, shape, np.float32))
+        config = peft_config(self.base_model, lora_config, *self._peft_names(trained | {*zeros}))
+        on_tied = any(targets[module].matrix[0] not in self.group.facts.parameters for module in trained)
         return peft_files(tensor_file(tensors), config, on_tied)
 
     def pack_model(self, state: TorchState) -> dict[str, Content]:
@@ -160,7 +167,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         if WEIGHTS in files:
             kind = Kind(LoraConfig(rank=0))
             tensors = {name: x.astype(np.float32) for name, x in load(files[WEIGHTS]).items()}
-            return self._version(kind, tensors, path)
+            return self._version(kind, self._with_fused_experts(tensors), path)
 
         def check(kind: Kind) -> None:
             check_served_rank(kind.lora_config.rank, self.max_lora_rank, path)
@@ -175,6 +182,11 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         """Convert an adapter saved by PEFT or any backend. Adapters of modules without tensors are zero."""
         modules = adaptable(self.group.facts)
         fitted, rank, alpha = fitted_adapter(tensors, config, modules)
+        facts = self.group.facts
+        names = {file_name(target.module, facts.expert_names): target.module for target in facts.targets}
+        count, fitted = len(fitted), {names.get(module, module): pair for module, pair in fitted.items()}
+        if len(fitted) < count:
+            raise RequestError(f"path={path}: it has an expert's adapter under two names; save one adapter alone")
         check_served_rank(rank, self.max_lora_rank, path)
         kind = Kind(LoraConfig.of_groups(rank, alpha, {modules[module].group for module in fitted}))
         found = {f"{module}.lora_A": pair.a.T for module, pair in fitted.items()}
@@ -188,21 +200,46 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
             raise RequestError(f"path={path}: its tensors are not those of the base model that is served here")
         return TorchVersion(kind, self.group.put(_ordered(layout, tensors), self.group.spreads(kind).weights))
 
-    def _peft_modules(self, layout: Layout) -> list[str]:
-        """Names of the adapted modules: short names if they match only adapted modules, otherwise full paths.
+    def _peft_names(self, stored: Collection[str]) -> tuple[list[str], list[str]]:
+        """Names of the modules in a file, as PEFT's (target_modules, target_parameters).
 
-        Other parts of a multimodal model may have the same short names.
+        Names are short if they match only modules in the file, otherwise full paths. Other parts of a multimodal model
+        may have the same short names. PEFT applies the names of experts' linear maps to experts only, so other modules
+        with such a name are listed by their weights.
         """
-        trained = {part.name.rpartition(".")[0] for part in layout.parts}
-        names = {module.rpartition(".")[2] for module in trained}
-        alike = {target.module for target in self.group.facts.targets if target.module.rpartition(".")[2] in names}
-        if alike == trained and not self.group.facts.nested_names:
-            return sorted(names)
-        return sorted(map(self._file_name, trained))
+        files = {target.module: self._file_name(target.module) for target in self.group.facts.targets}
+        of_experts = {_last(files[target.module]) for target in self._experts if target.module in stored}
+        names = {_last(files[module]) for module in stored}
+        by_path = self.group.facts.nested_names or any(
+            _last(name) in names for module, name in files.items() if module not in stored
+        )
+        experts = {target.module for target in self._experts}
+        beside = [files[one] for one in stored if one not in experts and _last(files[one]) in of_experts]
+        modules = {files[one] for one in stored} - {*beside}
+        if by_path:
+            return sorted(modules), sorted(f"{name}.weight" for name in beside)
+        return sorted(set(map(_last, modules))), sorted({f"{_last(name, 2)}.weight" for name in beside})
+
+    @property
+    def _experts(self) -> list[Target]:
+        return [target for target in self.group.facts.targets if target.experts]
 
     def _file_name(self, name: str) -> str:
-        """Name that adapter files use for a module, or for a part of a module."""
+        """Name that files use for a module, or for a part of a module."""
+        name = file_name(name, self.group.facts.expert_names)
         return nested_name(name) if self.group.facts.nested_names else name
+
+    def _with_fused_experts(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the parameters of the model for the tensors of its files, which have a matrix for each expert."""
+        facts = self.group.facts
+        names = {file_name(name, facts.expert_names): name for name in facts.parameters}
+        found = {names.get(name, name): x for name, x in tensors.items()}
+        files = {target: f"{file_name(target.module, facts.expert_names)}.weight" for target in self._experts}
+        if all(file in found for file in files.values()):
+            for target, file in files.items():
+                name, index = target.matrix
+                found.setdefault(name, np.empty(facts.parameters[name], np.float32))[index] = found.pop(file)
+        return found
 
     def _layout(self, kind: Kind) -> Layout:
         return layout_of(self.group.facts, kind)
@@ -210,6 +247,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
     def _model_files(self, kind: Kind, weights: Buffer) -> dict[str, Content]:
         """Files of the base model with trained weights merged in, W + scaling (A B) for adapters, in the base dtype."""
         facts, layout, read = self.group.facts, self._layout(kind), _Newest()
+        read_base = lru_cache(maxsize=1)(self._parameter)
         dtype = TYPES[facts.dtype]
         starts = dict(zip((part.name for part in layout.parts), _starts(layout), strict=True))
         shapes = dict(layout.parts)
@@ -218,9 +256,15 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
             config = text_config(config, facts.architecture)
         tensors: dict[str, Tensor] = {}
         for name, shape in facts.parameters.items():
-            base = partial(self._parameter, name)
+            base = partial(read_base, name)
             make = partial(_piece, read, weights, starts[name], shape) if kind.is_whole else base
             tensors[name] = Tensor(shape, FLOAT32, make)
+        for target in self._experts:
+            name, index = target.matrix
+            make = partial(_matrix, tensors[name].make, index)
+            tensors[f"{target.module}.weight"] = Tensor((target.out_features, target.in_features), FLOAT32, make)
+        for name in {target.matrix[0] for target in self._experts}:
+            del tensors[name]
         for target in () if kind.is_whole else facts.targets:
             if f"{target.module}.lora_A" not in starts:
                 continue
@@ -236,7 +280,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         for key in ("dtype", "torch_dtype"):
             if key in config:
                 config[key] = facts.dtype
-        files = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+        files = {file_name(name, facts.expert_names): tensor.astype(dtype) for name, tensor in tensors.items()}
         if kind.value_head:
             make = partial(_piece, read, weights, starts[VALUE_HEAD], (1, facts.hidden_size))
             files[f"{self.value_head}.weight"] = Tensor((1, facts.hidden_size), FLOAT32, make)
@@ -274,6 +318,15 @@ class _Newest:
 
 def _piece(read: _Newest, buffer: Buffer, start: int, shape: tuple[int, ...]) -> np.ndarray:
     return read.of(buffer)[start : start + int(np.prod(shape))].reshape(shape)
+
+
+def _matrix(parameter: Callable[[], np.ndarray], index: Any) -> np.ndarray:
+    return parameter()[index]
+
+
+def _last(name: str, count: int = 1) -> str:
+    """The last parts of a name."""
+    return ".".join(name.split(".")[-count:])
 
 
 def _merged(base: Callable[[], np.ndarray], pair: list[Callable[[], np.ndarray]], scaling: float) -> np.ndarray:

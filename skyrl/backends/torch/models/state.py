@@ -1,11 +1,13 @@
 """Models and versions of the torch backend in the driver: handles of buffers on workers."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
 from skyrl.backends.common.models.kind import Kind, check_selects
 from skyrl.backends.common.offload import ModelInfo
+from skyrl.backends.torch.base_model.experts import file_name
 from skyrl.backends.torch.base_model.lora import Layout, lora_layout, whole_layout
 from skyrl.backends.torch.base_model.memory import IN_A_STEP
 from skyrl.backends.torch.base_model.tensor_ranks import is_attention
@@ -90,6 +92,8 @@ def layout_of(facts: ModelFacts, kind: Kind) -> Layout:
         return whole_layout(facts.parameters, kind, facts.hidden_size)
     config = kind.lora_config
     check_selects(config, [(target.module, target.group) for target in facts.targets], facts.architecture)
+    layout = lora_layout(facts.targets, kind, facts.hidden_size)
+    _check_experts(layout, facts)
     has_attention = any(is_attention(name) for name in facts.parameters)
     for name, group in (("train_attn", "attn"), ("train_mlp", "mlp"), ("train_unembed", "unembed")):
         if group == "attn" and not has_attention:
@@ -97,9 +101,22 @@ def layout_of(facts: ModelFacts, kind: Kind) -> Layout:
         if getattr(config, name) and not any(target.group == group for target in facts.targets):
             raise RequestError(
                 f"lora_config.{name}=True: {facts.architecture} has no linear map there that an adapter could be on "
-                "(stacked experts are none); set it to False, or use --backend jax if that supports the architecture"
+                "(its experts are stacked in a layout that has none); set it to False, or use --backend jax if that "
+                "supports the architecture"
             )
-    return lora_layout(facts.targets, kind, facts.hidden_size)
+    return layout
+
+
+def _check_experts(layout: Layout, facts: ModelFacts) -> None:
+    """Raise `RequestError` if some experts of a layer are selected and others are not."""
+    counts = Counter(target.stack for target in facts.targets if target.experts)
+    for name, shape in layout.stacks:
+        stack, count = name.rpartition(".")[0], shape[0]
+        if stack in counts and count != counts[stack]:
+            raise RequestError(
+                f"lora_config.target_modules: it selects {count} of the {counts[stack]} experts of {stack}, and torch "
+                "adapts all experts of a layer or none; select all of them, or use --backend jax"
+            )
 
 
 def fresh_state(group: WorkerGroup, kind: Kind, seed: int) -> TorchState:
@@ -120,5 +137,6 @@ def random_version(group: WorkerGroup, kind: Kind, scale: float) -> TorchVersion
 
 
 def adaptable(facts: ModelFacts) -> dict[str, Features]:
-    """Modules that can have adapters, by their names in Hugging Face's models."""
-    return {one.module: Features(one.in_features, one.out_features, one.group) for one in facts.targets}
+    """Modules that can have adapters, by their names in Hugging Face's models, and experts by those in files, too."""
+    features = {one.module: Features(one.in_features, one.out_features, one.group) for one in facts.targets}
+    return features | {file_name(one, facts.expert_names): found for one, found in features.items()}

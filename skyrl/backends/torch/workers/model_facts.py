@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from skyrl.backends.torch.base_model.experts import names_in_files
 from skyrl.backends.torch.base_model.lora import Target
 from skyrl.backends.torch.base_model.memory import WorkerMemory
 from skyrl.backends.torch.base_model.model import LoadedModel
@@ -33,6 +34,8 @@ class ModelFacts(NamedTuple):
     """True if models can be fully trained."""
     nested_names: bool
     """True if adapter files use the module names of a multimodal model."""
+    expert_names: dict[str, str]
+    """`names_in_files` of a model whose experts can have adapters; empty for other models."""
     cache_shapes: tuple[tuple[int, int, int], ...]
     """(key heads, key width, value width) of each layer; empty if the model cannot be sampled."""
     decided: WorkerMemory
@@ -57,6 +60,7 @@ class ModelFacts(NamedTuple):
             tile_ranks=model.tile_ranks,
             trains_whole=model.tensor_ranks.size == 1,
             nested_names=model.nested_names,
+            expert_names=names_in_files(model.hf) if any(target.experts for target in model.targets) else {},
             cache_shapes=model.cache_shapes,
             decided=decided,
         )
