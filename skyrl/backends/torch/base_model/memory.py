@@ -34,6 +34,7 @@ from skyrl.backends.common.memory_plan import (
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.torch.base_model.attention import HELD_BYTES
 from skyrl.backends.torch.base_model.base_weights import ShardOptions
+from skyrl.backends.torch.base_model.experts import experts_of
 from skyrl.backends.torch.base_model.loading import Checkpointing, decoder_layers, layers_of
 from skyrl.backends.torch.base_model.lora import lora_layout, targets_of, unadapted
 from skyrl.backends.torch.base_model.tensor_ranks import TensorRanks
@@ -51,6 +52,8 @@ DRAWING_COPIES = 6
 """Memory of token sampling, as a number of float32 arrays of the size of all rows' logits. Two arrays are float64."""
 IN_A_STEP = NEW_IN_A_STEP + 2
 """Arrays of the size of a model's weights in an optimizer step, including divided gradients and the update."""
+EXPERT_MAPS = 3
+"""Linear maps of an expert: gate, up and down."""
 AUTO = 0
 """`fsdp_size` that lets the plan decide."""
 WAYS_OUT = "a smaller kv_cache_gib, train_tile_tokens or loss_chunk_size"
@@ -360,6 +363,8 @@ class Sizes:
         self._base = _nbytes(model)
         count = int(getattr(config, "num_hidden_layers", None) or 1)
         features = sum(one.in_features + one.out_features for one in _linear_maps(model) if one is not head)
+        active = int(getattr(config, "num_experts_per_tok", None) or 1)
+        features += sum(active * EXPERT_MAPS * (one.hidden_size + one.inner_size) for one in experts_of(model).values())
         self._kept = 4 * (features // count + 2 * self._hidden)
         """Bytes that a layer keeps per token."""
         self._count = count

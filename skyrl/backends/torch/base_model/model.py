@@ -149,6 +149,13 @@ class LoadedModel(Forward):
         self.ranks = sequence_ranks(shards.sequence_parallel_size, world, device)
         """Sequence parallel ranks of this rank."""
         shapes = {name: tuple(x.shape) for name, x in self.hf.named_parameters()}
+        persistent = self.hf.state_dict().keys()
+        self.buffers = {
+            name: (tuple(x.shape), str(x.dtype).removeprefix("torch."))
+            for name, x in self.hf.named_buffers()
+            if name in persistent and x.is_floating_point()
+        }
+        """Shapes and dtypes of buffers that are in the files, such as corrections of routers."""
         inputs = self.hf.get_input_embeddings().weight
         self.embedding = next(name for name, x in self.hf.named_parameters() if x is inputs)
         """Name of the embedding's weights."""

@@ -167,7 +167,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         if WEIGHTS in files:
             kind = Kind(LoraConfig(rank=0))
             tensors = {name: x.astype(np.float32) for name, x in load(files[WEIGHTS]).items()}
-            return self._version(kind, self._with_fused_experts(tensors), path)
+            return self._version(kind, self._parameters_of(tensors), path)
 
         def check(kind: Kind) -> None:
             check_served_rank(kind.lora_config.rank, self.max_lora_rank, path)
@@ -229,11 +229,14 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         name = file_name(name, self.group.facts.expert_names)
         return nested_name(name) if self.group.facts.nested_names else name
 
-    def _with_fused_experts(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the parameters of the model for the tensors of its files, which have a matrix for each expert."""
+    def _parameters_of(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the parameters of the model for the tensors of its files, which have a matrix for each expert.
+
+        Buffers are left out, as they are those of the base model.
+        """
         facts = self.group.facts
         names = {file_name(name, facts.expert_names): name for name in facts.parameters}
-        found = {names.get(name, name): x for name, x in tensors.items()}
+        found = {names.get(name, name): x for name, x in tensors.items() if name not in facts.buffers}
         files = {target: f"{file_name(target.module, facts.expert_names)}.weight" for target in self._experts}
         if all(file in found for file in files.values()):
             for target, file in files.items():
@@ -281,6 +284,9 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
             if key in config:
                 config[key] = facts.dtype
         files = {file_name(name, facts.expert_names): tensor.astype(dtype) for name, tensor in tensors.items()}
+        for name, (shape, own_dtype) in facts.buffers.items():
+            tensor = Tensor(shape, FLOAT32, partial(read_base, name))
+            files[file_name(name, facts.expert_names)] = tensor.astype(TYPES[own_dtype])
         if kind.value_head:
             make = partial(_piece, read, weights, starts[VALUE_HEAD], (1, facts.hidden_size))
             files[f"{self.value_head}.weight"] = Tensor((1, facts.hidden_size), FLOAT32, make)

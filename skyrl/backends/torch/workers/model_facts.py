@@ -21,6 +21,8 @@ class ModelFacts(NamedTuple):
     targets: tuple[Target, ...]
     parameters: dict[str, tuple[int, ...]]
     """Shapes of the base model's parameters, by Hugging Face's names."""
+    buffers: dict[str, tuple[tuple[int, ...], str]]
+    """Shapes and dtypes of the base model's buffers that are in its files."""
     embedding: str
     """Name of the embedding's weights in `parameters`."""
     dtype: str
@@ -52,6 +54,7 @@ class ModelFacts(NamedTuple):
             longest=getattr(config, "max_position_embeddings", None),
             targets=tuple(model.targets),
             parameters=model.base.shapes,
+            buffers=model.buffers,
             embedding=model.embedding,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(device),

@@ -226,9 +226,12 @@ class Worker:
         return ModelFacts.of(self.model, self.device, self._decided)
 
     def parameter(self, name: str) -> np.ndarray | None:
-        """A weight of the base model, float32; None on ranks other than the first."""
+        """A weight or buffer of the base model, float32; None on ranks other than the first."""
         base = self.model.base
-        whole = base.joined(base.part(name), base.shapes[name])
+        if name in self.model.buffers:
+            whole = self.model.hf.get_buffer(name)
+        else:
+            whole = base.joined(base.part(name), base.shapes[name])
         return None if self.rank > 0 else whole.float().cpu().numpy()
 
     # -- buffers ------------------------------------------------------------------------------------------------------
