@@ -153,17 +153,24 @@ def _computed(folder: Path) -> tuple[str, str]:
     rng = torch.Generator().manual_seed(0)
     adapter = {}
     shared = Counter(id(x) for _, x in theirs.named_parameters(remove_duplicate=False))
+    of_experts: dict[str, list[torch.Tensor]] = {}
     for target in model.targets:
-        if shared[id(theirs.get_submodule(target.module).weight)] > 1:
+        name, place = target.matrix
+        weight = theirs.get_parameter(name)
+        if shared[id(weight)] > 1:
             continue  # the merged weight would be that of other modules, too
         a, b = (torch.randn(n, generator=rng) for n in ((target.in_features, 2), (2, target.out_features)))
-        adapter |= {f"{target.module}.lora_A": a / 30, f"{target.module}.lora_B": b / 30}
+        for matrix, x in {f"{target.stack}.lora_A": a / 30, f"{target.stack}.lora_B": b / 30}.items():
+            if target.experts:
+                of_experts.setdefault(matrix, []).append(x)
+            else:
+                adapter[matrix] = x
         with torch.no_grad():
-            weight = theirs.get_submodule(target.module).weight
-            weight.add_((a @ b).T / 900)
+            weight[place] += (a @ b).T / 900
+    adapter |= {name: torch.stack(some) for name, some in of_experts.items()}
     matrices = [
-        [one.get_submodule(target.module).weight.requires_grad_() for one in (model.hf, theirs)]
-        for target in model.targets
+        [one.get_parameter(name).requires_grad_() for one in (model.hf, theirs)]
+        for name in dict.fromkeys(target.matrix[0] for target in model.targets)
     ]
     rows = [np.random.default_rng(n).integers(0, model.vocab_size - 1, n).tolist() for n in LENGTHS]
     of_theirs = [theirs for _, theirs in matrices]

@@ -112,6 +112,51 @@ def test_the_training_checkpoint_of_one_backend_is_sampled_on_the_other(fresh, t
     np.testing.assert_allclose(drawn[0].logprobs, drawn[1].logprobs, atol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory) -> Iterator[dict[str, AbstractBackend]]:
+    """One of each, on a model with experts."""
+    folder = make_model(tmp_path_factory.mktemp("experts") / "model", "qwen3_moe", **SIZE)
+    made = {"jax": open_jax(folder), "torch": open_torch(folder)}
+    yield made
+    for backend in made.values():
+        backend.close()
+
+
+@pytest.mark.full
+@pytest.mark.gate("jax-torch")
+@pytest.mark.parametrize(("first", "second"), [("jax", "torch"), ("torch", "jax")])
+def test_adapters_of_experts_go_on_after_a_move(with_experts, first, second, tmp_path):
+    for backend in with_experts.values():
+        driver.clear(backend)
+    trained(with_experts[first], "adapter")
+    snapshot(with_experts[first], tmp_path / "moved")
+    wanted = after_step(with_experts[first], tmp_path / "wanted", "model")
+    assert "weights/model.layers.1.mlp.experts.2.gate_proj.lora_A" in wanted
+    load(with_experts[second], tmp_path / "moved", "moved")
+    found = after_step(with_experts[second], tmp_path / "found", "moved")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        np.testing.assert_allclose(found[name], tensor, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.full
+def test_new_adapters_of_experts_are_equal_and_files_of_one_backend_are_sampled_on_the_other(with_experts, tmp_path):
+    files, drawn = {}, {}
+    for name, backend in with_experts.items():
+        driver.clear(backend)
+        driver.create(backend, rank=3, seed=7)
+        files[name] = snapshot(backend, tmp_path / f"new-{name}")
+        driver.train(backend, steps=2)
+        driver.publish(backend, name, tmp_path / name)
+        drawn[name] = sample(backend, name, tmp_path / name).sequences[0]
+    assert files["jax"].keys() == files["torch"].keys()
+    assert all(np.array_equal(files["torch"][name], tensor) for name, tensor in files["jax"].items())
+    for name, other in (("jax", "torch"), ("torch", "jax")):
+        found = sample(with_experts[other], f"of-{name}", tmp_path / name).sequences[0]
+        np.testing.assert_array_equal(found.tokens, drawn[name].tokens)
+        np.testing.assert_allclose(found.logprobs, drawn[name].logprobs, atol=1e-4)
+
+
 # -- format 1 ---------------------------------------------------------------------------------------------------------
 
 

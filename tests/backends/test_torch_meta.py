@@ -154,7 +154,7 @@ def test_the_plan_of_memory_counts_each_ranks_part_to_the_byte(family, world):
 
 def test_weights_gradients_and_moments_of_an_adapter_are_planned_for_each_rank(family):
     _, model, _ = family
-    size = lora_layout(targets_of(model, head_of(model)), Kind(LoraConfig(rank=32)), 0).size
+    size = lora_layout(tuple(targets_of(model, head_of(model))), Kind(LoraConfig(rank=32)), 0).size
     assert plan_of(family, 400, 1, ShardOptions()).model == 4 * 4 * size
     assert plan_of(family, 400, 8, ShardOptions(fsdp_size=8)).model == 4 * (2 * size + 2 * -(-size // 8))
 

@@ -235,8 +235,10 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         Buffers are left out, as they are those of the base model.
         """
         facts = self.group.facts
-        names = {file_name(name, facts.expert_names): name for name in facts.parameters}
-        found = {names.get(name, name): x for name, x in tensors.items() if name not in facts.buffers}
+        names = {file_name(name, facts.expert_names): name for name in (*facts.parameters, *facts.buffers)}
+        found = {names.get(name, name): x for name, x in tensors.items()}
+        for name in facts.buffers:
+            found.pop(name, None)
         files = {target: f"{file_name(target.module, facts.expert_names)}.weight" for target in self._experts}
         if all(file in found for file in files.values()):
             for target, file in files.items():
@@ -286,7 +288,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         files = {file_name(name, facts.expert_names): tensor.astype(dtype) for name, tensor in tensors.items()}
         for name, (shape, own_dtype) in facts.buffers.items():
             tensor = Tensor(shape, FLOAT32, partial(read_base, name))
-            files[file_name(name, facts.expert_names)] = tensor.astype(TYPES[own_dtype])
+            files[file_name(name, facts.expert_names)] = tensor.astype(TYPES.get(own_dtype, FLOAT32))
         if kind.value_head:
             make = partial(_piece, read, weights, starts[VALUE_HEAD], (1, facts.hidden_size))
             files[f"{self.value_head}.weight"] = Tensor((1, facts.hidden_size), FLOAT32, make)
