@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 from safetensors.numpy import save_file
@@ -33,6 +34,7 @@ from skyrl.backends.operations import CreateModel, ExportModel
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.cli import main
 from skyrl.types import AdapterConfig, Datum
+from skyrl.utils.files.atomic_folders import write_folder
 from tests.conformance.networks import applied_gradient, assert_same_gradient
 
 FAMILIES = ["qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3"]
@@ -146,6 +148,23 @@ def test_an_exported_adapter_has_the_same_log_probabilities_in_peft(backend, fol
     for given, one in zip(DATA, output.loss_fn_outputs, strict=True):
         wanted = oracle.logprobs(model, tokens_of(given)).detach()
         np.testing.assert_allclose(one["logprobs"], wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+def test_an_adapter_that_peft_trained_on_fused_experts_is_sampled(backend, folder, tmp_path):
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    settings = {"target_modules": ["o_proj"], "target_parameters": parameters, "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(oracle.load(folder), peft.LoraConfig(r=3, lora_alpha=5, **settings)).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if "lora_" in name:
+                x.copy_(0.2 * torch.randn(x.shape, generator=generator))
+    model.save_pretrained(tmp_path / "saved", save_embedding_layers=False)
+    write_folder(tmp_path / "adapter", {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()})
+    (drawn,) = finish(backend, sampling("of PEFT", tmp_path / "adapter", prompt=PROMPT)).sequences
+    wanted = oracle.logprobs(model, [*PROMPT, *drawn.tokens.tolist()]).detach()[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(drawn.logprobs, wanted, rtol=0, atol=1e-4)
 
 
 def test_a_restored_checkpoint_goes_on_bit_for_bit(backend, tmp_path):
