@@ -35,9 +35,9 @@ ALIGNED = 16
 
 
 class FusedExperts(NamedTuple):
-    """Sizes of a module with gate_up_proj `[count, 2 inner, hidden]` and down_proj `[count, hidden, inner]`."""
+    """Sizes of a module with gate_up_proj `[experts, 2 inner, hidden]` and down_proj `[experts, hidden, inner]`."""
 
-    count: int
+    experts: int
     hidden_size: int
     inner_size: int
 

@@ -189,7 +189,7 @@ def initial_lora(layout: Layout, config: LoraConfig, seed: int) -> np.ndarray:
         module, _, matrix = part.name.rpartition(".")
         if matrix == "lora_A":
             bound = np.float32(1 / np.sqrt(part.shape[0]))
-            path, *places = stream_of(module)
+            path, places = stream_of(module)
             stream = np.random.default_rng([seed % 2**64, zlib.crc32(path.encode()), *places])
             if isinstance(config, AdapterConfig) and config.init_method == "gaussian":
                 values[:] = stream.standard_normal(part.shape, np.float32) / np.float32(config.rank)
@@ -203,11 +203,11 @@ def initial_value_head(hidden: int, seed: int) -> np.ndarray:
     return np.random.default_rng([seed % 2**64, HEAD_STREAM]).normal(0, 1 / (hidden + 1), hidden).astype(np.float32)
 
 
-def stream_of(module: str) -> tuple[str | int, ...]:
+def stream_of(module: str) -> tuple[str, list[int]]:
     """Key of a module's random stream: its path without the model's prefix and numbers, and the numbers."""
     path = module.removeprefix("model.")
     numbers = [int(number) for number in re.findall(r"(?<=\.)\d+(?=\.)", path)]
-    return re.sub(r"\.\d+(?=\.)", "", path), *(numbers or [0])
+    return re.sub(r"\.\d+(?=\.)", "", path), numbers or [0]
 
 
 class StackedAdapters(NamedTuple):
