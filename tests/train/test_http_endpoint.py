@@ -162,7 +162,7 @@ def test_an_answer_that_continues_another_is_a_turn_of_its_own(arguments):
 
 
 def test_a_session_without_answers_fails_the_attempt(arguments):
-    with pytest.raises(Exception, match="has no answers"):
+    with pytest.raises(Exception, match=r"has no answers|ended without an answer"):
         train(arguments("Silent", "generator.eval_sampling_params.temperature=1.0"))
 
 
