@@ -287,7 +287,7 @@ def test_parameters_of_an_adapter_are_those_that_torch_plans(form, tmp_path):
     found = TorchPlanner(tmp_path, TorchBackendConfig, {"max_lora_rank": 4}, devices_of("cpu")).estimate({})
     assert found.shape is not None
     vocabulary = 4 * (found.shape.hidden + found.shape.vocab)
-    assert found.version == 4 * (found.shape.layer_adapter_parameters(4) + vocabulary)
+    assert found.version == 4 * (found.shape.stored_layer_adapter_parameters(4) + vocabulary)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,10 @@ class Shape:
         """Adapter parameters on those linear layers."""
         return self.layers * sum(rank * (rows + columns) for rows, columns in self.projections())
 
+    def stored_layer_adapter_parameters(self, rank: int) -> int:
+        """Adapter parameters on all linear layers: of experts, all."""
+        return self.layer_adapter_parameters(rank)
+
 
 @dataclass(frozen=True)
 class ExpertShape(Shape):
@@ -79,14 +83,23 @@ class ExpertShape(Shape):
         return self._sparse_layers * self.chosen * 3 * self.hidden * self.expert_width
 
     def layer_adapter_parameters(self, rank: int) -> int:
-        """Adapter parameters on linear layers. Experts and routers count as having none."""
-        sizes = self.layers * sum(map(sum, self.projections()[:4]))
-        sizes += 3 * (self.hidden + self.intermediate) * self.dense_layers
-        return rank * (sizes + 3 * (self.hidden + self.shared_width) * bool(self.shared_width) * self._sparse_layers)
+        """Adapter parameters that a token uses. Routers have none."""
+        return self._adapter_parameters(rank, self.chosen)
+
+    def stored_layer_adapter_parameters(self, rank: int) -> int:
+        return self._adapter_parameters(rank, self.experts)
 
     @property
     def _sparse_layers(self) -> int:
         return self.layers - self.dense_layers
+
+    def _adapter_parameters(self, rank: int, experts: int) -> int:
+        sizes = self.layers * sum(map(sum, self.projections()[:4]))
+        sizes += 3 * (self.hidden + self.intermediate) * self.dense_layers
+        sparse = experts * (self.hidden + self.expert_width) + (self.hidden + self.shared_width) * bool(
+            self.shared_width
+        )
+        return rank * (sizes + 3 * sparse * self._sparse_layers)
 
     def _parameters(self, experts: int) -> int:
         attention = sum(rows * columns for rows, columns in self.projections()[:4])

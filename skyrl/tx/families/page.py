@@ -38,8 +38,7 @@ separate tensors, or fused per layer as transformers 5 writes them with `save_or
 
 **Adapters** cover all linear layers of attention, feed-forward blocks and experts, and the vocabulary projection,
 tied or not. Routers are not adapted. Each expert has its own matrices of the adapter's rank, so the size of an
-adapter grows with the number of experts; `max_lora_rank` limits the rank. The torch backend has no adapters
-on experts.
+adapter grows with the number of experts; `max_lora_rank` limits the rank.
 
 **Residual streams.** With [`mhc_expansion_rate`](server.md#several-residual-streams) above 1, adapters of every
 family have connectors between several residual streams.
