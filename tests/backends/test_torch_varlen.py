@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch_models import VOCAB, make_model
 
 from skyrl.backends.torch.base_model.attention import Packed
 from skyrl.backends.torch.base_model.loading import LoadOptions
 from skyrl.backends.torch.base_model.model import LoadedModel
-from skyrl.backends.torch.base_model.varlen import VarlenAttention, kernel_of
+from skyrl.backends.torch.base_model.varlen import VarlenAttention, kernel_of, one_by_one
 from skyrl.backends.torch.config import TorchBackendConfig
 from skyrl.backends.torch.opening import worker_options
 
@@ -101,6 +103,33 @@ def test_a_kernel_is_compared_once_for_each_kind_of_input(caplog):
         varlen.serves(attend, *inputs(), None, None)
     varlen.serves(attend, *inputs(torch.bfloat16), None, None)
     assert len(caplog.records) == 2
+
+
+class Sizes(TorchDispatchMode):
+    """Records the size of the largest result."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.largest = max(self.largest, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize(("length", "window"), [(2500, 100), (2100, 1500)])
+def test_a_long_sequence_with_a_window_is_that_of_one_mask_without_making_it(length, window):
+    generator = torch.Generator().manual_seed(2)
+    leaves = [torch.randn(1, heads, length, 4, generator=generator, requires_grad=True) for heads in (2, 1, 1)]
+    weights = torch.randn(1, 2, length, 4, generator=generator)
+    with Sizes() as sizes:
+        output = one_by_one(attend, *leaves, (length,), window)
+        found = [output, *torch.autograd.grad((output * weights).sum(), leaves)]
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    true = attend(*leaves, (distance >= 0) & (distance < window))
+    for one, other in zip(found, [true, *torch.autograd.grad((true * weights).sum(), leaves)], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert sizes.largest <= 2 * max(window, 1024) * (max(window, 1024) + window)
 
 
 def test_deterministic_algorithms_are_left_to_separate_calls():

@@ -21,6 +21,8 @@ WINDOW_TRIED = 16
 TOLERANCE = 4.0
 """Maximum difference from float32 attention, as a multiple of the error of scaled dot product attention in the same
 dtype."""
+SMALLEST_BLOCK = 1024
+"""Minimum queries of a block of a sequence that is longer than its window."""
 
 Kernel = Callable[..., Any]
 """Function with the parameters of `torch.nn.attention.varlen.varlen_attn`."""
@@ -152,15 +154,24 @@ class VarlenAttention:
 def one_by_one(
     attend: Attend, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], window: int | None
 ) -> Tensor:
-    """Attend within each sequence by a separate call. Inputs, output and `window` as in `VarlenAttention.__call__`."""
+    """Attend within each sequence by separate calls. Inputs, output and `window` as in `VarlenAttention.__call__`.
+
+    Queries of a sequence longer than its window take a call for each block, against the keys that the block sees, so
+    masks grow with tokens times window, not with the square of tokens.
+    """
     outputs = []
     for q, k, v in zip(*(x.split([*lengths], 2) for x in (query, key, value)), strict=True):
-        length, mask = q.shape[2], None
-        if window is not None and length > window:
-            places = torch.arange(length, device=q.device)
-            distance = places[:, None] - places
+        length = q.shape[2]
+        if window is None or length <= window:
+            outputs.append(attend(q, k, v, None))
+            continue
+        block = max(window, SMALLEST_BLOCK)
+        for start in range(0, length, block):
+            first, end = max(0, start - window + 1), min(start + block, length)
+            places = torch.arange(first, end, device=q.device)
+            distance = places[start - first :, None] - places
             mask = (distance >= 0) & (distance < window)
-        outputs.append(attend(q, k, v, mask))
+            outputs.append(attend(q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], mask))
     return torch.cat(outputs, 2)
 
 
