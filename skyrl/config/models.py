@@ -137,7 +137,7 @@ class FSDPConfig(BaseConfig):
 
     fsdp_size: Annotated[int, AfterValidator(_size_or_all), sets("fsdp_size")] = -1
     """Number of ranks over which one copy of the parameters is sharded. Each such group has a copy. -1: all ranks.
-    0: 1 if memory has room for a copy on each rank, otherwise all ranks."""
+    0: 1 if memory has room for a copy on each rank, otherwise the ranks of a node if it has room, otherwise all."""
 
     mixed_precision: MixedPrecisionConfig | None = None
     """Number formats. None: bf16 parameters, fp32 reduction."""

@@ -19,7 +19,15 @@ from skyrl.backends.operations import ForwardBackward, Publish
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.base_model.base_weights import ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions, decoder_layers, skeleton
-from skyrl.backends.torch.base_model.memory import IN_A_STEP, MemoryOptions, RankDevice, RankMemory, decided, shares
+from skyrl.backends.torch.base_model.memory import (
+    IN_A_STEP,
+    MemoryOptions,
+    RankDevice,
+    RankMemory,
+    decided,
+    ranks_of_a_node,
+    shares,
+)
 from skyrl.backends.torch.opening import engine_share
 from skyrl.errors import RequestError
 from skyrl.tx.synthetic.make_tokenizer import make_tokenizer
@@ -60,6 +68,20 @@ def plan_for(model, total: float, world: int = 1, shards: ShardOptions | None = 
     """Return the plan for GPUs of so many GiB."""
     place = RankDevice(GPU, int(total * GIB), world)
     return decided(model, Path("model"), place, shards or ShardOptions(fsdp_size=0), asked, 1024, options)
+
+
+@pytest.mark.parametrize(("total", "of_node", "size"), [(80, 4, 1), (15, 4, 4), (13, 4, 8), (15, 0, 8)])
+def test_ranks_of_a_node_share_weights_before_those_of_several(model_8b, total, of_node, size):
+    place = RankDevice(GPU, int(total * GIB), 8, of_node=of_node)
+    options = replace(OPTIONS, cache=GIB // 4, rows=4, max_context_length=1024)
+    assert decided(model_8b, Path("model"), place, ShardOptions(fsdp_size=0), True, 1024, options).fsdp_size == size
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size"), [([1] * 4, 0), ([1, 1, 2, 2], 2), ([1, 2, 1, 2], 0), ([1, 1, 2], 0), ([1, 2, 3], 1)]
+)
+def test_ranks_of_a_node_are_neighbours_and_as_many_on_each(nodes, size):
+    assert ranks_of_a_node(nodes) == size
 
 
 def test_a_model_that_does_not_fit_is_refused_before_there_are_weights(folder_8b):

@@ -69,7 +69,8 @@ class TorchBackendConfig(BaseModel):
 
     fsdp_size: int = Field(default=0, ge=-1)
     """Ranks that share one copy of the base weights, sharded by FSDP2. -1: all ranks. 1: each rank has its own copy. 0:
-    own copies if memory allows, else all ranks share one. Ranks that share weights compute and sample together."""
+    own copies if memory allows, else the ranks of each node share one, else all ranks. Ranks that share weights compute
+    and sample together."""
 
     reshard_after_forward: bool | int = True
     """Free a layer's gathered weights after the forward pass, and gather them again for the backward pass. A number:

@@ -79,10 +79,11 @@ class TorchPlanner:
         options, world, devices = worker_options(config, self._folder), config.num_workers, self._devices
         there = self._memory(world) if devices is None else devices.memory
         host = 0 if devices is None else devices.host // min(devices.kind.per_node, world)
+        of_node = 0 if devices is None or devices.nodes == 1 else devices.kind.per_node
         found = decided(
             copy.deepcopy(self._skeleton),
             self._folder,
-            RankDevice(self._device, options.memory.limit or there, world, there, host),
+            RankDevice(self._device, options.memory.limit or there, world, there, host, of_node),
             options.shards,
             options.load.gradient_checkpointing,
             options.loss_chunk_size,

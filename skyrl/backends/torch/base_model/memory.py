@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +108,8 @@ class RankDevice(NamedTuple):
     """Bytes of the rank's share of the device, without `memory_limit_gib`; 0: as `total`."""
     host: int = 0
     """Bytes of host memory for this rank; 0: this machine's, divided by the ranks."""
+    of_node: int = 0
+    """Ranks of each of several nodes, if neighbours are on one node; 0: there is one node, or nodes differ."""
 
     @classmethod
     def of(cls, device: torch.device, world: int, limit: int) -> "RankDevice":
@@ -118,7 +121,7 @@ class RankDevice(NamedTuple):
             dist.all_gather(rows, own)
             ranks = [RankMemory(*row.tolist()) for row in rows]
         there, host = shares(ranks)
-        return cls(device, limit or there, world, there, host)
+        return cls(device, limit or there, world, there, host, ranks_of_a_node([rank.node for rank in ranks]))
 
 
 class ModelPlan(NamedTuple):
@@ -240,6 +243,12 @@ def shares(ranks: Sequence[RankMemory]) -> tuple[int, int]:
     return device, min(rank.host // nodes[rank.node] for rank in ranks)
 
 
+def ranks_of_a_node(nodes: Sequence[int]) -> int:
+    """`RankDevice.of_node` for the nodes of all ranks."""
+    sizes = [len([*group]) for _, group in groupby(nodes)]
+    return sizes[0] if len({*nodes}) == len(sizes) > 1 == len({*sizes}) else 0
+
+
 def decided(
     model: Any,
     folder: Path,
@@ -257,7 +266,7 @@ def decided(
         folder: Folder of the model.
         place: Device of the rank.
         shards: Sharing between ranks. If `fsdp_size` is `AUTO`, ranks share weights only if a copy per rank does not
-            fit.
+            fit, and those of several nodes only if a copy per node does not fit.
         asked: Activation checkpointing; "auto": only if a micro-batch does not fit without it.
         chunk: Tokens whose logits are in memory at once; 0: all of a micro-batch.
         options: Other uses of memory.
@@ -280,9 +289,12 @@ def decided(
         if plan.shared is not None:
             room += f", of which engines leave {size_of(plan.shared.left)} while they sample"
         if not fits and sizes.has_layers:
-            fsdp_size = place.world
-            found = sizes.plan(fsdp_size, asked)
-        where = "whole on each worker" if fsdp_size == 1 else "shared by all workers"
+            for fsdp_size in dict.fromkeys((place.of_node or place.world, place.world)):
+                found = sizes.plan(fsdp_size, asked)
+                if found.fits:
+                    break
+        of_node = "shared by the workers of each node" if fsdp_size < place.world else "shared by all workers"
+        where = "whole on each worker" if fsdp_size == 1 else of_node
         notes.append(
             f"fsdp_size=0: base weights are {where}: a copy each "
             f"takes {needed} with all else, {'within' if fits else 'more than'} the {room}"
