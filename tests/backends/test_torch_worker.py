@@ -17,7 +17,7 @@ from skyrl.algorithms.objective import ForwardOnly, policy_objective
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import TileShape, make_tiles
 from skyrl.backends.torch.base_model.loading import LoadOptions
-from skyrl.backends.torch.workers.worker import Worker, WorkerOptions
+from skyrl.backends.torch.workers.worker import Worker, WorkerOptions, matmul_precision, precision_of
 from skyrl.types import Datum, LoraConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")]
@@ -235,3 +235,25 @@ def test_deterministic_commands_use_deterministic_algorithms(tmp_path, data, mon
 def test_models_of_other_attention_are_trained_one_sequence_at_a_time_and_not_sampled(worker):
     facts, usual = worker.facts(), worker.model.config.model_type in CONFIGS
     assert (facts.packs, bool(facts.cache_shapes)) == (usual, usual)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "dtype", "used"),
+    [
+        ("auto", "cuda", torch.bfloat16, "high"),
+        ("auto", "cuda", torch.float32, "highest"),
+        ("highest", "cuda", torch.bfloat16, "highest"),
+        ("high", "cuda", torch.float32, "high"),
+        ("high", "cpu", torch.float32, "highest"),
+    ],
+)
+def test_float32_products_beside_coarser_weights_of_a_gpu_may_be_coarser(asked, device, dtype, used):
+    assert precision_of(asked, torch.device(device), dtype) == used
+
+
+def test_the_precision_of_products_is_that_of_before_after_a_command():
+    with matmul_precision("high"):
+        assert torch.get_float32_matmul_precision() == "high"
+        with matmul_precision("highest"):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "high"

@@ -102,6 +102,10 @@ class TorchBackendConfig(BaseModel):
     """Timeout in seconds for workers in other processes to start and load the base model. Increase it for large models
     on slow disks."""
 
+    matmul_precision: Literal["auto", "high", "highest"] = "auto"
+    """Precision of matrix products of float32 arrays on GPUs, such as those of adapters. `highest`: float32. `high`:
+    TF32. `auto`: `highest` with float32 base weights, otherwise `high`. On CPUs it is always float32."""
+
     train_micro_batch_size: int = Field(default=0, ge=0)
     """Maximum sequences per training micro-batch. 0: as many as fit into `train_tile_tokens`."""
 

@@ -87,4 +87,5 @@ def worker_options(config: TorchBackendConfig, folder: Path) -> WorkerOptions:
         config.start_timeout_s,
         config.compile_scores,
         config.first_gpu,
+        config.matmul_precision,
     )

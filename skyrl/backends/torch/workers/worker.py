@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -56,6 +56,8 @@ Command = tuple[Any, ...]
 """Name of a method of `Worker`, and its arguments."""
 Named = tuple[Kind, int] | None
 """Kind of a version and handle of its weights; None: the base model."""
+Precision = Literal["auto", "high", "highest"]
+"""Precision of float32 matrix products; "auto": see `precision_of`."""
 MAKES = {"fresh", "zeros", "put", "add"}
 """Commands that create a buffer. Their first argument is its handle. If one fails, commands that use the buffer
 fail."""
@@ -78,6 +80,7 @@ class WorkerOptions:
     compile_scores: bool = False
     first_gpu: int = 0
     """Index of the GPU of a machine's first rank."""
+    matmul_precision: Precision = "auto"
 
 
 @contextmanager
@@ -89,6 +92,24 @@ def deterministic_algorithms() -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
+
+
+def precision_of(asked: Precision, device: torch.device, dtype: torch.dtype) -> str:
+    """Precision of float32 matrix products by PyTorch's name, with base weights of this dtype on this device."""
+    if device.type != "cuda":
+        return "highest"
+    return asked if asked != "auto" else "highest" if dtype == torch.float32 else "high"
+
+
+@contextmanager
+def matmul_precision(name: str) -> Iterator[None]:
+    """Context in which float32 matrix products have this precision."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Worker:
@@ -130,6 +151,7 @@ class Worker:
         self.model = LoadedModel(options.folder, self.device, load, shards, world)
         of_logits = compiled_scores(self.device) if options.compile_scores else scores_of_logits
         self._scoring = Scoring(options.loss_chunk_size, of_logits)
+        self._precision = precision_of(options.matmul_precision, self.device, self.model.dtype)
         self._buffers = Buffers(rank, self.device)
         self._shares = Shares(self.model, rank, world)
         self._rendezvous = RendezvousPlan(self.model, world)
@@ -137,7 +159,8 @@ class Worker:
 
     def execute(self, commands: Sequence[Command]) -> list[Any]:
         """Execute commands. Returns one result per command: its answer, or its exception."""
-        with deterministic_algorithms() if self._deterministic else nullcontext():
+        deterministic = deterministic_algorithms() if self._deterministic else nullcontext()
+        with deterministic, matmul_precision(self._precision):
             return [self._one(*command) for command in commands]
 
     def _one(self, name: str, *arguments: Any) -> Any:
