@@ -93,7 +93,9 @@ def test_a_plan_has_the_memory_and_exchanges_of_compiled_programs(model, devices
     begin = time.monotonic()
     found = compiled(model, devices)
     seconds, programs = time.monotonic() - begin, found["programs"]
-    sizes = ", ".join(f"{name.split('_')[0]} {size}" for name, size in found["layout"].items() if size > 1) or "one"
+    sizes = (
+        ", ".join(f"{name.removesuffix('_size')} {size}" for name, size in found["layout"].items() if size > 1) or "one"
+    )
     print()
     for program in programs:
         first = f"{model}, {devices}, {sizes}, {seconds:.0f} s" if program is programs[0] else ""
