@@ -75,7 +75,7 @@ def time_dispatches(folder: Path, ray: bool) -> None:
             continue
         ours = Ours(folder, 1, **options, kv_cache_gib=0.01)
         group = ours.backend.group
-        sums = group.put(np.zeros(1024, np.float32), "partial")
+        sums = group.put_arrays({"sums": np.zeros(1024, np.float32)}, "partial")
         times = {
             "nothing": median_ms(lambda group=group: group.wait(group.run("sees", Path("/")), "sees"), CALLS),
             "agreement and collective": median_ms(sums.read, CALLS),

@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import signal
+import tracemalloc
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,21 +129,46 @@ def test_each_rank_writes_its_parts_and_one_process_reads_the_whole(ranks, alone
     assert here and all(np.array_equal(here[name], there[name]) for name in here)
 
 
-def test_each_rank_that_loads_a_checkpoint_is_sent_only_its_parts(ranks, tmp_path, monkeypatch):
-    backend, shared = ranks
-    place = tmp_path / "there"
-    written = save(backend, place, MODEL)
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Path:
+    """A model with more than a megabyte of weights."""
+    return make_model(tmp_path_factory.mktemp("wide"), "llama", hidden_size=128, intermediate_size=1024)
+
+
+@pytest.mark.parametrize("shared", [2, 1], ids=["shared", "a copy each"])
+def test_a_checkpoint_is_read_by_the_ranks(wide, shared, tmp_path):
     sent: list[int] = []
-    post = backend.group._post
+    with closing(opened(wide, workers="processes", num_workers=2, fsdp_size=shared)) as backend:
+        created(backend)
+        size = save(backend, tmp_path / "saved", MODEL).size_bytes
+        before = losses(backend)
+        post = backend.group._post
 
-    def weighed(rank, number, plan):
-        sent.append(len(pickle.dumps(plan)))
-        post(rank, number, plan)
+        def weighed(rank, number, plan):
+            sent.append(len(pickle.dumps(plan)))
+            post(rank, number, plan)
 
-    monkeypatch.setattr(backend.group, "_post", weighed)
-    load(backend, place, MODEL)
-    copies = backend.group.world // shared
-    assert sum(sent) < 1.2 * copies * written.size_bytes
+        backend.group._post = weighed
+        tracemalloc.start()
+        load(backend, tmp_path / "saved", MODEL)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert sum(sent) < 0.1 * size / 3 and peak < 0.1 * size / 3
+        for one, other in zip(before, losses(backend), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_part_that_changed_on_disk_sets_the_checkpoint_aside(ranks, tmp_path):
+    backend, _ = ranks
+    save(backend, tmp_path / "there", MODEL)
+    part = next((tmp_path / "there").glob("training_state-weights-00002-*"))
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    failed = load(backend, tmp_path / "there", MODEL)
+    assert isinstance(failed, ErrorResponse) and f"the hash of {part.name} differs" in failed.error
+    assert not (tmp_path / "there").exists()
+    assert len(losses(backend)) == len(DATA), "the group goes on"
 
 
 @pytest.mark.parametrize("how", ["full disk", "SIGKILL"])

@@ -1,9 +1,9 @@
 """Atomic folders: a folder is either complete or absent.
 
 `write_folder` writes all files to a temporary folder, adds a manifest with their hashes, flushes everything to disk and
-renames the folder into place. `read_folder` rejects a folder whose manifest or hashes do not match, and moves it away.
-A folder that is being replaced is kept beside the new one for a moment. If a crash leaves only the old one, it is used.
-Only local paths are supported; URLs of buckets are rejected.
+renames the folder into place. `read_folder` and `open_checked` reject a folder whose manifest or hashes do not match,
+and move it away. A folder that is being replaced is kept beside the new one for a moment. If a crash leaves only the
+old one, it is used. Only local paths are supported; URLs of buckets are rejected.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 from uuid import uuid4
 
 from skyrl.errors import DamagedFiles, RequestError, StorageError
@@ -47,6 +47,8 @@ Entries = Mapping[str, Mapping[str, Any]]
 """Entries of a manifest by file: size and hash."""
 Parts = Callable[[Path], Entries]
 """Writes additional files into a folder, in other processes (`write_part`), and returns their entries."""
+Hashes = Callable[[Mapping[Path, int]], Mapping[Path, str]]
+"""Computes the hashes (sha256, hex) of files, in other processes. Its argument is their sizes in bytes."""
 
 
 class Written(NamedTuple):
@@ -171,18 +173,22 @@ class StoredFile(NamedTuple):
 
 
 @contextmanager
-def open_folder(path: str | Path) -> Iterator[list[StoredFile]]:
+def open_folder(path: str | Path, digest: str | None = None) -> Iterator[list[StoredFile]]:
     """Context with the open files of a folder. They stay readable even if the folder is replaced or removed.
 
+    Args:
+        path: The folder.
+        digest: Expected sha256 (hex) of the manifest, if known.
+
     Raises:
-        DamagedFiles: The folder or one of its files is missing or has the wrong length.
+        DamagedFiles: The folder or one of its files is missing or has the wrong length, or the manifest differs.
         StorageError: The disk fails.
     """
     with ExitStack() as stack:
         files = []
         with _opened(local_path(path)) as (_, handle):
             try:
-                for name, entry in _entries(_read_file(handle, MANIFEST)).items():
+                for name, entry in _entries(_read_manifest(handle, path, digest)).items():
                     reader = stack.enter_context(_open_file(handle, name))
                     if os.fstat(reader.fileno()).st_size != entry["bytes"]:
                         raise _Damaged(f"{name} has another length than the manifest says")
@@ -190,6 +196,65 @@ def open_folder(path: str | Path) -> Iterator[list[StoredFile]]:
             except _Damaged as damage:
                 raise DamagedFiles(f"{path} is damaged: {damage}; use another checkpoint") from damage
         yield files
+
+
+class CheckedFiles(Mapping[str, bytes]):
+    """Files of a folder whose hashes are right. Their contents are read when they are asked for."""
+
+    def __init__(self, path: Path, files: Mapping[str, BinaryIO]):
+        self._path, self._files = path, files
+
+    def __getitem__(self, name: str) -> bytes:
+        file = self.open(name)
+        file.seek(0)
+        return file.read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def open(self, name: str) -> BinaryIO:
+        """A file, for reading in parts."""
+        return self._files[name]
+
+    def check_unmoved(self) -> None:
+        """Raise `StorageError` if the folder's path now names other files, which another process may have read."""
+        for name, file in self._files.items():
+            try:
+                same = os.path.samestat(os.stat(self._path / name), os.fstat(file.fileno()))
+            except FileNotFoundError:
+                same = False
+            if not same:
+                raise StorageError(f"{self._path} was replaced or removed while it was read; try again")
+
+
+@contextmanager
+def open_checked(path: str | Path, digest: str | None = None, hashes: Hashes | None = None) -> Iterator[CheckedFiles]:
+    """Context with the files in the manifest of `path`, checked against their hashes.
+
+    Args:
+        path: The folder.
+        digest: Expected sha256 (hex) of the manifest, if known.
+        hashes: Computes the hashes of the files; None: this process does.
+
+    Raises the errors of `read_folder`.
+    """
+    folder = local_path(path)
+    while True:
+        with ExitStack() as stack:
+            files = None
+            with suppress(DamagedFiles):
+                files = stack.enter_context(open_folder(folder, digest))
+            if files is not None and _are_intact(folder, files, hashes):
+                yield CheckedFiles(folder, {file.name: file.reader for file in files})
+                return
+        _read(folder, digest, _check)  # raises a detailed error, unless the folder was replaced in the meantime
+        hashes = None
 
 
 def read_folder(path: str | Path, digest: str | None = None) -> dict[str, bytes]:
@@ -204,21 +269,7 @@ def read_folder(path: str | Path, digest: str | None = None) -> dict[str, bytes]
             `.quarantined`, so that it is never used again.
         StorageError: The disk fails.
     """
-    folder = local_path(path)
-    while True:
-        with _opened(folder) as (place, handle):
-            try:
-                manifest = _read_file(handle, MANIFEST)
-                if digest is not None and hashlib.sha256(manifest).hexdigest() != digest:
-                    raise DamagedFiles(f"{folder} is not what was saved there: its manifest differs; use another one")
-                return {name: _checked(handle, name, entry["sha256"]) for name, entry in _entries(manifest).items()}
-            except _Damaged as damage:
-                if os.path.exists(place) and os.path.samestat(os.stat(place), os.fstat(handle)):
-                    moved = _quarantine(place)
-                    raise DamagedFiles(
-                        f"{folder} is damaged: {damage}; quarantined at {moved}; use another checkpoint"
-                    ) from damage
-                # It was replaced or removed while it was being read.
+    return _read(path, digest, _checked)
 
 
 def inspect_folder(path: str | Path) -> Written | None:
@@ -305,7 +356,7 @@ def _read_file(handle: int, name: str) -> bytes:
             raise _unreadable(name, error) from error
 
 
-def _open_file(handle: int, name: str) -> BinaryIO:
+def _open_file(handle: int, name: str) -> io.BufferedReader:
     try:
         return open(os.open(name, os.O_RDONLY, dir_fd=handle), "rb")
     except (FileNotFoundError, IsADirectoryError):
@@ -333,11 +384,73 @@ def _entries(manifest: bytes) -> dict[str, dict[str, Any]]:
     raise _Damaged("its manifest is incomplete")
 
 
-def _checked(handle: int, name: str, sha256: object) -> bytes:
+Given = TypeVar("Given")
+
+
+def _read(path: str | Path, digest: str | None, use: Callable[[int, str, str], Given]) -> dict[str, Given]:
+    """Call `use` with the folder's descriptor, the name and the hash of each file. Raises as `read_folder` does."""
+    folder = local_path(path)
+    while True:
+        with _opened(folder) as (place, handle):
+            try:
+                manifest = _read_manifest(handle, folder, digest)
+                return {name: use(handle, name, entry["sha256"]) for name, entry in _entries(manifest).items()}
+            except _Damaged as damage:
+                if os.path.exists(place) and os.path.samestat(os.stat(place), os.fstat(handle)):
+                    moved = _quarantine(place)
+                    raise DamagedFiles(
+                        f"{folder} is damaged: {damage}; quarantined at {moved}; use another checkpoint"
+                    ) from damage
+                # It was replaced or removed while it was being read.
+
+
+def _read_manifest(handle: int, folder: str | Path, digest: str | None) -> bytes:
+    manifest = _read_file(handle, MANIFEST)
+    if digest is not None and hashlib.sha256(manifest).hexdigest() != digest:
+        raise DamagedFiles(f"{folder} is not what was saved there: its manifest differs; use another one")
+    return manifest
+
+
+def _checked(handle: int, name: str, sha256: str) -> bytes:
     data = _read_file(handle, name)
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise _Damaged(f"the hash of {name} differs from the manifest")
+        raise _wrong_hash(name)
     return data
+
+
+def _check(handle: int, name: str, sha256: str) -> None:
+    """Raise `_Damaged` if a file has another hash. Reads it in small parts."""
+    with _open_file(handle, name) as file:
+        if _hash(file, name) != sha256:
+            raise _wrong_hash(name)
+
+
+def _wrong_hash(name: str) -> _Damaged:
+    return _Damaged(f"the hash of {name} differs from the manifest")
+
+
+def _are_intact(folder: Path, files: list[StoredFile], hashes: Hashes | None) -> bool:
+    """Return True if open files have the hashes of their manifest."""
+    if hashes is None:
+        return all(_hash(file.reader, file.name) == file.sha256 for file in files)
+    found = hashes({folder / file.name: file.size_bytes for file in files})
+    return all(found[folder / file.name] == file.sha256 for file in files)
+
+
+def _hash(file: BinaryIO, name: str) -> str:
+    try:
+        return hashlib.file_digest(cast(io.BufferedReader, file), "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(name, error) from error
+
+
+def hash_of(path: Path) -> str:
+    """Return the hash (sha256, hex) of a file that another process opened. Raises `StorageError`."""
+    try:
+        with path.open("rb") as file:
+            return _hash(file, path.name)
+    except OSError as error:
+        raise _unreadable(str(path), error) from error
 
 
 def _quarantine(folder: Path) -> Path:

@@ -6,6 +6,7 @@ created when it is written, and released afterwards.
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -84,14 +85,18 @@ class TensorReader:
     Raises OSError, and ValueError, KeyError or struct.error for invalid or truncated files.
     """
 
-    def __init__(self, path: Path):
-        with path.open("rb") as file:
-            self.entries, self._begin = read_header(file)
-        ends = [entry["data_offsets"][1] for entry in self.entries.values()]
-        end, size = self._begin + max(ends, default=0), path.stat().st_size
-        if end > size:
-            raise ValueError(f"it has {size} bytes, and its tensors end at {end}")
-        self._file = path.open("rb")
+    def __init__(self, source: Path | BinaryIO):
+        self._file = source.open("rb") if isinstance(source, Path) else source
+        try:
+            self._file.seek(0)
+            self.entries, self._begin = read_header(self._file)
+            ends = [entry["data_offsets"][1] for entry in self.entries.values()]
+            end, size = self._begin + max(ends, default=0), os.fstat(self._file.fileno()).st_size
+            if end > size:
+                raise ValueError(f"it has {size} bytes, and its tensors end at {end}")
+        except BaseException:
+            self._file.close()
+            raise
 
     def __enter__(self) -> "TensorReader":
         return self
@@ -115,11 +120,21 @@ class TensorReader:
             kind = np.dtype(NAMES[entry["dtype"]])
             mapped = np.memmap(self._file, kind, "r", self._begin + begin, tuple(shape))
             return np.array(mapped[..., columns])
+        return self._read(name, begin, end).reshape(shape)
+
+    def numbers(self, name: str, first: int, last: int) -> np.ndarray:
+        """Return the numbers with these indices, from `first` to `last` - 1, of the tensor as a flat array."""
+        entry = self.entries[name]
+        begin, itemsize = entry["data_offsets"][0], np.dtype(NAMES[entry["dtype"]]).itemsize
+        return self._read(name, begin + first * itemsize, begin + last * itemsize)
+
+    def _read(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Numbers at these bytes of the file's data."""
         data = np.empty(end - begin, np.uint8)
         self._file.seek(self._begin + begin)
-        if self._file.readinto(data.data) != data.nbytes:
+        if self._file.readinto(data.data) != data.nbytes:  # pyright: ignore[reportAttributeAccessIssue]
             raise ValueError(f"it ends within {name}")
-        return data.view(np.dtype(NAMES[entry["dtype"]])).reshape(shape)
+        return data.view(np.dtype(NAMES[self.entries[name]["dtype"]]))
 
 
 def equal_tensors(

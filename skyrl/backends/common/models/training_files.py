@@ -13,12 +13,10 @@ are the whole tensor.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
-
-import numpy as np
-from safetensors.numpy import load
 
 from skyrl.backends.common.models.checkpoint_folder import (
     PEFT_TENSORS,
@@ -31,13 +29,12 @@ from skyrl.backends.common.models.checkpoint_folder import (
 from skyrl.backends.common.models.kind import Kind
 from skyrl.errors import RequestError
 from skyrl.utils.adapters.naming import check_rate, rate_of
-from skyrl.utils.files.atomic_folders import Content, read_folder
+from skyrl.utils.files.atomic_folders import CheckedFiles, Content, Hashes, open_checked
+from skyrl.utils.files.stored_tensors import StoredArrays, StoredTensor, TensorFiles
 from skyrl.utils.files.tensor_file import Tensor, tensor_file
 
 BufferName = Literal["weights", "first_moment", "second_moment", "gradient_sums"]
 MOMENTS = ("first_moment", "second_moment")
-Arrays = Mapping[str, np.ndarray]
-"""A buffer's tensors by name."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +49,29 @@ class TrainingFiles:
     """Number of optimizer steps; 0 without the optimizer's state."""
     sequences: int | None
     """Number of sequences in the gradient sums; None: written by a version that did not count them."""
-    buffers: dict[BufferName, dict[str, np.ndarray]]
-    """Buffers by name: the weights, moments if requested, gradient sums if there are any. Empty for an uploaded
+    buffers: dict[BufferName, dict[str, StoredTensor]]
+    """Tensors of each buffer: the weights, moments if requested, gradient sums if there are any. Empty for an uploaded
     adapter."""
-    files: Mapping[str, bytes]
-    """Files of the folder without the training tensors, such as those of an uploaded adapter."""
+    tensors: TensorFiles
+    """Files with the tensors."""
+    files: CheckedFiles
+    """All files of the folder."""
 
     @property
     def is_uploaded(self) -> bool:
         """True for an adapter in PEFT format, which has no optimizer state."""
         return PEFT_TENSORS in self.files
 
-    def check_fits(self, found: Arrays, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise `RequestError` unless these tensors fit a model of the served base model."""
-        shapes = {name: x.shape for name, x in found.items()}
+    def arrays(self, buffer: BufferName) -> StoredArrays:
+        """Arrays of a buffer, by name."""
+        return StoredArrays(self.tensors, self.buffers[buffer])
+
+    def shapes(self, buffer: BufferName) -> dict[str, tuple[int, ...]]:
+        """Shapes of a buffer's tensors, by name."""
+        return {name: tensor.shape for name, tensor in self.buffers[buffer].items()}
+
+    def check_fits(self, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise `RequestError` unless tensors of these shapes fit a model of the served base model."""
         if shapes == wanted:
             return
         check_rate(rate_of(shapes), rate_of(wanted), f"path={self.path}")
@@ -105,41 +111,42 @@ def pack_training(
     }
 
 
-def read_training(
-    path: str, check: Callable[[Kind], None], *, load_optimizer: bool = True, digest: str | None = None
-) -> TrainingFiles:
-    """Read the files of `pack_training`. Arguments and errors are those of `ModelFormat.load_training`."""
-    return training_files(read_folder(path, digest), path, check, load_optimizer=load_optimizer)
+@contextmanager
+def open_training(
+    path: str,
+    check: Callable[[Kind], None],
+    *,
+    load_optimizer: bool = True,
+    digest: str | None = None,
+    hashes: Hashes | None = None,
+) -> Iterator[TrainingFiles]:
+    """Context with the files of `pack_training`.
+
+    Arguments and errors are those of `ModelFormat.load_training`, and `hashes` of `open_checked`.
+    """
+    with open_checked(path, digest, hashes) as files:
+        yield training_files(files, path, check, load_optimizer=load_optimizer)
 
 
 def training_files(
-    files: dict[str, bytes], path: str, check: Callable[[Kind], None], *, load_optimizer: bool
+    files: CheckedFiles, path: str, check: Callable[[Kind], None], *, load_optimizer: bool
 ) -> TrainingFiles:
-    """Return the contents of files that have been read. Removes the tensors from `files`."""
+    """Return the contents of open files. Their tensors are not read yet."""
     header = header_of(files, path)
     kind = kind_of(header)
     check(kind)
-    if PEFT_TENSORS in files and load_optimizer:
+    is_uploaded = PEFT_TENSORS in files
+    if is_uploaded and load_optimizer:
         raise RequestError(
             f"path={path} was uploaded and has no optimizer state; load it with optimizer=false "
             "(create_training_client_from_state)"
         )
-    buffers: dict[Any, dict[str, np.ndarray]] = {}
-    if PEFT_TENSORS not in files:
-        for name, tensor in _take_tensors(files).items():
-            buffer, _, tensor_name = name.partition("/")
-            if load_optimizer or buffer not in MOMENTS:
-                buffers.setdefault(buffer, {})[tensor_name] = tensor
+    names = [] if is_uploaded else [TRAINING_TENSORS] if TRAINING_TENSORS in files else filter(PART.fullmatch, files)
+    tensors = TensorFiles({name: files.open(name) for name in names})
+    buffers: dict[Any, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.tensors().items():
+        buffer, _, tensor_name = name.partition("/")
+        if load_optimizer or buffer not in MOMENTS:
+            buffers.setdefault(buffer, {})[tensor_name] = tensor
     step = header["step"] if load_optimizer else 0
-    return TrainingFiles(path, kind, header["base_model"], step, header.get("sequences"), buffers, files)
-
-
-def _take_tensors(files: dict[str, bytes]) -> dict[str, np.ndarray]:
-    """Return all tensors by name and remove their files; parts of several processes are concatenated."""
-    if TRAINING_TENSORS in files:
-        return load(files.pop(TRAINING_TENSORS))
-    parts: dict[str, list[np.ndarray]] = {}
-    for file in sorted(name for name in files if PART.fullmatch(name)):
-        for name, part in load(files.pop(file)).items():
-            parts.setdefault(name, []).append(part)
-    return {name: np.concatenate(parts.pop(name)) for name in list(parts)}
+    return TrainingFiles(path, kind, header["base_model"], step, header.get("sequences"), buffers, tensors, files)

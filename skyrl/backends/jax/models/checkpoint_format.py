@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -21,8 +20,8 @@ from skyrl.backends.common.models.store import ModelFormat
 from skyrl.backends.common.models.training_files import (
     BufferName,
     TrainingFiles,
+    open_training,
     pack_training,
-    read_training,
     training_files,
 )
 from skyrl.backends.jax.layout import Layout
@@ -44,8 +43,8 @@ from skyrl.tx.lora import padded_rank
 from skyrl.tx.models.decoder import Decoder
 from skyrl.types import LoraConfig
 from skyrl.utils.adapters.plain import rank_of
-from skyrl.utils.files.atomic_folders import Content, read_folder
-from skyrl.utils.files.hf_files import CONFIG, WEIGHTS
+from skyrl.utils.files.atomic_folders import Content, open_checked
+from skyrl.utils.files.hf_files import WEIGHTS
 from skyrl.utils.files.tensor_file import Tensor, read_tensors
 
 if TYPE_CHECKING:
@@ -83,7 +82,10 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
     def load_training(
         self, path: str, check: Callable[[Kind], None], *, load_optimizer: bool = True, digest: str | None = None
     ) -> ModelState:
-        stored = read_training(path, check, load_optimizer=load_optimizer, digest=digest)
+        with open_training(path, check, load_optimizer=load_optimizer, digest=digest) as stored:
+            return self._state_of(stored)
+
+    def _state_of(self, stored: TrainingFiles) -> ModelState:
         lora_config = stored.kind.lora_config
         if stored.is_uploaded:
             config, rank = json.loads(stored.files[PEFT_CONFIG]), padded_rank(lora_config.rank)
@@ -122,48 +124,43 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
             StorageError: Missing or damaged files.
             RequestError: The adapter does not fit the served base model or `max_lora_rank`.
         """
-        files = read_folder(path)
-        if PEFT_CONFIG in files:
-            config = json.loads(files[PEFT_CONFIG])
-            rank = rank_of(config)
-            check_served_rank(rank, self.max_lora_rank, path)
-            tensors = read_tensors(files[PEFT_TENSORS])
-            adapter, _ = adapter_from_peft(tensors, config, self.model.config, padded_rank(rank))
-            return self.layout.place(adapter)
-        if WEIGHTS in files:
-            return Adapter({"base": self._whole_model(files)}, jnp.float32(1))
+        with open_checked(path) as files:
+            if PEFT_CONFIG in files:
+                config = json.loads(files[PEFT_CONFIG])
+                rank = rank_of(config)
+                check_served_rank(rank, self.max_lora_rank, path)
+                tensors = read_tensors(files[PEFT_TENSORS])
+                adapter, _ = adapter_from_peft(tensors, config, self.model.config, padded_rank(rank))
+                return self.layout.place(adapter)
+            if WEIGHTS in files:
+                whole = with_weights(self.model, path, shardings=self.layout.of_parameters(self.base))
+                files.check_unmoved()
+                return Adapter({"base": nnx.split(whole)[1]}, jnp.float32(1))
 
-        def check(kind: Kind) -> None:
-            check_served_rank(kind.lora_config.rank, self.max_lora_rank, path)
+            def check(kind: Kind) -> None:
+                check_served_rank(kind.lora_config.rank, self.max_lora_rank, path)
 
-        stored = training_files(files, path, check, load_optimizer=False)
-        weights = self._tree(stored, "weights")
-        weights.pop(VALUE_HEAD, None)
-        if "base" in weights:
-            weights["base"] = in_types_of(self.base, weights["base"])
-        return self.layout.place(Adapter(weights, jnp.asarray(stored.kind.lora_config.scaling, jnp.float32)))
+            stored = training_files(files, path, check, load_optimizer=False)
+            weights = self._tree(stored, "weights")
+            weights.pop(VALUE_HEAD, None)
+            if "base" in weights:
+                weights["base"] = in_types_of(self.base, weights["base"])
+            return self.layout.place(Adapter(weights, jnp.asarray(stored.kind.lora_config.scaling, jnp.float32)))
 
     def _tree(self, stored: TrainingFiles, buffer: BufferName) -> Tree:
         """A buffer of a training checkpoint. Raises `RequestError` if it belongs to another base model.
 
         A checkpoint without connectors loads as a model without connectors.
         """
-        config, kind, tensors = self.model.config, stored.kind, stored.buffers[buffer]
+        config, kind, tensors = self.model.config, stored.kind, stored.arrays(buffer)
         stacked = is_stacked(tensors)
         wanted = (stacked_shapes if stacked else shapes)(config, self.base, kind)
         if not any(map(is_connectors, tensors)):
             wanted = {name: shape for name, shape in wanted.items() if not is_connectors(name)}
-        stored.check_fits(tensors, wanted)
+        stored.check_fits(stored.shapes(buffer), wanted)
         if stacked:
             return self.layout.place(tree_of_stacked(config, self.base, kind, tensors))
         return self.layout.place(tree_of(config, self.base, kind, tensors, self.layout.of_parameters(self.base)))
-
-    def _whole_model(self, files: dict[str, bytes]) -> Any:
-        """Parameters of a model in Hugging Face format, with the structure and dtypes of the base model."""
-        with TemporaryDirectory() as folder:
-            for name in (WEIGHTS, CONFIG):
-                Path(folder, name).write_bytes(files[name])
-            return nnx.split(with_weights(self.model, folder, shardings=self.layout.of_parameters(self.base)))[1]
 
     def _model_files(self, adapter: Adapter) -> dict[str, Content]:
         return model_files(self.folder, self.model.config, self.base, adapter, self.value_head)

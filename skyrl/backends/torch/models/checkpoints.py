@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import load
 
 from skyrl.backends.common.models.checkpoint_folder import (
     FORMAT_OF_PARTS,
@@ -20,15 +19,15 @@ from skyrl.backends.common.models.checkpoint_folder import (
     check_served_rank,
     pack_header,
     peft_files,
+    stored_kind,
 )
 from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
 from skyrl.backends.common.models.store import ModelFormat
 from skyrl.backends.common.models.training_files import (
-    Arrays,
     BufferName,
     TrainingFiles,
+    open_training,
     pack_training,
-    read_training,
     training_files,
 )
 from skyrl.backends.torch.base_model.experts import file_name
@@ -41,12 +40,22 @@ from skyrl.types import LoraConfig
 from skyrl.utils.adapters.experts import untrained_beside
 from skyrl.utils.adapters.fitting import fitted_adapter
 from skyrl.utils.adapters.naming import PREFIX
-from skyrl.utils.files.atomic_folders import Content, Entries, Parts, read_folder
+from skyrl.utils.files.atomic_folders import (
+    MANIFEST,
+    CheckedFiles,
+    Content,
+    Entries,
+    Parts,
+    local_path,
+    open_checked,
+)
 from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, nested_name, peft_config, text_config
+from skyrl.utils.files.stored_tensors import Piece, StoredTensor, TensorFiles
 from skyrl.utils.files.tensor_file import Tensor, read_tensors, tensor_file
 
 TYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 FLOAT32 = np.dtype(np.float32)
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +79,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         return version.weights.nbytes
 
     def pack_parts(self, state: TorchState, folder: Path) -> tuple[dict[str, Content], Parts] | None:
-        if state.weights.spread != "by_parameter" or not self.group.sees(folder):
+        if state.weights.spread != "by_parameter" or not self.group.sees_files_beside(folder):
             return None
 
         def write(where: Path) -> Entries:
@@ -99,31 +108,33 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
     def load_training(
         self, path: str, check: Callable[[Kind], None], *, load_optimizer: bool = True, digest: str | None = None
     ) -> TorchState:
-        stored = read_training(path, check, load_optimizer=load_optimizer, digest=digest)
-        kind = stored.kind
-        spreads, layout = self.group.spreads(kind), self._layout(kind)
-        zeros = partial(self.group.zeros, layout.size, spreads.moments)
-        if stored.is_uploaded:
-            files = stored.files
-            version = self._from_peft(read_tensors(files[PEFT_TENSORS]), json.loads(files[PEFT_CONFIG]), path)
-            return TorchState(kind, version.weights, zeros(), zeros())
+        folder = self._folder_of_ranks(path)
+        hashes = None if folder is None else self.group.hashes
+        with open_training(path, check, load_optimizer=load_optimizer, digest=digest, hashes=hashes) as stored:
+            kind, files = stored.kind, stored.files
+            spreads, layout = self.group.spreads(kind), self._layout(kind)
+            zeros = partial(self.group.zeros, layout.size, spreads.moments)
+            if stored.is_uploaded:
+                version = self._from_peft(read_tensors(files[PEFT_TENSORS]), json.loads(files[PEFT_CONFIG]), path)
+                return TorchState(kind, version.weights, zeros(), zeros())
 
-        def put(name: BufferName, spread: Spread) -> Buffer:
-            _check_fits(stored, buffers[name], layout)
-            return self.group.put(_ordered(layout, buffers.pop(name)), spread)
+            def put(name: BufferName, spread: Spread) -> Buffer:
+                _check_fits(stored, stored.shapes(name), layout)
+                return self._put(_ordered(layout, stored.buffers[name]), stored.tensors, spread, folder)
 
-        buffers = stored.buffers
-        has_moments = "first_moment" in buffers
-        state = TorchState(
-            kind,
-            put("weights", spreads.weights),
-            put("first_moment", spreads.moments) if has_moments else zeros(),
-            put("second_moment", spreads.moments) if has_moments else zeros(),
-            stored.step,
-        )
-        if "gradient_sums" in buffers:
-            state.gradient_sums, state.sequences = put("gradient_sums", spreads.sums), stored.sequences
-        return state
+            has_moments = "first_moment" in stored.buffers
+            state = TorchState(
+                kind,
+                put("weights", spreads.weights),
+                put("first_moment", spreads.moments) if has_moments else zeros(),
+                put("second_moment", spreads.moments) if has_moments else zeros(),
+                stored.step,
+            )
+            if "gradient_sums" in stored.buffers:
+                state.gradient_sums, state.sequences = put("gradient_sums", spreads.sums), stored.sequences
+            if folder is not None:
+                files.check_unmoved()
+            return state
 
     def version_of(self, state: TorchState) -> TorchVersion:
         return TorchVersion(state.kind, state.weights)
@@ -161,13 +172,24 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
             StorageError: Missing or damaged files.
             RequestError: The adapter does not fit the served base model or `max_lora_rank`.
         """
-        files = read_folder(path)
-        if PEFT_CONFIG in files:
-            return self._from_peft(read_tensors(files[PEFT_TENSORS]), json.loads(files[PEFT_CONFIG]), path)
-        if WEIGHTS in files:
-            kind = Kind(LoraConfig(rank=0))
-            tensors = {name: x.astype(np.float32) for name, x in load(files[WEIGHTS]).items()}
-            return self._version(kind, self._parameters_of(tensors), path)
+        folder = self._folder_of_ranks(path)
+        with open_checked(path, hashes=None if folder is None else self.group.hashes) as files:
+            if PEFT_CONFIG in files:
+                return self._from_peft(read_tensors(files[PEFT_TENSORS]), json.loads(files[PEFT_CONFIG]), path)
+            if WEIGHTS in files:
+                kind, stored = Kind(LoraConfig(rank=0)), TensorFiles({WEIGHTS: files.open(WEIGHTS)})
+                tensors = self._parameters_of(stored.tensors())
+            else:
+                kind, tensors, stored = self._trained_weights(files, path)
+            _check_served({name: tensor.shape for name, tensor in tensors.items()}, self._layout(kind), path)
+            ordered = _ordered(self._layout(kind), tensors)
+            version = TorchVersion(kind, self._put(ordered, stored, self.group.spreads(kind).weights, folder))
+            if folder is not None:
+                files.check_unmoved()
+            return version
+
+    def _trained_weights(self, files: CheckedFiles, path: str) -> tuple[Kind, dict[str, StoredTensor], TensorFiles]:
+        """Weights in a training checkpoint, without a value head."""
 
         def check(kind: Kind) -> None:
             check_served_rank(kind.lora_config.rank, self.max_lora_rank, path)
@@ -175,8 +197,23 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         stored = training_files(files, path, check, load_optimizer=False)
         tensors, kind = dict(stored.buffers["weights"]), Kind(stored.kind.lora_config)
         tensors.pop(VALUE_HEAD, None)
-        _check_fits(stored, tensors, self._layout(kind))
-        return self._version(kind, tensors, path)
+        _check_fits(stored, {name: tensor.shape for name, tensor in tensors.items()}, self._layout(kind))
+        return kind, tensors, stored.tensors
+
+    def _folder_of_ranks(self, path: str) -> Path | None:
+        """The folder of a fully trained model if all ranks see it, so that they read its files; otherwise None."""
+        folder = local_path(path).absolute()
+        is_whole = (folder / WEIGHTS).is_file() or ((folder / TRAINING_STATE).is_file() and stored_kind(path).is_whole)
+        return folder if is_whole and self.group.sees(folder / MANIFEST) else None
+
+    def _put(
+        self, tensors: Mapping[str, StoredTensor], files: TensorFiles, spread: Spread, folder: Path | None
+    ) -> Buffer:
+        """Create a buffer of stored tensors, read by the ranks in `folder`, or by this process (None)."""
+        if folder is not None:
+            return self.group.read_parts(folder, tensors, spread)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        return self.group.put(shapes, lambda name, *indices: files.numbers(tensors[name], *indices), spread)
 
     def _from_peft(self, tensors: dict[str, np.ndarray], config: dict[str, Any], path: str) -> TorchVersion:
         """Convert an adapter saved by PEFT or any backend. Adapters of modules without tensors are zero."""
@@ -196,9 +233,8 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
 
     def _version(self, kind: Kind, tensors: Mapping[str, np.ndarray], path: str) -> TorchVersion:
         layout = self._layout(kind)
-        if {name: x.shape for name, x in tensors.items()} != dict(layout.parts):
-            raise RequestError(f"path={path}: its tensors are not those of the base model that is served here")
-        return TorchVersion(kind, self.group.put(_ordered(layout, tensors), self.group.spreads(kind).weights))
+        _check_served({name: tensor.shape for name, tensor in tensors.items()}, layout, path)
+        return TorchVersion(kind, self.group.put_arrays(_ordered(layout, tensors), self.group.spreads(kind).weights))
 
     def _peft_names(self, stored: Collection[str]) -> tuple[list[str], list[str]]:
         """Names of the modules in a file, as PEFT's (target_modules, target_parameters).
@@ -229,7 +265,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         name = file_name(name, self.group.facts.expert_names)
         return nested_name(name) if self.group.facts.nested_names else name
 
-    def _parameters_of(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _parameters_of(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return the parameters of the model for the tensors of its files, which have a matrix for each expert.
 
         Buffers are left out, as they are those of the base model.
@@ -240,11 +276,17 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         for name in facts.buffers:
             found.pop(name, None)
         files = {target: f"{file_name(target.module, facts.expert_names)}.weight" for target in self._experts}
-        if all(file in found for file in files.values()):
-            for target, file in files.items():
-                name, index = target.matrix
-                found.setdefault(name, np.empty(facts.parameters[name], np.float32))[index] = found.pop(file)
-        return found
+        shapes = {file: (target.out_features, target.in_features) for target, file in files.items()}
+        if not all(file in found and found[file].shape == shape for file, shape in shapes.items()):
+            return found
+        pieces: dict[str, list[Piece]] = {}
+        for target, file in files.items():
+            name, index = target.matrix
+            expert, row, _ = (cut.start or 0 if isinstance(cut, slice) else cut for cut in (*index, 0, 0)[:3])
+            _, rows, columns = facts.parameters[name]
+            (piece,) = found.pop(file).pieces
+            pieces.setdefault(name, []).append(piece._replace(first=(expert * rows + row) * columns))
+        return found | {name: StoredTensor(facts.parameters[name], tuple(own)) for name, own in pieces.items()}
 
     def _layout(self, kind: Kind) -> Layout:
         return layout_of(self.group.facts, kind)
@@ -347,15 +389,21 @@ def _starts(layout: Layout) -> list[int]:
     return [0, *np.cumsum(sizes)[:-1].tolist()]
 
 
-def _check_fits(stored: TrainingFiles, found: Arrays, layout: Layout) -> None:
-    """Raise `RequestError` unless these tensors have the names and shapes of the layout."""
-    if any("/" in name for name in found):
+def _check_fits(stored: TrainingFiles, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> None:
+    """Raise `RequestError` unless tensors have the names and shapes of the layout."""
+    if any("/" in name for name in shapes):
         raise RequestError(
             f"path={stored.path}: the JAX backend of an earlier version saved this checkpoint, in a layout of its own; "
             "load and save it there with this version, then it goes on here"
         )
-    stored.check_fits(found, dict(layout.parts))
+    stored.check_fits(shapes, dict(layout.parts))
 
 
-def _ordered(layout: Layout, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _check_served(shapes: Mapping[str, tuple[int, ...]], layout: Layout, path: str) -> None:
+    """Raise `RequestError` unless tensors have the names and shapes of the layout."""
+    if shapes != dict(layout.parts):
+        raise RequestError(f"path={path}: its tensors are not those of the base model that is served here")
+
+
+def _ordered(layout: Layout, tensors: Mapping[str, Item]) -> dict[str, Item]:
     return {part.name: tensors[part.name] for part in layout.parts}

@@ -133,7 +133,7 @@ def random_version(group: WorkerGroup, kind: Kind, scale: float) -> TorchVersion
     draw = np.random.default_rng(0)
     tensors = {name: draw.standard_normal(shape, np.float32) for name, shape in layout_of(group.facts, kind).parts}
     scaled = {name: tensor * np.float32(scale) for name, tensor in tensors.items()}
-    return TorchVersion(kind, group.put(scaled, group.spreads(kind).weights))
+    return TorchVersion(kind, group.put_arrays(scaled, group.spreads(kind).weights))
 
 
 def adaptable(facts: ModelFacts) -> dict[str, Features]:

@@ -6,6 +6,7 @@ states, and the group is lost.
 """
 
 import itertools
+import math
 import tempfile
 import threading
 import time
@@ -22,10 +23,11 @@ from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.models.training_files import BufferName, part_name
 from skyrl.backends.torch.workers.agreement import NotBegun
 from skyrl.backends.torch.workers.model_facts import ModelFacts
-from skyrl.backends.torch.workers.shares import Spread, part_of
+from skyrl.backends.torch.workers.shares import Read, Shapes, Spread, part_of
 from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
 from skyrl.errors import BackendLost
 from skyrl.utils.files.atomic_folders import TEMPORARY, Entries
+from skyrl.utils.files.stored_tensors import StoredTensor
 
 SLOWEST_BYTES_S = 10 * 2**20
 """Bytes per second at which buffers are at least sent and written. Timeouts of these commands allow for it."""
@@ -192,15 +194,18 @@ class WorkerGroup(ABC):
 
         return _mapped(self._each(each), taken_in)
 
-    def sees(self, folder: Path) -> bool:
+    def sees_files_beside(self, folder: Path) -> bool:
         """Return True if files that this process writes next to a folder are visible to all ranks."""
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(prefix=".", suffix=TEMPORARY, dir=folder.parent) as file:
-                command = "sees", Path(file.name)
-                return all(answer is True for answer in self.wait(self._each([command] * self.world), "sees"))
+                return self.sees(Path(file.name))
         except OSError:
             return False
+
+    def sees(self, path: Path) -> bool:
+        """Return True if a file of this process is visible to all ranks."""
+        return all(answer is True for answer in self.wait(self._each([("sees", path)] * self.world), "sees"))
 
     def write_parts(self, buffer: Buffer, folder: Path, name: BufferName) -> Entries:
         """Have the ranks that share a copy of the weights write their parts of a buffer in parallel.
@@ -210,11 +215,34 @@ class WorkerGroup(ABC):
         count = buffer.parts
         files = [part_name(name, place, count) for place in range(count)]
         commands = [("write_part", buffer.handle, buffer.size, folder / file, name) for file in files]
-        entries = self.wait(self._each(commands), "write_part", nbytes=buffer.nbytes // count)
-        for entry in entries:
-            if isinstance(entry, BaseException):
-                raise entry
-        return dict(zip(files, entries, strict=True))
+        return dict(zip(files, self._together(commands, buffer.nbytes // count), strict=True))
+
+    def read_parts(self, folder: Path, tensors: Mapping[str, StoredTensor], spread: Spread) -> Buffer:
+        """Create a buffer from tensors in the files of a folder, in the order of its layout. Each rank reads its part.
+
+        Raises `StorageError`.
+        """
+        buffer = Buffer(self, sum(math.prod(tensor.shape) for tensor in tensors.values()), spread)
+        count = self.parts(spread)
+        ranks = range(1 if spread == "partial" else self.world)
+        commands = [("read_part", buffer.handle, folder, tensors, spread, rank % count, count) for rank in ranks]
+        self._together(commands, buffer.nbytes // count)
+        return buffer
+
+    def hashes(self, sizes: Mapping[Path, int]) -> dict[Path, str]:
+        """Have the ranks compute the hashes (sha256, hex) of files of these sizes in bytes. Raises `StorageError`."""
+        order = sorted(sizes, key=lambda path: sizes[path])
+        commands = [("hashes", order[rank :: self.world]) for rank in range(self.world)]
+        found = self._together(commands, max(sizes.values(), default=0) * -(-len(sizes) // self.world))
+        return {path: value for each in found for path, value in each.items()}
+
+    def _together(self, commands: Sequence[Command], nbytes: int) -> list[Any]:
+        """Run commands, one per rank, which send, read or write `nbytes` each. Raises the first failure."""
+        answers = self.wait(self._each(commands), commands[0][0], 0 if len(commands) == 1 else None, nbytes=nbytes)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
 
     def on(self, rank: int, *command: Any) -> "Future[Any]":
         """Run a command on one rank, or on all if they share weights. Returns the result of that rank, or of the
@@ -239,19 +267,26 @@ class WorkerGroup(ABC):
         plans = [[command] for command in commands] + [[] for _ in range(self.world - len(commands))]
         return _mapped(self._send(plans), lambda answers: [rank[-1] for rank in answers[: len(commands)]])
 
-    def put(self, tensors: Mapping[str, np.ndarray], spread: Spread) -> Buffer:
-        """Create a buffer with these tensors, float32, in the order of its layout. From any thread.
+    def put(self, shapes: Shapes, read: Read, spread: Spread) -> Buffer:
+        """Create a buffer of tensors with these shapes, in the order of its layout. From any thread.
 
         Each rank gets only its part. Returns when all have it, so this process holds the parts of one buffer at most.
         """
-        buffer = Buffer(self, sum(tensor.size for tensor in tensors.values()), spread)
+        buffer = Buffer(self, sum(map(math.prod, shapes.values())), spread)
         count = self.parts(spread)
-        cut = [part_of(tensors, spread, place, count) for place in range(count)]
-        del tensors  # their memory, if the caller has no other use for them
+        cut = [part_of(shapes, read, spread, place, count).numpy() for place in range(count)]
         ranks = [cut[rank % count] for rank in range(1 if spread == "partial" else self.world)]
         sent = self._each([("put", buffer.handle, values) for values in ranks])
         self.wait(sent, "put", 0 if spread == "partial" else None, nbytes=sum(values.nbytes for values in ranks))
         return buffer
+
+    def put_arrays(self, tensors: Mapping[str, np.ndarray], spread: Spread) -> Buffer:
+        """Create a buffer with these tensors, as `put` does."""
+
+        def read(name: str, first: int, last: int) -> np.ndarray:
+            return tensors[name].reshape(-1)[first:last].astype(np.float32, copy=False)
+
+        return self.put({name: tensor.shape for name, tensor in tensors.items()}, read, spread)
 
     def zeros(self, size: int, spread: Spread) -> Buffer:
         """Create a buffer of `size` zeros. Each rank holds its part."""

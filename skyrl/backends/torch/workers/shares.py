@@ -3,7 +3,7 @@
 Ranks call the same methods in the same order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,8 @@ from skyrl.utils.files.tensor_file import tensor_file
 
 Spread = Literal["replicated", "sharded", "partial", "by_parameter"]
 """Placement of a buffer: all values on each rank, a share of the values, partial sums, or a part of each parameter."""
+BLOCK = 2**24
+"""Numbers that are read from a file at a time."""
 
 
 class Shares:
@@ -102,26 +104,49 @@ class Shares:
         return part
 
 
-def part_of(tensors: Mapping[str, np.ndarray], spread: Spread, place: int, count: int) -> np.ndarray:
-    """Values of a buffer that the rank at a place holds, float32 `[part]`, computed in the driver.
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of a buffer's tensors, in the order of its layout."""
+Read = Callable[[str, int, int], np.ndarray]
+"""Returns the numbers from a first to before a last index of a tensor as a flat array, float32."""
+
+
+def part_of(
+    shapes: Shapes, read: Read, spread: Spread, place: int, count: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Values of a buffer that the rank at a place holds, float32 `[part]`. Few others are in memory meanwhile.
 
     Args:
-        tensors: Tensors of the buffer, in the order of its layout.
+        shapes: Shapes of the buffer's tensors.
+        read: Reads numbers of a tensor.
         spread: Placement of the buffer. If it is "partial", the first rank holds all values.
         place: Position of the rank among those that hold one part each.
         count: Number of parts.
+        device: Device of the result.
     """
-    if spread == "by_parameter":
-        tensors = {name: x if name == VALUE_HEAD else _rows_of(x, place, count) for name, x in tensors.items()}
-    flat = np.concatenate([tensor.reshape(-1) for tensor in tensors.values()]).astype(np.float32, copy=False)
-    if spread != "sharded":
-        return flat
-    share = ceil(len(flat) / count)
-    part = flat[place * share : (place + 1) * share]
-    return np.pad(part, (0, share - len(part)))
+    ranges = _ranges_of(shapes, spread, place, count)
+    size = ceil(sum(map(prod, shapes.values())) / count) if spread == "sharded" else sum(b - a for _, a, b in ranges)
+    part, done = torch.zeros(size, device=device), 0
+    for name, first, last in ranges:
+        for begin in range(first, last, BLOCK):
+            end = min(last, begin + BLOCK)
+            part[done : done + end - begin] = torch.tensor(read(name, begin, end))
+            done += end - begin
+    return part
 
 
-def _rows_of(tensor: np.ndarray, place: int, count: int) -> np.ndarray:
-    """Rows of a parameter in a shard, as FSDP2 distributes them."""
-    rows = ceil(len(tensor) / count)
-    return tensor[place * rows : (place + 1) * rows]
+def _ranges_of(shapes: Shapes, spread: Spread, place: int, count: int) -> list[tuple[str, int, int]]:
+    """(name, first, last) numbers of each tensor in the part of a rank. By parameter, these are rows as in FSDP2."""
+    ranges, start = [], 0
+    share = ceil(sum(map(prod, shapes.values())) / count)
+    for name, shape in shapes.items():
+        size = prod(shape)
+        bounds = 0, size
+        if spread == "by_parameter" and name != VALUE_HEAD:
+            rows = ceil(shape[0] / count) * prod(shape[1:])
+            bounds = place * rows, (place + 1) * rows
+        elif spread == "sharded":
+            bounds = place * share - start, (place + 1) * share - start
+        first, last = (min(max(bound, 0), size) for bound in bounds)
+        ranges.append((name, first, last))
+        start += size
+    return ranges

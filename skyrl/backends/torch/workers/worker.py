@@ -11,8 +11,8 @@ weights, moments and sums of its parts of the parameters.
 
 import os
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -49,8 +49,11 @@ from skyrl.backends.torch.training.scores import Scoring, compiled_scores, score
 from skyrl.backends.torch.workers.buffers import Buffers
 from skyrl.backends.torch.workers.model_facts import ModelFacts
 from skyrl.backends.torch.workers.rendezvous import SAMPLING, STEPS, TILE, RendezvousPlan
-from skyrl.backends.torch.workers.shares import Shares, Spread
-from skyrl.errors import BackendLost, RequestError
+from skyrl.backends.torch.workers.shares import Shares, Spread, part_of
+from skyrl.errors import BackendLost, RequestError, StorageError
+from skyrl.utils.files.atomic_folders import hash_of
+from skyrl.utils.files.stored_tensors import StoredTensor, TensorFiles
+from skyrl.utils.files.weight_files import UNREADABLE
 
 Command = tuple[Any, ...]
 """Name of a method of `Worker`, and its arguments."""
@@ -282,6 +285,27 @@ class Worker:
     def put(self, handle: int, values: np.ndarray) -> None:
         """Create a buffer with this rank's part of its values, float32 `[part]`, as `shares.part_of` returns it."""
         self._buffers[handle] = torch.tensor(values, device=self.device)
+
+    def read_part(
+        self, handle: int, folder: Path, tensors: Mapping[str, StoredTensor], spread: Spread, place: int, count: int
+    ) -> None:
+        """Create a buffer from tensors in the files of a folder, as `put` does. Raises `StorageError`."""
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        names = {piece.file for tensor in tensors.values() for piece in tensor.pieces}
+        try:
+            with ExitStack() as stack:
+                files = TensorFiles({name: stack.enter_context((folder / name).open("rb")) for name in names})
+
+                def read(name: str, first: int, last: int) -> np.ndarray:
+                    return files.numbers(tensors[name], first, last)
+
+                self._buffers[handle] = part_of(shapes, read, spread, place, count, self.device)
+        except UNREADABLE as error:
+            raise StorageError(f"{folder} cannot be read by rank {self.rank}: {error}; try again") from error
+
+    def hashes(self, paths: Sequence[Path]) -> dict[Path, str]:
+        """Hashes (sha256, hex) of files. Raises `StorageError`."""
+        return {path: hash_of(path) for path in paths}
 
     def get(self, handle: int, size: int, spread: Spread) -> np.ndarray | None:
         """Values of a buffer, float32 `[size]`; None on ranks other than the first.
