@@ -113,7 +113,11 @@ def measure_files(ranks: int, shape: model_shapes.Shape) -> None:
                 "restore": LoadCheckpoint(**who, path=saved),
                 "publish": Publish(**who, version="v", path=version),
                 "load for sampling": Sample(
-                    request_id="r", version=None, path=version, prompt=ids, params=SamplingParams(max_tokens=1, seed=0)
+                    request_id="r",
+                    version="files",
+                    path=version,
+                    prompt=ids,
+                    params=SamplingParams(max_tokens=1, seed=0),
                 ),
             }
             for case, operation in cases.items():

@@ -53,8 +53,8 @@ def new_id() -> str:
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
-    """Those of a model's folder."""
-    return load_file(folder / "model.safetensors")
+    """Those of a model's folder, or of an adapter's, in any number of files."""
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
 def datum(tokens, targets=None, **inputs) -> Datum:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 from torch_models import VOCAB, make_model
 
 from driver import (
@@ -19,6 +18,7 @@ from driver import (
     sample,
     save,
     stepping,
+    tensors,
     training_state,
 )
 from skyrl.algorithms.objective import ForwardOnly, ValueObjective
@@ -180,8 +180,7 @@ def test_samples_and_exported_weights_are_those_of_one_worker(alone, sharded, co
         publish(backend, name, folder, model)
         drawn = [sample(backend, version, num_samples=2, max_tokens=12) for version in (name, None)]
         assert all(isinstance(x, SampleOutput) for x in drawn), drawn
-        (weights,) = folder.glob("*.safetensors")
-        found[name] = [sequence for x in drawn for sequence in x.sequences], load_file(weights)
+        found[name] = [sequence for x in drawn for sequence in x.sequences], tensors(folder)
     for one, other in zip(found["sharded"][0], found["alone"][0], strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-3, atol=1e-3)

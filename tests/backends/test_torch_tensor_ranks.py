@@ -22,7 +22,7 @@ from test_torch_sharded import (
 )
 from torch_models import VOCAB, make_model
 
-from driver import delete, finish, finish_all, load, new_id, publish, random_datum, sampling, save
+from driver import delete, finish, finish_all, load, new_id, publish, random_datum, sampling, save, tensors
 from skyrl.algorithms.objective import ValueObjective
 from skyrl.backends.operations import CreateModel, ExportModel
 from skyrl.backends.torch import TorchBackendConfig
@@ -134,7 +134,7 @@ def test_exported_models_are_those_of_one_worker(backends, tmp_path):
         stepped(backend, model)
         finish(backend, ExportModel(request_id=new_id(), model_id=model, path=str(tmp_path / name)))
         delete(backend, model)
-        files.append(load_file(tmp_path / name / "model.safetensors"))
+        files.append(tensors(tmp_path / name))
     assert files[0].keys() == files[1].keys()
     for name in files[0]:
         np.testing.assert_allclose(files[0][name], files[1][name], **CLOSE, err_msg=name)

@@ -129,6 +129,14 @@ def test_each_rank_writes_its_parts_and_one_process_reads_the_whole(ranks, alone
     assert here and all(np.array_equal(here[name], there[name]) for name in here)
 
 
+def test_a_tar_that_ranks_wrote_is_read_by_one_process(ranks, alone, tmp_path):
+    backend, _ = ranks
+    assert isinstance(save(backend, tmp_path / "there.tar", MODEL), SaveOutput)
+    assert load(alone, tmp_path / "there.tar", MODEL).model_id == MODEL
+    for one, other in zip(losses(alone), losses(backend), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> Path:
     """A model with more than a megabyte of weights."""

@@ -23,6 +23,7 @@ from skyrl.types import LoraConfig
 from skyrl.utils.failpoints import crash_point
 from skyrl.utils.files.atomic_folders import (
     Content,
+    Parts,
     StoredFile,
     folder_bytes,
     inspect_folder,
@@ -80,13 +81,13 @@ class AdapterFolder:
         with self._lock:
             return name in self._sizes
 
-    def write(self, files: Mapping[str, Content]) -> str:
+    def write(self, files: Mapping[str, Content], parts: Parts | None = None) -> str:
         """Write an adapter to the folder and pin it. Returns its name. Raises `StorageError`.
 
         An existing folder of that name is kept if it is undamaged. Otherwise it is replaced.
         """
         incoming = self._path / f"{INCOMING}{uuid4().hex}"
-        written = write_folder(incoming, files)
+        written = write_folder(incoming, files, parts)
         name = PREFIX + written.digest[:DIGITS]
         crash_point("publish: adapter written, not in place")
         undamaged = self.is_undamaged(name)
@@ -218,7 +219,7 @@ class Exports(Generic[Version]):
 
     def _written(self, version: Version) -> str:
         """Write a version to the folder and pin it. Returns its name."""
-        return self.folder.write(dict(self._format.pack_version(version, self.lora_of(version))))
+        return self.folder.write(*self._format.pack_version(version, self.lora_of(version)))
 
 
 def _sha256(file: StoredFile) -> str:

@@ -90,6 +90,35 @@ def write_files(folder: Path, files: Mapping[str, Content], written: Entries | N
     return Written(sum(entry["bytes"] for entry in entries.values()), hashlib.sha256(manifest).hexdigest())
 
 
+class PartFile:
+    """A file of a folder that another process creates, written piece by piece. Methods raise `StorageError`."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        with self._failures():
+            self._file = path.open("wb")
+        self._hashing = _Hashing(self._file)
+
+    def write(self, data: Any) -> None:
+        """Write the next bytes."""
+        with self._failures():
+            self._hashing.write(data)
+
+    def close(self) -> dict[str, Any]:
+        """Flush the file to disk and close it. Returns its entry in the folder's manifest."""
+        with self._failures(), self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return self._hashing.entry()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+
+
 def write_part(path: Path, content: Content) -> dict[str, Any]:
     """Write a file of a folder that another process creates. Returns its entry. Raises `StorageError`."""
     try:

@@ -17,6 +17,7 @@ from skyrl.utils.files.atomic_folders import (
     MANIFEST,
     TEMPORARY,
     Content,
+    Parts,
     StoredFile,
     Written,
     copy_folder,
@@ -41,18 +42,18 @@ from skyrl.utils.files.remote_folders import (
 )
 
 
-def write_stored(path: str, files: Mapping[str, Content]) -> Written:
-    """Write a folder with these files to a path or URL, replacing an existing one.
+def write_stored(path: str, files: Mapping[str, Content], parts: Parts | None = None) -> Written:
+    """Write a folder with these files, and those of `parts`, to a path or URL, replacing an existing one.
 
     Raises:
         StorageError: A write to the disk or the store fails. An existing folder is unchanged.
     """
     if not is_url(path):
-        return write_folder(path, files)
+        return write_folder(path, files, parts)
     work = bucket_folder(path)
     temporary = work.with_name(f".{uuid4().hex}{TEMPORARY}")
     try:
-        write_folder(temporary, files)
+        write_folder(temporary, files, parts)
         return send_folder(temporary, *_place(path))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

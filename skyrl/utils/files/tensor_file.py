@@ -161,7 +161,7 @@ def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
     names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype.name), name))
 
     def write(file: Any) -> None:
-        file.write(_header({name: tensors[name] for name in names}, metadata))
+        file.write(header_of({name: tensors[name][:2] for name in names}, metadata))
         for name in names:
             shape, dtype, make = tensors[name]
             made = np.asarray(make(), order="C")
@@ -172,10 +172,13 @@ def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
     return write
 
 
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
+def header_of(
+    tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the start of a file of tensors with these shapes and dtypes, whose data follow in this order."""
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
-    for name, (shape, dtype, _) in tensors.items():
+    for name, (shape, dtype) in tensors.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": TYPES[dtype.name], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()

@@ -10,6 +10,8 @@ from skyrl.utils.files.tensor_file import TensorReader
 
 ADAPTER = "adapter_config.json"
 INDEX = f"{WEIGHTS}.index.json"
+WEIGHT_PARTS = "model-*.safetensors"
+"""Pattern of the names of files that an index lists."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)
 """Errors of `TensorReader` for invalid and truncated files."""
 

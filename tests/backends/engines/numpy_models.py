@@ -49,7 +49,8 @@ class NumpyQwen3:
 
     def __init__(self, folder: Path):
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        self.weights = {name: x.astype(np.float32) for name, x in load_file(folder / "model.safetensors").items()}
+        files = [load_file(file) for file in folder.glob("model*.safetensors")]
+        self.weights = {name: x.astype(np.float32) for tensors in files for name, x in tensors.items()}
         self.vocab_size = self.config["vocab_size"]
 
     def logits(self, tokens: np.ndarray, adapter: Adapter | None) -> np.ndarray:

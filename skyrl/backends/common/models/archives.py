@@ -32,6 +32,7 @@ from skyrl.utils.files.atomic_folders import (
     MANIFEST,
     TEMPORARY,
     Content,
+    Parts,
     Written,
     add_manifest,
     local_path,
@@ -41,11 +42,26 @@ from skyrl.utils.files.hf_files import BESIDE, CONFIG, WEIGHTS
 from skyrl.utils.files.object_store import is_url
 from skyrl.utils.files.stored_folders import on_disk, read_stored, write_stored
 from skyrl.utils.files.tar_folder import Limits, is_tar, pack_folder, read_member, unpack_folder, without_suffix
+from skyrl.utils.files.weight_files import INDEX, WEIGHT_PARTS
 from skyrl.utils.locks.scratch import ScratchFolder
 
-TRAINING = (MANIFEST, TRAINING_STATE, TRAINING_TENSORS)
-"""Files of a training checkpoint."""
-SAMPLED = (*TRAINING, PEFT_TENSORS, PEFT_CONFIG, README, IN_MEMORY, WEIGHTS, CONFIG, *BESIDE)
+TRAINING = (MANIFEST, TRAINING_STATE)
+"""Files of a training checkpoint, beside its tensors."""
+TENSORS = (TRAINING_TENSORS, "training_state-*.safetensors")
+"""Names and patterns of the files of its tensors."""
+SAMPLED = (
+    *TRAINING,
+    *TENSORS,
+    PEFT_TENSORS,
+    PEFT_CONFIG,
+    README,
+    IN_MEMORY,
+    WEIGHTS,
+    INDEX,
+    WEIGHT_PARTS,
+    CONFIG,
+    *BESIDE,
+)
 """Names and patterns of the files of a checkpoint to sample from: an adapter, a whole model or a training checkpoint.
 """
 HEADER = 2**20
@@ -54,15 +70,15 @@ BESIDE_NUMBERS = 2**26
 """Maximum bytes of a checkpoint in addition to its tensors: headers, and a tokenizer's files."""
 
 
-def write_checkpoint(path: str, files: Mapping[str, Content]) -> Written:
-    """Write these files to `path`: a tar file if the path has the suffix of one, otherwise a folder.
+def write_checkpoint(path: str, files: Mapping[str, Content], parts: Parts | None = None) -> Written:
+    """Write these files, and those of `parts`, to `path`: a tar file if it has the suffix of one, otherwise a folder.
 
     Raises:
         RequestError: The path is the URL of a tar file.
         StorageError: A write to the disk or the bucket failed. The previous content of `path` is unchanged.
     """
     if not is_tar(path):
-        return write_stored(path, files)
+        return write_stored(path, files, parts)
     if is_url(path):
         suffix = path.removeprefix(without_suffix(path))
         raise RequestError(
@@ -71,7 +87,7 @@ def write_checkpoint(path: str, files: Mapping[str, Content]) -> Written:
         )
     archive = local_path(path).absolute()
     with _beside(archive.parent) as folder:
-        written = write_folder(folder, files)
+        written = write_folder(folder, files, parts)
         pack_folder(folder, archive)
     return written
 
@@ -92,7 +108,7 @@ class Archives:
         if not (archive := local_path(path)).is_file():
             return stored_kind(path, digest)
         try:
-            header = read_member(archive, TRAINING_STATE, HEADER, self._limits(TRAINING))
+            header = read_member(archive, TRAINING_STATE, HEADER, self._limits(TRAINING, TENSORS))
             return kind_of(header_of({TRAINING_STATE: header}, path))
         except (ValueError, KeyError, TypeError):
             with self.as_folder(path) as folder:  # for a detailed error
@@ -127,7 +143,7 @@ class Archives:
             return
         with _scratch_folder(self.scratch) as scratch:
             folder = scratch / "checkpoint"
-            limits = self._limits((), SAMPLED) if is_sampled else self._limits(TRAINING)
+            limits = self._limits((), SAMPLED) if is_sampled else self._limits(TRAINING, TENSORS)
             unpack_folder(archive, folder, limits)
             if not (folder / MANIFEST).exists():
                 add_manifest(folder)

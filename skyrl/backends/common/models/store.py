@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from skyrl.backends.backend import ExportModel, LoadCheckpoint, LoadSnapshot, Publish, SaveCheckpoint, SaveSnapshot
 from skyrl.backends.common.background_writer import Writer
@@ -23,13 +22,21 @@ from skyrl.backends.common.waiting import Awaiting
 from skyrl.backends.executor import Work
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import LoraConfig, SaveOutput
-from skyrl.utils.files.atomic_folders import Content, Parts, local_path, write_folder
-from skyrl.utils.files.object_store import is_url
-from skyrl.utils.files.tar_folder import is_tar
+from skyrl.utils.files.atomic_folders import Content, Parts, write_folder
 
 T = TypeVar("T")
 State = TypeVar("State", bound=OffloadState)
 Version = TypeVar("Version")
+
+
+class Packed(NamedTuple):
+    """Files of a model, to be written to a folder."""
+
+    files: Mapping[str, Content]
+    parts: Parts | None = None
+    """Writer of additional files, in other processes."""
+
+
 SAVED = 3
 """Size of a checkpoint's tensors relative to the weights: weights and two moments."""
 
@@ -46,14 +53,8 @@ class ModelFormat(ABC, Generic[State, Version]):
         """Bytes of a model's published version in memory."""
 
     @abstractmethod
-    def pack_training(self, state: State) -> Mapping[str, Content]:
+    def pack_training(self, state: State) -> Packed:
         """Files of a training checkpoint or snapshot: the complete model, including gradient sums if it has any."""
-
-    def pack_parts(self, state: State, folder: Path) -> tuple[Mapping[str, Content], Parts] | None:
-        """Files written by several processes to one folder, for a distributed model; None: one process writes all
-        files.
-        """
-        return None
 
     @abstractmethod
     def load_training(
@@ -77,7 +78,7 @@ class ModelFormat(ABC, Generic[State, Version]):
         """Current weights of a model for sampling."""
 
     @abstractmethod
-    def pack_version(self, version: Version, lora_config: LoraConfig) -> Mapping[str, Content]:
+    def pack_version(self, version: Version, lora_config: LoraConfig) -> Packed:
         """Files of a sampler checkpoint: PEFT format, or Hugging Face format for a fully trained model."""
 
     @abstractmethod
@@ -90,7 +91,7 @@ class ModelFormat(ABC, Generic[State, Version]):
         """
 
     @abstractmethod
-    def pack_model(self, state: State) -> Mapping[str, Content]:
+    def pack_model(self, state: State) -> Packed:
         """Files of the base model with the trained weights merged, in Hugging Face format."""
 
 
@@ -199,10 +200,7 @@ class Storage(Generic[State, Version]):
 
     def write_state(self, path: str, state: State) -> SaveOutput:
         """Write the complete model to a tar file, or to a folder on disk or in a bucket. Raises `StorageError`."""
-        together = None if is_tar(path) or is_url(path) else self.format.pack_parts(state, local_path(path))
-        if together is not None:
-            return SaveOutput(path, *write_folder(path, *together))
-        return SaveOutput(path, *write_checkpoint(path, dict(self.format.pack_training(state))))
+        return SaveOutput(path, *write_checkpoint(path, *self.format.pack_training(state)))
 
     def read_state(self, path: str) -> State:
         """Read a model that `write_state` has written. Raises the errors of `ModelFormat.load_training`."""
@@ -229,14 +227,14 @@ class Storage(Generic[State, Version]):
 
     def _write_version(self, operation: Publish, path: str, version: Version, lora_config: LoraConfig) -> SaveOutput:
         """Write a version's files; then it may leave memory. With `persist`, publish the version only then."""
-        saved = SaveOutput(path, *write_checkpoint(path, dict(self.format.pack_version(version, lora_config))))
+        saved = SaveOutput(path, *write_checkpoint(path, *self.format.pack_version(version, lora_config)))
         if operation.persist:
             self.versions.publish(operation.version, version)
         self.versions.mark_stored(operation.version, version, path)
         return saved
 
     def _write_model(self, path: str, state: State) -> SaveOutput:
-        return SaveOutput(path, *write_folder(path, dict(self.format.pack_model(state))))
+        return SaveOutput(path, *write_folder(path, *self.format.pack_model(state)))
 
 
 def is_whole(state: OffloadState) -> bool:

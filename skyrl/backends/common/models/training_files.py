@@ -27,7 +27,7 @@ from skyrl.backends.common.models.checkpoint_folder import (
     pack_header,
 )
 from skyrl.backends.common.models.kind import Kind
-from skyrl.errors import RequestError
+from skyrl.errors import DamagedFiles, RequestError
 from skyrl.utils.adapters.naming import check_rate, rate_of
 from skyrl.utils.files.atomic_folders import CheckedFiles, Content, Hashes, open_checked
 from skyrl.utils.files.stored_tensors import StoredArrays, StoredTensor, TensorFiles
@@ -148,5 +148,7 @@ def training_files(
         buffer, _, tensor_name = name.partition("/")
         if load_optimizer or buffer not in MOMENTS:
             buffers.setdefault(buffer, {})[tensor_name] = tensor
+    if not is_uploaded and "weights" not in buffers:
+        raise DamagedFiles(f"{path} is damaged: no file has weights; use another checkpoint")
     step = header["step"] if load_optimizer else 0
     return TrainingFiles(path, kind, header["base_model"], step, header.get("sequences"), buffers, tensors, files)

@@ -16,7 +16,7 @@ from safetensors.numpy import save
 
 from skyrl.backends.common.models.checkpoint_folder import PEFT_CONFIG, PEFT_TENSORS, check_served_rank, peft_files
 from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
-from skyrl.backends.common.models.store import ModelFormat
+from skyrl.backends.common.models.store import ModelFormat, Packed
 from skyrl.backends.common.models.training_files import (
     BufferName,
     TrainingFiles,
@@ -46,6 +46,7 @@ from skyrl.utils.adapters.plain import rank_of
 from skyrl.utils.files.atomic_folders import Content, open_checked
 from skyrl.utils.files.hf_files import WEIGHTS
 from skyrl.utils.files.tensor_file import Tensor, read_tensors
+from skyrl.utils.files.weight_files import INDEX
 
 if TYPE_CHECKING:
     from skyrl.tx.models.configs import ModelConfig
@@ -76,8 +77,8 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
     def version_bytes(self, version: Adapter) -> int:
         return bytes_of(version)
 
-    def pack_training(self, state: ModelState) -> dict[str, Content]:
-        return training_content(state, self.base_model, self.model.config)
+    def pack_training(self, state: ModelState) -> Packed:
+        return Packed(training_content(state, self.base_model, self.model.config))
 
     def load_training(
         self, path: str, check: Callable[[Kind], None], *, load_optimizer: bool = True, digest: str | None = None
@@ -107,14 +108,14 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
             return state.adapter
         return state.adapter._replace(weights={"base": in_types_of(self.base, own)})
 
-    def pack_version(self, version: Adapter, lora_config: LoraConfig) -> dict[str, Content]:
+    def pack_version(self, version: Adapter, lora_config: LoraConfig) -> Packed:
         if version.own_base is not None:
             return self._model_files(version)
         tensors, config = adapter_to_peft(version, lora_config, self.model.config)
         on_tied = self.model.config.tie_word_embeddings and lora_config.selects("lm_head", "unembed")
-        return peft_files(save(tensors), config, on_tied)
+        return Packed(peft_files(save(tensors), config, on_tied))
 
-    def pack_model(self, state: ModelState) -> dict[str, Content]:
+    def pack_model(self, state: ModelState) -> Packed:
         return self._model_files(state.adapter)
 
     def load_version(self, path: str) -> Adapter:
@@ -132,7 +133,7 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
                 tensors = read_tensors(files[PEFT_TENSORS])
                 adapter, _ = adapter_from_peft(tensors, config, self.model.config, padded_rank(rank))
                 return self.layout.place(adapter)
-            if WEIGHTS in files:
+            if WEIGHTS in files or INDEX in files:
                 whole = with_weights(self.model, path, shardings=self.layout.of_parameters(self.base))
                 files.check_unmoved()
                 return Adapter({"base": nnx.split(whole)[1]}, jnp.float32(1))
@@ -162,8 +163,8 @@ class JaxFormat(ModelFormat[ModelState, Adapter]):
             return self.layout.place(tree_of_stacked(config, self.base, kind, tensors))
         return self.layout.place(tree_of(config, self.base, kind, tensors, self.layout.of_parameters(self.base)))
 
-    def _model_files(self, adapter: Adapter) -> dict[str, Content]:
-        return model_files(self.folder, self.model.config, self.base, adapter, self.value_head)
+    def _model_files(self, adapter: Adapter) -> Packed:
+        return Packed(model_files(self.folder, self.model.config, self.base, adapter, self.value_head))
 
 
 def training_content(state: ModelState, base_model: str, model_config: "ModelConfig") -> dict[str, Content]:

@@ -1,14 +1,14 @@
 """Checkpoint formats on torch: training state as safetensors and JSON; sampler weights in PEFT layout, or in Hugging
 Face's layout for fully trained models. They do not depend on the number of workers."""
 
+import fnmatch
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ml_dtypes
 import numpy as np
 
 from skyrl.backends.common.models.checkpoint_folder import (
@@ -22,7 +22,7 @@ from skyrl.backends.common.models.checkpoint_folder import (
     stored_kind,
 )
 from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
-from skyrl.backends.common.models.store import ModelFormat
+from skyrl.backends.common.models.store import ModelFormat, Packed
 from skyrl.backends.common.models.training_files import (
     BufferName,
     TrainingFiles,
@@ -34,6 +34,7 @@ from skyrl.backends.torch.base_model.experts import file_name
 from skyrl.backends.torch.base_model.lora import Layout, Target
 from skyrl.backends.torch.models.state import TorchState, TorchVersion, adaptable, layout_of
 from skyrl.backends.torch.workers.group import Buffer, WorkerGroup
+from skyrl.backends.torch.workers.model_files import TYPES, FileTensor, Source
 from skyrl.backends.torch.workers.shares import Spread
 from skyrl.errors import RequestError
 from skyrl.types import LoraConfig
@@ -45,16 +46,17 @@ from skyrl.utils.files.atomic_folders import (
     CheckedFiles,
     Content,
     Entries,
-    Parts,
     local_path,
     open_checked,
+    write_part,
 )
 from skyrl.utils.files.hf_files import CONFIG, WEIGHTS, files_beside, nested_name, peft_config, text_config
 from skyrl.utils.files.stored_tensors import Piece, StoredTensor, TensorFiles
 from skyrl.utils.files.tensor_file import Tensor, read_tensors, tensor_file
+from skyrl.utils.files.weight_files import INDEX, WEIGHT_PARTS, has_weights
 
-TYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 FLOAT32 = np.dtype(np.float32)
+METADATA = {"format": "pt"}
 Item = TypeVar("Item")
 
 
@@ -78,21 +80,23 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
     def version_bytes(self, version: TorchVersion) -> int:
         return version.weights.nbytes
 
-    def pack_parts(self, state: TorchState, folder: Path) -> tuple[dict[str, Content], Parts] | None:
-        if state.weights.spread != "by_parameter" or not self.group.sees_files_beside(folder):
-            return None
+    def pack_training(self, state: TorchState) -> Packed:
+        if state.weights.spread != "by_parameter":
+            return Packed(self._training_files(state))
 
-        def write(where: Path) -> Entries:
-            return {
-                file: entry
-                for name, buffer in _buffers_of(state).items()
-                for file, entry in self.group.write_parts(buffer, where, name).items()
-            }
+        def write(folder: Path) -> Entries:
+            if not self.group.sees_files_in(folder):
+                return _written(folder, self._training_files(state))
+            header = pack_header(state.kind, self.base_model, state.step, state.sequences, FORMAT_OF_PARTS)
+            entries = _written(folder, {TRAINING_STATE: header})
+            for name, buffer in _buffers_of(state).items():
+                entries |= self.group.write_parts(buffer, folder, name)
+            return entries
 
-        header = pack_header(state.kind, self.base_model, state.step, state.sequences, FORMAT_OF_PARTS)
-        return {TRAINING_STATE: header}, write
+        return Packed({}, write)
 
-    def pack_training(self, state: TorchState) -> dict[str, Content]:
+    def _training_files(self, state: TorchState) -> dict[str, Content]:
+        """Files of a training checkpoint that this process writes alone."""
         found = _buffers_of(state)
         layout, read = self._layout(state.kind), _Newest()
         starts = _starts(layout)
@@ -139,7 +143,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
     def version_of(self, state: TorchState) -> TorchVersion:
         return TorchVersion(state.kind, state.weights)
 
-    def pack_version(self, version: TorchVersion, lora_config: LoraConfig) -> dict[str, Content]:
+    def pack_version(self, version: TorchVersion, lora_config: LoraConfig) -> Packed:
         if version.kind.is_whole:
             return self._model_files(version.kind, version.weights)
         layout, read = self._layout(version.kind), _Newest()
@@ -160,9 +164,9 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
                 tensors[name] = Tensor(shape, FLOAT32, partial(np.zeros, shape, np.float32))
         config = peft_config(self.base_model, lora_config, *self._peft_names(trained | {*zeros}))
         on_tied = any(targets[module].matrix[0] not in self.group.facts.parameters for module in trained)
-        return peft_files(tensor_file(tensors), config, on_tied)
+        return Packed(peft_files(tensor_file(tensors), config, on_tied))
 
-    def pack_model(self, state: TorchState) -> dict[str, Content]:
+    def pack_model(self, state: TorchState) -> Packed:
         return self._model_files(state.kind, state.weights)
 
     def load_version(self, path: str) -> TorchVersion:
@@ -176,8 +180,9 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         with open_checked(path, hashes=None if folder is None else self.group.hashes) as files:
             if PEFT_CONFIG in files:
                 return self._from_peft(read_tensors(files[PEFT_TENSORS]), json.loads(files[PEFT_CONFIG]), path)
-            if WEIGHTS in files:
-                kind, stored = Kind(LoraConfig(rank=0)), TensorFiles({WEIGHTS: files.open(WEIGHTS)})
+            if WEIGHTS in files or INDEX in files:
+                names = [WEIGHTS] if WEIGHTS in files else fnmatch.filter(files, WEIGHT_PARTS)
+                kind, stored = Kind(LoraConfig(rank=0)), TensorFiles({name: files.open(name) for name in names})
                 tensors = self._parameters_of(stored.tensors())
             else:
                 kind, tensors, stored = self._trained_weights(files, path)
@@ -203,7 +208,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
     def _folder_of_ranks(self, path: str) -> Path | None:
         """The folder of a fully trained model if all ranks see it, so that they read its files; otherwise None."""
         folder = local_path(path).absolute()
-        is_whole = (folder / WEIGHTS).is_file() or ((folder / TRAINING_STATE).is_file() and stored_kind(path).is_whole)
+        is_whole = has_weights(folder) or ((folder / TRAINING_STATE).is_file() and stored_kind(path).is_whole)
         return folder if is_whole and self.group.sees(folder / MANIFEST) else None
 
     def _put(
@@ -291,54 +296,88 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
     def _layout(self, kind: Kind) -> Layout:
         return layout_of(self.group.facts, kind)
 
-    def _model_files(self, kind: Kind, weights: Buffer) -> dict[str, Content]:
-        """Files of the base model with trained weights merged in, W + scaling (A B) for adapters, in the base dtype."""
-        facts, layout, read = self.group.facts, self._layout(kind), _Newest()
-        read_base = lru_cache(maxsize=1)(self._parameter)
-        dtype = TYPES[facts.dtype]
-        starts = dict(zip((part.name for part in layout.parts), _starts(layout), strict=True))
-        shapes = dict(layout.parts)
+    def _model_files(self, kind: Kind, weights: Buffer) -> Packed:
+        """Files of the base model with trained weights merged in, W + scaling (A B)^T for adapters, in the base dtype.
+
+        Each of the workers that share one copy of the base weights writes a file, or all workers if each has a copy.
+        """
+        sources = self._sources(kind)
         config = json.loads((self.folder / CONFIG).read_text())
         if "text_config" in config:
-            config = text_config(config, facts.architecture)
-        tensors: dict[str, Tensor] = {}
-        for name, shape in facts.parameters.items():
-            base = partial(read_base, name)
-            make = partial(_piece, read, weights, starts[name], shape) if kind.is_whole else base
-            tensors[name] = Tensor(shape, FLOAT32, make)
-        for target in self._experts:
-            name, index = target.matrix
-            make = partial(_matrix, tensors[name].make, index)
-            tensors[f"{target.module}.weight"] = Tensor((target.out_features, target.in_features), FLOAT32, make)
-        for name in {target.matrix[0] for target in self._experts}:
-            del tensors[name]
-        for target in () if kind.is_whole else facts.targets:
-            if f"{target.module}.lora_A" not in starts:
-                continue
-            name = f"{target.module}.weight"
-            if name not in tensors:  # it was tied to the embedding; now it is a weight of its own
-                config["tie_word_embeddings"] = False
-            pair = [
-                partial(_piece, read, weights, starts[matrix], shapes[matrix])
-                for matrix in (f"{target.module}.lora_A", f"{target.module}.lora_B")
-            ]
-            make = partial(_merged, tensors.get(name, tensors[facts.embedding]).make, pair, kind.lora_config.scaling)
-            tensors[name] = Tensor((target.out_features, target.in_features), FLOAT32, make)
+            config = text_config(config, self.group.facts.architecture)
         for key in ("dtype", "torch_dtype"):
             if key in config:
-                config[key] = facts.dtype
-        files = {file_name(name, facts.expert_names): tensor.astype(dtype) for name, tensor in tensors.items()}
-        for name, (shape, own_dtype) in facts.buffers.items():
-            tensor = Tensor(shape, FLOAT32, partial(read_base, name))
-            files[file_name(name, facts.expert_names)] = tensor.astype(TYPES.get(own_dtype, FLOAT32))
-        if kind.value_head:
-            make = partial(_piece, read, weights, starts[VALUE_HEAD], (1, facts.hidden_size))
-            files[f"{self.value_head}.weight"] = Tensor((1, facts.hidden_size), FLOAT32, make)
-        written = {CONFIG: json.dumps(config, indent=2).encode(), WEIGHTS: tensor_file(files, {"format": "pt"})}
-        return {**files_beside(self.folder), **written}
+                config[key] = self.group.facts.dtype
+        if any(tensor.adapter for source in sources for tensor in source.tensors[1:] if tensor.index is None):
+            config["tie_word_embeddings"] = False  # the projection was tied to the embedding, and has own weights now
+        beside = {**files_beside(self.folder), CONFIG: json.dumps(config, indent=2).encode()}
 
-    def _parameter(self, name: str) -> np.ndarray:
-        return self.group.wait(self.group.run("parameter", name), "parameter")
+        def write(folder: Path) -> Entries:
+            if not self.group.sees_files_in(folder):
+                return _written(folder, {WEIGHTS: tensor_file(self._from_ranks(kind, weights, sources), METADATA)})
+            count = self.group.writers
+            names = [WEIGHTS] if count == 1 else [f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)]
+            written = self.group.write_model(weights, kind, sources, [folder / name for name in names])
+            entries = dict(zip(names, written, strict=True))
+            if count > 1:
+                places = {
+                    tensor.name: names[k % count] for k, source in enumerate(sources) for tensor in source.tensors
+                }
+                size = sum(source.nbytes for source in sources)
+                index = json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2).encode()
+                entries |= _written(folder, {INDEX: index})
+            return entries
+
+        return Packed(beside, write)
+
+    def _from_ranks(self, kind: Kind, weights: Buffer, sources: Sequence[Source]) -> dict[str, Tensor]:
+        """Tensors of a model's file, which this process gets from the ranks. The last parameter is kept."""
+        of_source = lru_cache(maxsize=1)(lambda place: self.group.model_tensors(weights, kind, sources[place]))
+        return {
+            tensor.name: Tensor(
+                tensor.shape, TYPES[source.dtype], lambda place=place, number=number: of_source(place)[number]
+            )
+            for place, source in enumerate(sources)
+            for number, tensor in enumerate(source.tensors)
+        }
+
+    def _sources(self, kind: Kind) -> list[Source]:
+        """Parameters and buffers of a model and their tensors in files, the largest first."""
+        facts = self.group.facts
+        parts = dict(self._layout(kind).parts)
+        found: dict[str, list[FileTensor]] = {
+            name: [FileTensor(name, shape)] for name, shape in facts.parameters.items()
+        }
+        for target in self._experts:
+            found[target.matrix[0]] = []
+        for target in facts.targets:
+            name = f"{target.module}.weight"
+            adapter = target.module if f"{target.module}.lora_A" in parts else None
+            shape = target.out_features, target.in_features
+            if target.experts:
+                parameter, index = target.matrix
+                found[parameter].append(FileTensor(name, shape, index, adapter))
+            elif adapter is not None and name in found:
+                found[name] = [FileTensor(name, shape, None, adapter)]
+            elif adapter is not None:  # it is tied to the embedding
+                found[facts.embedding].append(FileTensor(name, shape, None, adapter))
+        dtypes = dict.fromkeys(found, facts.dtype)
+        for name, (shape, dtype) in facts.buffers.items():
+            found[name], dtypes[name] = [FileTensor(name, shape)], dtype if dtype in TYPES else "float32"
+        names = facts.expert_names
+        sources = [
+            Source(name, dtypes[name], tuple(each._replace(name=file_name(each.name, names)) for each in tensors))
+            for name, tensors in found.items()
+        ]
+        if kind.value_head:
+            head = FileTensor(f"{self.value_head}.weight", (1, facts.hidden_size))
+            sources.append(Source(VALUE_HEAD, "float32", (head,)))
+        return sorted(sources, key=lambda source: -source.nbytes)
+
+
+def _written(folder: Path, files: Mapping[str, Content]) -> dict[str, Any]:
+    """Write files to a folder. Returns their entries in its manifest. Raises `StorageError`."""
+    return {name: write_part(folder / name, content) for name, content in files.items()}
 
 
 def _buffers_of(state: TorchState) -> dict[BufferName, Buffer]:
@@ -370,18 +409,9 @@ def _piece(read: _Newest, buffer: Buffer, start: int, shape: tuple[int, ...]) ->
     return read.of(buffer)[start : start + int(np.prod(shape))].reshape(shape)
 
 
-def _matrix(parameter: Callable[[], np.ndarray], index: Any) -> np.ndarray:
-    return parameter()[index]
-
-
 def _last(name: str, count: int = 1) -> str:
     """The last parts of a name."""
     return ".".join(name.split(".")[-count:])
-
-
-def _merged(base: Callable[[], np.ndarray], pair: list[Callable[[], np.ndarray]], scaling: float) -> np.ndarray:
-    a, b = (make() for make in pair)
-    return base() + np.float32(scaling) * (a @ b).T
 
 
 def _starts(layout: Layout) -> list[int]:

@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +23,7 @@ from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.models.training_files import BufferName, part_name
 from skyrl.backends.torch.workers.agreement import NotBegun
 from skyrl.backends.torch.workers.model_facts import ModelFacts
+from skyrl.backends.torch.workers.model_files import Source
 from skyrl.backends.torch.workers.shares import Read, Shapes, Spread, part_of
 from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
 from skyrl.errors import BackendLost
@@ -31,6 +32,9 @@ from skyrl.utils.files.stored_tensors import StoredTensor
 
 SLOWEST_BYTES_S = 10 * 2**20
 """Bytes per second at which buffers are at least sent and written. Timeouts of these commands allow for it."""
+
+GROUP_BYTES = 2**28
+"""Bytes of a model's file that are written by one command. Other commands wait for it."""
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -194,11 +198,10 @@ class WorkerGroup(ABC):
 
         return _mapped(self._each(each), taken_in)
 
-    def sees_files_beside(self, folder: Path) -> bool:
-        """Return True if files that this process writes next to a folder are visible to all ranks."""
+    def sees_files_in(self, folder: Path) -> bool:
+        """Return True if files that this process writes to a folder are visible to all ranks."""
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(prefix=".", suffix=TEMPORARY, dir=folder.parent) as file:
+            with tempfile.NamedTemporaryFile(prefix=".", suffix=TEMPORARY, dir=folder) as file:
                 return self.sees(Path(file.name))
         except OSError:
             return False
@@ -216,6 +219,38 @@ class WorkerGroup(ABC):
         files = [part_name(name, place, count) for place in range(count)]
         commands = [("write_part", buffer.handle, buffer.size, folder / file, name) for file in files]
         return dict(zip(files, self._together(commands, buffer.nbytes // count), strict=True))
+
+    def model_tensors(self, buffer: Buffer, kind: Kind, source: Source) -> list[np.ndarray]:
+        """Tensors of a file that are made from a parameter of the model whose weights are in a buffer."""
+        return self.wait(self.on(0, "model_tensors", buffer.handle, kind, source), "model_tensors", 0)
+
+    @property
+    def writers(self) -> int:
+        """Number of ranks that write one file each of a whole model: those with one copy of the weights, or all."""
+        return self.facts.shards if self.facts.is_sharded else self.world
+
+    def write_model(self, buffer: Buffer, kind: Kind, sources: Sequence[Source], paths: Sequence[Path]) -> list[Any]:
+        """Have the first ranks write a file each of the model whose weights are in a buffer.
+
+        The rank at each source's place, modulo their number, writes it. Returns the files' entries. Raises
+        `StorageError`.
+        """
+        number, count = next(self.handles), len(paths)
+        ranks = range(self.world if self.facts.is_sharded else count)
+        self._together(
+            [
+                ("open_model_file", number, kind, paths[rank] if rank < count else None, sources[rank::count])
+                for rank in ranks
+            ],
+            0,
+        )
+        try:
+            for group in _groups(sources, count):
+                nbytes = sum(source.nbytes for source in group)
+                self._together([("write_sources", number, buffer.handle, group, count)] * len(ranks), nbytes)
+        finally:
+            entries = self._together([("close_model_file", number)] * len(ranks), 0)
+        return entries[:count]
 
     def read_parts(self, folder: Path, tensors: Mapping[str, StoredTensor], spread: Spread) -> Buffer:
         """Create a buffer from tensors in the files of a folder, in the order of its layout. Each rank reads its part.
@@ -329,6 +364,18 @@ class WorkerGroup(ABC):
 
         answers.add_done_callback(hear)
         return answers
+
+
+def _groups(sources: Sequence[Source], count: int) -> Iterator[Sequence[Source]]:
+    """Parts of a list with multiples of `count` sources, of few bytes each."""
+    start = 0
+    while start < len(sources):
+        end, nbytes = start, 0
+        while end < len(sources) and nbytes < GROUP_BYTES:
+            nbytes += sum(source.nbytes for source in sources[end : end + count])
+            end += count
+        yield sources[start:end]
+        start = end
 
 
 def _cause(answers: Sequence[Any]) -> Any:

@@ -30,6 +30,8 @@ class ModelFacts(NamedTuple):
     packs: bool
     is_sharded: bool
     """True if ranks share the base weights, so that all take part in each pass."""
+    shards: int
+    """Number of ranks that share one copy of the base weights."""
     tile_ranks: int
     """Number of consecutive ranks that compute each micro-batch together."""
     trains_whole: bool
@@ -60,6 +62,7 @@ class ModelFacts(NamedTuple):
             device=str(device),
             packs=model.packs,
             is_sharded=model.base.is_sharded,
+            shards=model.base.shards,
             tile_ranks=model.tile_ranks,
             trains_whole=model.tensor_ranks.size == 1,
             nested_names=model.nested_names,

@@ -11,6 +11,7 @@ from skyrl.backends.torch.workers.agreement import Agreement, host_group, host_s
 TILE = "tile"
 STEPS = {"step", "dimuon_step"}
 SAMPLING = {"read", "project", "decode"}
+MODEL_FILES = {"model_tensors", "write_sources"}
 
 
 class Rendezvous(NamedTuple):
@@ -48,7 +49,7 @@ class RendezvousPlan:
             kind, weights, sums, *_ = arguments
             return Rendezvous(self._all, pass_of(self._model.targets, kind, weights, sums)) if is_sharded else None
         gets_parts = name == "get" and arguments[-1] != "replicated"
-        if name in STEPS or gets_parts or (is_sharded and name in {"parameter", *SAMPLING}):
+        if name in STEPS or gets_parts or (is_sharded and name in MODEL_FILES | SAMPLING):
             return Rendezvous(self._all, (name, *arguments))
         return None
 

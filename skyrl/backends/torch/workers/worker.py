@@ -48,7 +48,8 @@ from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile
 from skyrl.backends.torch.training.scores import Scoring, compiled_scores, scores_of_logits
 from skyrl.backends.torch.workers.buffers import Buffers
 from skyrl.backends.torch.workers.model_facts import ModelFacts
-from skyrl.backends.torch.workers.rendezvous import SAMPLING, STEPS, TILE, RendezvousPlan
+from skyrl.backends.torch.workers.model_files import ModelFile, ModelTensors, Source
+from skyrl.backends.torch.workers.rendezvous import MODEL_FILES, SAMPLING, STEPS, TILE, RendezvousPlan
 from skyrl.backends.torch.workers.shares import Shares, Spread, part_of
 from skyrl.errors import BackendLost, RequestError, StorageError
 from skyrl.utils.files.atomic_folders import hash_of
@@ -159,6 +160,8 @@ class Worker:
         self._shares = Shares(self.model, rank, world)
         self._rendezvous = RendezvousPlan(self.model, world)
         self.sampling = SamplingWorker(self.model)
+        self._files: dict[int, ModelFile] = {}
+        """Open files of models, by number."""
 
     def execute(self, commands: Sequence[Command]) -> list[Any]:
         """Execute commands. Returns one result per command: its answer, or its exception."""
@@ -218,6 +221,8 @@ class Worker:
                 handle, _, spread = arguments
                 if handle in self._buffers or spread != "partial":
                     self._buffers.wherever(handle)
+            elif name in MODEL_FILES:
+                self._buffers.wherever(arguments[0] if name == "model_tensors" else arguments[1])
             elif name in SAMPLING:
                 for version in arguments[0] if name == "decode" else arguments[:1]:
                     self._published(version)
@@ -251,14 +256,31 @@ class Worker:
         """Facts about the base model."""
         return ModelFacts.of(self.model, self.device, self._decided)
 
-    def parameter(self, name: str) -> np.ndarray | None:
-        """A weight or buffer of the base model, float32; None on ranks other than the first."""
-        base = self.model.base
-        if name in self.model.buffers:
-            whole = self.model.hf.get_buffer(name)
-        else:
-            whole = base.joined(base.part(name), base.shapes[name])
-        return None if self.rank > 0 else whole.float().cpu().numpy()
+    # -- files of whole models ----------------------------------------------------------------------------------------
+
+    def model_tensors(self, handle: int, kind: Kind, source: Source) -> list[np.ndarray] | None:
+        """Tensors of a file that are made from a parameter; None on ranks other than the first."""
+        tensors, flat = ModelTensors(self.model, kind), self._buffers.wherever(handle)
+        whole = tensors.whole(source, flat)
+        return None if self.rank > 0 else [tensors.tensor(source, which, whole, flat) for which in source.tensors]
+
+    def open_model_file(self, number: int, kind: Kind, path: Path | None, sources: Sequence[Source]) -> None:
+        """Open a file of a model, as `ModelFile` does, by a number from the driver."""
+        self._files[number] = ModelFile(self.model, kind, path, sources)
+
+    def write_sources(self, number: int, handle: int, sources: Sequence[Source], writers: int) -> None:
+        """Make these parameters whole. The rank at each one's place, modulo `writers`, writes it to its open file."""
+        file, flat = self._files[number], self._buffers.wherever(handle)
+        for place, source in enumerate(sources):
+            is_own = place % writers == self.rank
+            if is_own or self.model.base.is_sharded:
+                whole = file.tensors.whole(source, flat)
+                if is_own:
+                    file.write(source, whole, flat)
+
+    def close_model_file(self, number: int) -> dict[str, Any] | None:
+        """Close the file with this number. Returns its entry in a manifest. Raises `StorageError`."""
+        return self._files.pop(number).close()
 
     # -- buffers ------------------------------------------------------------------------------------------------------
 
