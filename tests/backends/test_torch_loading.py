@@ -63,6 +63,29 @@ def test_layers_have_no_memory_before_they_are_filled(tmp_path):
     assert [x.device.type for x in large] == ["cpu"] * 7 + ["meta"] * 7
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_that_are_single_in_files_are_read_as_transformers_stacks_them(kind, dtype, tmp_path):
+    folder = make_model(tmp_path, kind)
+    model, fill = load_by_layers(folder, CPU, LoadOptions(dtype=dtype))
+    assert all(x.is_meta for x in model.parameters() if x.dim() == 3), "nothing is loaded yet"
+    fill(model)
+    whole = load(folder, CPU, LoadOptions(dtype=dtype))
+    found, wanted = ({**dict(x.named_parameters()), **dict(x.named_buffers())} for x in (model, whole))
+    assert found.keys() == wanted.keys() and any(x.dim() == 3 for x in wanted.values())
+    assert all(found[name].dtype == x.dtype and torch.equal(found[name], x) for name, x in wanted.items())
+
+
+def test_an_expert_of_another_shape_is_refused(tmp_path):
+    folder = make_model(tmp_path, "qwen3_moe")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RequestError, match=f"{name} has shape .* by its config.json"):
+        load_onto(CPU, folder, CPU, LoadOptions())
+
+
 def test_weights_that_a_class_creates_with_values_have_no_memory_either(tmp_path):
     transformers.Llama4TextConfig(
         hidden_size=1024, intermediate_size=1024, num_hidden_layers=1, num_local_experts=2

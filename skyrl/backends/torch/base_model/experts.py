@@ -78,6 +78,17 @@ def names_in_files(model: Any) -> dict[str, str]:
     return names
 
 
+def stacked_in_files(model: Any) -> dict[str, list[tuple[Any, str]]]:
+    """Matrices of files that are stacked in one parameter, by the parameter: (index, name in files) of each."""
+    names, found = names_in_files(model), dict[str, list[tuple[Any, str]]]()
+    for module, (count, _, inner) in experts_of(model).items():
+        gate, up, down = ([file_name(f"{module}.{k}.{part}.weight", names) for k in range(count)] for part in PARTS)
+        halves = (slice(inner), gate), (slice(inner, 2 * inner), up)
+        found[f"{module}.gate_up_proj"] = [((k, rows), own[k]) for rows, own in halves for k in range(count)]
+        found[f"{module}.down_proj"] = [(k, name) for k, name in enumerate(down)]
+    return found
+
+
 def file_name(name: str, names: Mapping[str, str]) -> str:
     """Name in files of a module or tensor of a model; `names` are its `names_in_files`."""
     parts = name.split(".")

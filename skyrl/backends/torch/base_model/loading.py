@@ -6,10 +6,12 @@ with the next layer.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 import torch
 from safetensors import safe_open
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from skyrl.backends.base_folder import config_of
+from skyrl.backends.torch.base_model.experts import file_name, names_in_files, stacked_in_files
 from skyrl.errors import RequestError
 from skyrl.utils.files.hf_files import text_config, text_names, untied_copy
 from skyrl.utils.files.tensor_file import TensorReader, equal_tensors
@@ -194,6 +197,8 @@ class WeightFiles:
         stored = weight_files(folder)
         self._places = {name: (folder / stored[own], own) for name, own in text_names(stored).items()}
         """File of each tensor, and the tensor's name in that file."""
+        self._stacks: dict[str, list[tuple[Any, str]]] = {}
+        """(index, tensor in files) of each part of a parameter whose parts are tensors of their own in the files."""
         self._open: dict[Path, Any] = {}
         """Files whose memory is that of loaded tensors. Others are closed, as an open file stays in memory."""
         self._names: dict[int, str] = {}
@@ -211,12 +216,25 @@ class WeightFiles:
         """References that keep the ids valid."""
         persistent = model.state_dict().keys()  # transformers computes all other buffers, and ignores stored ones
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+        self._use_names_of_experts(model)
+
+    def _use_names_of_experts(self, model: nn.Module) -> None:
+        """Find tensors of a model with experts under the names that they have in files."""
+        stacks = stacked_in_files(model)
+        if any(not all(name in self._places for _, name in parts) for parts in stacks.values()):
+            return
+        self._stacks = {name: parts for name, parts in stacks.items() if name not in self._places}
+        if self._stacks:
+            names = names_in_files(model)
+            for name in {*self._names.values(), *self._buffers} - self._places.keys():
+                if (own := file_name(name, names)) in self._places:
+                    self._places[name] = self._places[own]
 
     @property
     def fit(self) -> bool:
         """True if the files have the model's tensor names and are not quantized. Otherwise transformers has to convert
         them."""
-        return not self._quantised and set(self._names.values()) <= self._places.keys()
+        return not self._quantised and set(self._names.values()) <= self._places.keys() | self._stacks.keys()
 
     def check_copies(self, folder: Path) -> None:
         """Raise `RequestError` if a tied parameter is stored twice, with different values."""
@@ -243,18 +261,46 @@ class WeightFiles:
                 buffer.copy_(self._read(name, buffer))  # on its current device, until the model moves
 
     def _read(self, name: str, like: Tensor) -> Tensor:
+        if name in self._stacks:
+            return self._stacked(name, like)
         path, stored = self._places[name]
         file = self._open.get(path) or safe_open(path, "pt")
         values = file.get_tensor(stored)
-        if values.shape != like.shape:
-            raise RequestError(
-                f"base_model: {name} has shape {tuple(values.shape)} in its files and {tuple(like.shape)} by its "
-                "config.json; use files that belong together"
-            )
+        _check_shape(name, values.shape, like.shape)
         read = values.to(self._device, like.dtype)
         if read is values:  # it keeps the whole file mapped, which others then can share
             self._open[path] = file
         return read
+
+    def _stacked(self, name: str, like: Tensor) -> Tensor:
+        """Read a parameter whose parts are tensors of their own in the files, one part at a time."""
+        stack = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        with ExitStack() as opened:
+            readers = {
+                path: opened.enter_context(TensorReader(path))
+                for path in {self._places[part][0] for _, part in self._stacks[name]}
+            }
+            for index, part in self._stacks[name]:
+                path, stored = self._places[part]
+                values = readers[path].read(stored)
+                _check_shape(part, values.shape, stack[index].shape)
+                stack[index] = _tensor_of(values)
+        return stack
+
+
+def _tensor_of(array: np.ndarray) -> Tensor:
+    """A NumPy array, possibly bfloat16, as a tensor in the same memory."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+    if tuple(found) != tuple(wanted):
+        raise RequestError(
+            f"base_model: {name} has shape {tuple(found)} in its files and {tuple(wanted)} by its config.json; use "
+            "files that belong together"
+        )
 
 
 def _text_part(config: Any, folder: Path) -> Any:
