@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -27,6 +28,10 @@ CLOSING_S = 3.0
 """Seconds after the first signal in which a command closes what it has opened."""
 AGAIN = "{} again: ended at once"
 """Message of a second signal."""
+
+
+LATER_S = 0.01
+"""Seconds after which a signal is handled that arrived where Python drops exceptions."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -59,7 +64,10 @@ class _Watch:
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Signal handler of a command that has nothing to save."""
-        raise Stopped(signal.Signals(number))
+        if not _is_finalizer(frame):
+            raise Stopped(signal.Signals(number))
+        signal.signal(signal.SIGALRM, lambda _, later: self.stop(number, later))
+        signal.setitimer(signal.ITIMER_REAL, LATER_S)
 
     def close(self) -> None:
         """Stop watching. A time limit that is running ends."""
@@ -213,6 +221,18 @@ def first_signal_calls(handle: Callable[[signal.Signals], None], promise: str) -
         finally:
             if watch.noticed() is None:
                 watch.limited = True
+
+
+def _is_finalizer(frame: FrameType | None) -> bool:
+    """Return True if a frame, or one of its callers, is a `__del__` or a callback of `weakref.finalize`.
+
+    Python prints and drops exceptions of these.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_code is weakref.finalize.__call__.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end_now(number: signal.Signals, message: str) -> None:

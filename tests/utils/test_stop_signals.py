@@ -46,6 +46,32 @@ def test_a_signal_to_a_command_and_its_forked_child_is_one_signal(number):
     assert running.returncode == 0
 
 
+FINALIZED = """
+import os, signal, weakref
+from skyrl.utils.stop_signals import ending_on_signals
+
+class Collected:
+    def __del__(self):
+        if {deleted}:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+with ending_on_signals():
+    collected = Collected()
+    if not {deleted}:
+        weakref.finalize(collected, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    del collected
+    print("collected", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("deleted", [True, False], ids=["__del__", "finalize"])
+def test_a_signal_during_a_finalizer_ends_the_command_when_it_has_returned(deleted):
+    ended = subprocess.run([sys.executable, "-c", FINALIZED.format(deleted=deleted)], capture_output=True, text=True)
+    assert ended.stdout in ("collected\n", "") and ended.stderr.endswith("Stopped: ended by SIGTERM\n")
+    assert "Exception ignored" not in ended.stderr and "not closed within" not in ended.stderr
+
+
 COMMAND = """
 import os, signal, threading
 from skyrl.utils import stop_signals
