@@ -180,7 +180,7 @@ def _facts(one: Estimate, devices: Devices | None, length: int, full: bool) -> d
     """Facts of a layout, as JSON. Sizes are bytes."""
     memory, host, versions = one.budget
     model, samplers = (one.full_model if full else one.plan.model) or 1, one.decoding.at_once
-    version = model if full else one.version
+    version = one.full_version if full else one.version
     tokens = one.plan.cache // max(1, one.token_bytes)
     if full:
         memory, versions = max(memory, model), max(0, versions - max(0, model - memory))

@@ -58,6 +58,21 @@ CONFIGS = {
         max_position_embeddings=40_960,
         tie_word_embeddings=False,
     ),
+    "Qwen3-30B-A3B": transformers.Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=False,
+    ),
 }
 """Sizes of published models."""
 GPU = torch.device("cuda:0")
@@ -124,6 +139,38 @@ def test_a_torch_estimate_has_the_plan_that_a_worker_computes_on_such_a_gpu(esti
             assert (name, devices) == ("Llama-70B", "h100:1")
             with pytest.raises(RequestError, match="does not fit into memory"):
                 decided(*call)
+
+
+ON_NODES = [
+    ("Qwen3-8B", "adapters", "h200:8", {"fsdp_size": 1}),
+    ("Qwen3-8B", "all weights", "h200:8", {"fsdp_size": 8}),
+    ("Qwen3-30B-A3B", "adapters", "h200:8", {"fsdp_size": 1}),
+    ("Llama-70B", "adapters", "h200:8", {"fsdp_size": 8}),
+    ("Llama-70B", "adapters", "h200:8", {"tensor_parallel_size": 8}),
+    ("Llama-70B", "all weights", "h200:64", {"fsdp_size": 64}),
+]
+"""(model, what is trained, devices, layout) of each row of the table in docs/several-nodes.md."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", ["processes", "ray"])
+@pytest.mark.parametrize(("name", "trained", "devices", "layout"), ON_NODES)
+def test_large_models_fit_as_the_page_about_nodes_says(estimate_of, name, trained, devices, layout, workers):
+    given = {"workers": "ray", "ray_workers_per_node": 8} if workers == "ray" else {}
+    found = estimate_of(name, devices, **layout, **given)
+    model = found.full_model if trained == "all weights" else found.plan.model
+    assert found.fits and found.plan.left >= model
+    sizes = [found.plan.base, found.plan.cache, found.plan.training, model, found.plan.left]
+    (option, size), count = next(iter(layout.items())), devices.partition(":")[2]
+    numbers = " | ".join(f"{each / GIB:.1f}" for each in sizes)
+    row = f"| {name}, {trained} | {count} x H200, `{option}={size}` | {numbers} |"
+    assert row in Path("docs/several-nodes.md").read_text(), row
+
+
+@pytest.mark.full
+def test_a_default_cache_leaves_room_to_train_and_sample_an_adapter_of_experts(estimate_of):
+    found = estimate_of("Qwen3-30B-A3B", "h200:8", fsdp_size=1)
+    assert found.budget[0] >= found.plan.model and found.budget[2] >= found.version
 
 
 @pytest.mark.full("Llama-70B")

@@ -101,6 +101,15 @@ def test_a_published_model_is_sampled_from_its_files(backend, folder, suffix, tm
             np.testing.assert_allclose(from_files.logprobs, from_memory.logprobs, rtol=1e-3, atol=1e-3)
 
 
+def test_a_version_counts_as_many_bytes_as_one_worker_holds(backend, folder):
+    model = new_id()
+    finish(backend, CreateModel(request_id=new_id(), model_id=model, lora_config=WHOLE))
+    version = backend._format.version_of(backend._models.peek(model))
+    numbers = sum(x.size for x in tensors(folder).values())
+    workers = 2 if backend.group.facts.is_sharded else 1
+    assert backend._format.version_bytes(version) == 4 * numbers / workers
+
+
 def test_a_folder_that_workers_do_not_see_is_written_by_the_driver(backend, model, tmp_path):
     """The two ways give the same tensors."""
     exported(backend, model, tmp_path / "by workers")

@@ -109,6 +109,7 @@ class JaxPlanner:
             budget=budget,
             version=widest,
             full_model=model_bytes(self._model.config, self._base, Kind(LoraConfig(rank=0)), placed),
+            full_version=plan.base,
             rank=config.max_lora_rank,
             rows=defaults.rows,
             longest=contexts(config.max_context_length, self._model.config, defaults.cache_tokens)[0],

@@ -75,6 +75,8 @@ class Estimate:
     """Bytes of a published version of a model on a device."""
     full_model: int | None
     """Bytes of a fully trained model on a device; None: this layout trains adapters only."""
+    full_version: int
+    """Bytes of a published version of it on a device."""
     rank: int
     """Rank of the adapters."""
     rows: int

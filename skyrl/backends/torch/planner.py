@@ -111,6 +111,7 @@ class TorchPlanner:
             budget=(device, 0, versions),
             version=found.adapter,
             full_model=full,
+            full_version=4 * -(-self._numbers // parts),
             rank=config.max_lora_rank,
             rows=found.rows,
             longest=found.longest,

@@ -407,8 +407,8 @@ class Sizes:
             kept = self._count * layer + logits
         return max(kept + 2 * self.adapter, IN_A_STEP * self.adapter)
 
-    def _cache(self, base: int, model: int) -> int:
-        """Maximum bytes of KV cache: the configured size, or a default that leaves room for training a model.
+    def _cache(self, base: int, models: int) -> int:
+        """Maximum bytes of KV cache: the configured size, or a default that leaves room for training and for `models`.
 
         Raises:
             RequestError: `gpu_memory_utilization` leaves none.
@@ -416,7 +416,7 @@ class Sizes:
         total, utilization = self._place.total, self._options.utilization
         device = "host" if self._options.has_engines else self._device
         left = int(total * (1 - KEPT_FREE)) - base
-        needed = self.training(self._tile, again=self.has_layers) + model
+        needed = self.training(self._tile, again=self.has_layers) + models
         cache = self._options.cache or min(default_cache(device, left), max(CPU_CACHE, left - needed))
         if not utilization:
             return cache
@@ -453,7 +453,8 @@ class Sizes:
         options, per_token = self._options, max(1, self.token)
         per_rank = self.adapter * 2 + (COPIES - 2) * -(-self.adapter // self._place.world)  # moments are sharded
         base = self.base(fsdp_size)
-        cache, shared = self._cache(base, per_rank), self._shared(fsdp_size)
+        sampled = 2 * self.adapter  # a published version, and a stack of versions that are sampled together
+        cache, shared = self._cache(base, per_rank + sampled), self._shared(fsdp_size)
         rows = options.rows or default_rows(self._device, cache, ROW_TOKENS * per_token, options.most_rows)
         room = 0 if options.has_engines else cache // per_token
 

@@ -75,10 +75,10 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
     """Largest rank that can be sampled."""
 
     def weights_bytes(self, state: TorchState) -> int:
-        return state.weights.nbytes
+        return state.weights.worker_bytes
 
     def version_bytes(self, version: TorchVersion) -> int:
-        return version.weights.nbytes
+        return version.weights.worker_bytes
 
     def pack_training(self, state: TorchState) -> Packed:
         if state.weights.spread != "by_parameter":

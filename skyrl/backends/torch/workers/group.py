@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,6 +62,11 @@ class Buffer:
     def parts(self) -> int:
         """Number of ranks that hold one part each; 1 if each rank holds all of it."""
         return self._group.parts(self.spread)
+
+    @property
+    def worker_bytes(self) -> int:
+        """Bytes on one rank."""
+        return 4 * -(-self.size // self.parts)
 
     def read(self) -> Any:
         """Values on the host, float32 `[size]`. From any thread."""
@@ -237,20 +243,18 @@ class WorkerGroup(ABC):
         """
         number, count = next(self.handles), len(paths)
         ranks = range(self.world if self.facts.is_sharded else count)
-        self._together(
-            [
-                ("open_model_file", number, kind, paths[rank] if rank < count else None, sources[rank::count])
-                for rank in ranks
-            ],
-            0,
-        )
+        own = [(paths[rank] if rank < count else None, sources[rank::count]) for rank in ranks]
+        close = [("close_model_file", number)] * len(ranks)
         try:
+            self._together([("open_model_file", number, kind, *each) for each in own], 0)
             for group in _groups(sources, count):
                 nbytes = sum(source.nbytes for source in group)
                 self._together([("write_sources", number, buffer.handle, group, count)] * len(ranks), nbytes)
-        finally:
-            entries = self._together([("close_model_file", number)] * len(ranks), 0)
-        return entries[:count]
+        except BaseException:
+            with suppress(Exception):
+                self._together(close, 0)
+            raise
+        return self._together(close, 0)[:count]
 
     def read_parts(self, folder: Path, tensors: Mapping[str, StoredTensor], spread: Spread) -> Buffer:
         """Create a buffer from tensors in the files of a folder, in the order of its layout. Each rank reads its part.

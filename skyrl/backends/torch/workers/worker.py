@@ -279,8 +279,9 @@ class Worker:
                     file.write(source, whole, flat)
 
     def close_model_file(self, number: int) -> dict[str, Any] | None:
-        """Close the file with this number. Returns its entry in a manifest. Raises `StorageError`."""
-        return self._files.pop(number).close()
+        """Close the file with this number, if it is open. Returns its entry in a manifest. Raises `StorageError`."""
+        file = self._files.pop(number, None)
+        return None if file is None else file.close()
 
     # -- buffers ------------------------------------------------------------------------------------------------------
 
