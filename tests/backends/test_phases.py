@@ -251,3 +251,18 @@ def test_a_hook_that_fails_loses_the_backend(opened):
     backend.submit(a_sample(None))
     with pytest.raises(BackendLost, match=r"cannot be handed over to sampling: MemoryError\('no room'\)"):
         backend.step()
+
+
+def test_a_hook_that_does_not_end_loses_the_backend_at_its_deadline(opened):
+    backend = opened()
+    backend._phases = Phases(backend, clock := Clock())
+    finish(backend, a_pass("a"))
+    backend.deadline_s, backend.slow = 30.0, Future()
+    backend.submit(a_sample(None))
+    while backend.wait(0):
+        backend.step()
+    assert backend.time_left() == 30
+    clock.now += 30
+    assert backend.wait(BOUND_S)
+    with pytest.raises(BackendLost, match=r"devices were not handed over to sampling within 30 s"):
+        backend.step()

@@ -145,6 +145,15 @@ class AdapterFolder:
                 with contextlib.suppress(OSError):
                     remove_folder(self._path / name)
 
+    def clear(self) -> None:
+        """Remove all adapters, once no engine reads them."""
+        with self._lock:
+            for name in self._sizes:
+                with contextlib.suppress(OSError):
+                    remove_folder(self._path / name)
+            self._sizes.clear()
+            self._pins.clear()
+
 
 class Exports(Generic[Version]):
     """Names of a backend's versions in a folder. Each version is written once, in a thread, even on concurrent calls.

@@ -106,7 +106,7 @@ class Executor(AbstractBackend):
     in_flight = 1
     """Maximum concurrent dispatches, if `compute` returns futures."""
     deadline_s: float | None = None
-    """Time limit of a dispatch in seconds, after which the backend is lost; None: no limit."""
+    """Time limit of a dispatch or of a change of phases in seconds. Then the backend is lost. None: no limit."""
     in_place = False
     """True if `compute` changes models directly, so a failed dispatch must not be retried.
 
@@ -376,7 +376,7 @@ class Executor(AbstractBackend):
         self.on_wake()
 
     def hang(self) -> str:
-        """Describe a dispatch that is late, as the end of an error message; empty if nothing is known."""
+        """Describe what is late, as the end of an error message; empty if nothing is known."""
         return ""
 
     def lose(self, error: BackendLost) -> None:

@@ -27,6 +27,8 @@ class Hooks(Protocol):
     """Hooks of a backend for the change of phases. See `Executor`."""
 
     phase_s: float
+    deadline_s: float | None
+    """Maximum seconds until the future of a hook is done; None: no limit."""
 
     def sleep(self, phase: Phase) -> "Future[Any] | None": ...
 
@@ -38,6 +40,10 @@ class Hooks(Protocol):
 
     def notify(self) -> None:
         """Called when the future of a hook is done."""
+        ...
+
+    def hang(self) -> str:
+        """Describe what does not end, for an error message."""
         ...
 
 
@@ -72,6 +78,8 @@ class Phases:
         self._to_call: deque[Callable[[], Future[Any] | None]] = deque()
         self._called: Future[Any] | None = None
         """Future of the hook that was called last."""
+        self._called_at = 0.0
+        """Time of its call on the monotonic clock."""
 
     @property
     def is_changing(self) -> bool:
@@ -89,15 +97,17 @@ class Phases:
         return None if self.is_changing or self.is_over(demand) else self._phase
 
     def time_left(self, demand: Demand) -> float | None:
-        """Seconds until the phase ends; None if the other phase has no work."""
+        """Seconds until the phase ends, or a hook is late; None if the other phase has no work."""
+        if self._called is not None:
+            return self._hook_left
         if self.now(demand) is None or self._phase is None or not demand.of(_other(self._phase)):
             return None
         return self._left
 
     def may_go_on(self, demand: Demand) -> bool:
-        """Return True if `turn` has something to do: a hook has finished, or one can be called."""
+        """Return True if `turn` has something to do: a hook has finished or is late, or one can be called."""
         if self.is_changing:
-            return self._called is None or self._called.done()
+            return self._called is None or self._called.done() or self._hook_left == 0
         return self.is_over(demand) and not demand.in_flight
 
     def turn(self, demand: Demand) -> Phase | None:
@@ -115,6 +125,13 @@ class Phases:
     def _left(self) -> float:
         return self._since + self._hooks.phase_s - self._clock()
 
+    @property
+    def _hook_left(self) -> float | None:
+        """Seconds until the called hook is late; None if there is no limit."""
+        if self._hooks.deadline_s is None:
+            return None
+        return max(0.0, self._called_at + self._hooks.deadline_s - self._clock())
+
     def _begin(self, phase: Phase) -> None:
         hooks, before, self._phase = self._hooks, self._phase, phase
         if before == "sampling":
@@ -131,11 +148,17 @@ class Phases:
             while self.is_changing:
                 if self._called is not None:
                     if not self._called.done():
+                        if self._hook_left == 0:
+                            raise BackendLost(
+                                f"devices were not handed over to {self._phase} within {self._hooks.deadline_s:g} s"
+                                f"{self._hooks.hang()}",
+                                (),
+                            )
                         return False
                     self._called.result()
                     self._called = None
                 elif (called := self._to_call.popleft()()) is not None:
-                    self._called = called
+                    self._called, self._called_at = called, self._clock()
                     called.add_done_callback(lambda _: self._hooks.notify())
         except BackendLost:
             raise

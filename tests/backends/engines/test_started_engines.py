@@ -259,10 +259,10 @@ def test_a_backend_samples_with_engines_that_it_has_started(tmp_path):
         ((origin,),) = {sequence.origins for sequence in result.sequences}
         assert origin.engine == "launched-0"
         (process,) = processes(tmp_path / "adapters.engines").values()
-        assert process.runs
+        assert process.runs and any((tmp_path / "adapters").iterdir())
     finally:
         backend.close()
-    assert not process.runs
+    assert not process.runs and not any((tmp_path / "adapters").iterdir())
 
 
 def opened(folder: Path, program: str) -> None:
