@@ -501,7 +501,11 @@ def parse_config(
 
     Prints one line and exits with status 2 on an unknown option or an invalid value.
     """
-    return read_config(options_parser(prog, "Serve the Tinker API."), argv, environ)[0]
+    description = (
+        "Serve the Tinker API. With --plan, skyrl serve starts nothing: it says whether the model fits on this "
+        "machine, and what limits its speed."
+    )
+    return read_config(options_parser(prog, description), argv, environ)[0]
 
 
 def options_parser(prog: str | None, description: str) -> ArgumentParser:

@@ -261,6 +261,7 @@ def test_help_explains_every_option(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         parsed("--help")
     text = " ".join(capsys.readouterr().out.split())
+    assert "--plan" in text
     for name, field in EngineConfig.model_fields.items():
         assert f"--{name.replace('_', '-')}" in text
         assert field.description and " ".join(field.description.split()) in text
