@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,7 +67,13 @@ class _Watch:
         """Signal handler of a command that has nothing to save."""
         if not _is_finalizer(frame):
             raise Stopped(signal.Signals(number))
-        signal.signal(signal.SIGALRM, lambda _, later: self.stop(number, later))
+        before = signal.getsignal(signal.SIGALRM)
+
+        def again(_: int, later: FrameType | None) -> None:
+            signal.signal(signal.SIGALRM, before)
+            self.stop(number, later)
+
+        signal.signal(signal.SIGALRM, again)
         signal.setitimer(signal.ITIMER_REAL, LATER_S)
 
     def close(self) -> None:
@@ -77,12 +84,22 @@ class _Watch:
     def _run(self) -> None:
         if (number := self._next()) is None:
             return
-        if self.limited and not select.select([self._source], [], [], CLOSING_S)[0] and self.limited:
+        if self.limited and not self._hears_more_within(CLOSING_S) and self.limited:
             _end_now(number, f"{number.name}: not closed within {CLOSING_S:g} s, so it is ended")
         if not self.limited:  # perhaps since a moment after the signal, which was for the new handler
             _say(f"{number.name}: {self.promise}; once more ends it at once")
         if (number := self._next()) is not None:
             _end_now(number, AGAIN.format(number.name))
+
+    def _hears_more_within(self, seconds: float) -> bool:
+        """Return True if a signal of `SIGNALS` arrives, or the other end of the socket is closed, in this time."""
+        end = time.monotonic() + seconds
+        while select.select([self._source], [], [], max(0.0, end - time.monotonic()))[0]:
+            received = self._source.recv(1, socket.MSG_PEEK)
+            if not received or received[0] in SIGNALS:
+                return True
+            self._source.recv(1)  # of a signal that the process uses itself
+        return False
 
     def noticed(self) -> signal.Signals | None:
         """The first signal, even if the thread has not read it yet."""

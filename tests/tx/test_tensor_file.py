@@ -90,6 +90,13 @@ def test_a_file_that_ends_early_is_refused_before_tensors_are_read(left, tmp_pat
         TensorReader(tmp_path / "file")
 
 
+def test_a_tensor_with_fewer_bytes_than_its_shape_is_refused(tmp_path):
+    content = save({"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)})
+    (tmp_path / "file").write_bytes(content.replace(b'"shape":[4]', b'"shape":[6]', 1))
+    with pytest.raises(ValueError, match=r"has shape \[6\] and 16 bytes"):
+        TensorReader(tmp_path / "file")
+
+
 def test_a_file_whose_header_would_be_larger_than_memory_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"\xff" * 64)
     with pytest.raises(ValueError, match=r"a header of \d+ bytes, more than 100000000"):

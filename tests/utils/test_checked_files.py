@@ -24,7 +24,7 @@ def in_other_process(sizes):
 @pytest.mark.parametrize("hashes", [None, in_other_process])
 def test_all_contents_are_read(folder, hashes):
     with open_checked(folder, hashes=hashes) as files:
-        assert dict(files) == FILES
+        assert dict(files) == FILES and files.same_elsewhere == (hashes is not None)
         assert files.open("a").seek(2998) == 2998 and files.open("a").read() == b"ne"
 
 
@@ -57,7 +57,7 @@ def test_a_file_with_another_hash_sets_the_folder_aside(folder, hashes):
 def test_other_processes_that_read_something_else_damage_nothing(folder):
     wrong = hashlib.sha256(b"an older folder").hexdigest()
     with open_checked(folder, hashes=lambda sizes: dict.fromkeys(sizes, wrong)) as files:
-        assert dict(files) == FILES
+        assert dict(files) == FILES and not files.same_elsewhere
 
 
 def test_other_processes_get_paths_and_sizes(folder):

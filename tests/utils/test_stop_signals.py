@@ -72,6 +72,32 @@ def test_a_signal_during_a_finalizer_ends_the_command_when_it_has_returned(delet
     assert "Exception ignored" not in ended.stderr and "not closed within" not in ended.stderr
 
 
+HANGING = """
+import os, signal, time
+from skyrl.utils import stop_signals
+
+class Collected:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+stop_signals.CLOSING_S = 0.5
+with stop_signals.ending_on_signals():
+    collected = Collected()
+    try:
+        del collected
+        signal.pause()
+    finally:
+        print("closing", flush=True)
+        time.sleep(600)
+"""
+
+
+def test_the_time_to_close_is_limited_after_a_signal_during_a_finalizer():
+    ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 128 + signal.SIGTERM and ended.stdout == "closing\n"
+    assert "not closed within 0.5 s" in ended.stderr
+
+
 COMMAND = """
 import os, signal, threading
 from skyrl.utils import stop_signals

@@ -282,12 +282,12 @@ class EngineSampler(Generic[Version]):
         return completions
 
     def close(self) -> None:
-        """Stop the fleet, and the engines that we launched with their adapters. Other engines keep running."""
+        """Stop the fleet, and the engines that we launched. Other engines keep running, with their adapters."""
         self.fleet.close()
         if self._launcher is not None:
             self._launcher.close()
         self._exports.close()
-        if self._launcher is not None:
+        if self._launcher is not None and not self._options.urls:
             self._exports.folder.clear()
 
     # -- requests for engines -----------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ class TorchPlanner:
         options, world, devices = worker_options(config, self._folder), config.num_workers, self._devices
         there = self._memory(world) if devices is None else devices.memory
         host = 0 if devices is None else devices.host // min(devices.kind.per_node, world)
-        of_node = 0 if devices is None or devices.nodes == 1 else devices.kind.per_node
+        of_node = 0 if devices is None else devices.kind.per_node
+        of_node = of_node if world > of_node and world % max(1, of_node) == 0 else 0
         found = decided(
             copy.deepcopy(self._skeleton),
             self._folder,

@@ -11,7 +11,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
@@ -27,6 +27,8 @@ QUARANTINED = ".quarantined"
 """Suffixes of folders that are not for reading. Their names start with a dot."""
 MAKE_TRIES = 100
 """Attempts to create a folder whose parents are removed concurrently."""
+PART_BYTES = 2**24
+"""Bytes that are hashed at a time."""
 LONGEST_NAME = 200
 """Maximum number of characters kept of a name before a suffix is added. File systems limit names to 255 bytes."""
 
@@ -228,15 +230,25 @@ def open_folder(path: str | Path, digest: str | None = None) -> Iterator[list[St
 
 
 class CheckedFiles(Mapping[str, bytes]):
-    """Files of a folder whose hashes are right. Their contents are read when they are asked for."""
+    """Files of a folder whose hashes are right. Their contents are read when they are asked for.
 
-    def __init__(self, path: Path, files: Mapping[str, BinaryIO]):
+    Args:
+        path: The folder.
+        files: Open files by name.
+        same_elsewhere: True if other processes found these hashes under the same path.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, BinaryIO], same_elsewhere: bool):
         self._path, self._files = path, files
+        self.same_elsewhere = same_elsewhere
 
     def __getitem__(self, name: str) -> bytes:
         file = self.open(name)
-        file.seek(0)
-        return file.read()
+        try:
+            file.seek(0)
+            return file.read()
+        except OSError as error:
+            raise _unreadable(name, error) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -256,7 +268,7 @@ class CheckedFiles(Mapping[str, bytes]):
         for name, file in self._files.items():
             try:
                 same = os.path.samestat(os.stat(self._path / name), os.fstat(file.fileno()))
-            except FileNotFoundError:
+            except OSError:
                 same = False
             if not same:
                 raise StorageError(f"{self._path} was replaced or removed while it was read; try again")
@@ -269,7 +281,7 @@ def open_checked(path: str | Path, digest: str | None = None, hashes: Hashes | N
     Args:
         path: The folder.
         digest: Expected sha256 (hex) of the manifest, if known.
-        hashes: Computes the hashes of the files; None: this process does.
+        hashes: Computes the hashes of the files; None: this process does, or if others find other hashes.
 
     Raises the errors of `read_folder`.
     """
@@ -280,7 +292,7 @@ def open_checked(path: str | Path, digest: str | None = None, hashes: Hashes | N
             with suppress(DamagedFiles):
                 files = stack.enter_context(open_folder(folder, digest))
             if files is not None and _are_intact(folder, files, hashes):
-                yield CheckedFiles(folder, {file.name: file.reader for file in files})
+                yield CheckedFiles(folder, {file.name: file.reader for file in files}, hashes is not None)
                 return
         _read(folder, digest, _check)  # raises a detailed error, unless the folder was replaced in the meantime
         hashes = None
@@ -480,6 +492,19 @@ def hash_of(path: Path) -> str:
             return _hash(file, path.name)
     except OSError as error:
         raise _unreadable(str(path), error) from error
+
+
+def hash_in_parts(path: Path) -> Generator[int, None, str]:
+    """Compute `hash_of` a large file. Yields the bytes of each part."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while part := file.read(PART_BYTES):
+                digest.update(part)
+                yield len(part)
+    except OSError as error:
+        raise _unreadable(str(path), error) from error
+    return digest.hexdigest()
 
 
 def _quarantine(folder: Path) -> Path:

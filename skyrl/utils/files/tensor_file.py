@@ -90,6 +90,10 @@ class TensorReader:
         try:
             self._file.seek(0)
             self.entries, self._begin = read_header(self._file)
+            for name, entry in self.entries.items():
+                (first, last), itemsize = entry["data_offsets"], np.dtype(NAMES[entry["dtype"]]).itemsize
+                if last - first != math.prod(entry["shape"]) * itemsize:
+                    raise ValueError(f"{name} has shape {entry['shape']} and {last - first} bytes")
             ends = [entry["data_offsets"][1] for entry in self.entries.values()]
             end, size = self._begin + max(ends, default=0), os.fstat(self._file.fileno()).st_size
             if end > size:
@@ -155,10 +159,14 @@ def equal_tensors(
     return True
 
 
-def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Callable[[BinaryIO], None]:
-    """Return a function that writes a file of these tensors."""
+def tensor_file(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, in_order: bool = False
+) -> Callable[[BinaryIO], None]:
+    """Return a function that writes a file of these tensors, in their order or in that of safetensors."""
     order = list(TYPES)
-    names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype.name), name))
+    names = list(tensors)
+    if not in_order:
+        names.sort(key=lambda name: (order.index(tensors[name].dtype.name), name))
 
     def write(file: Any) -> None:
         file.write(header_of({name: tensors[name][:2] for name in names}, metadata))

@@ -11,7 +11,7 @@ from typing import Any
 from skyrl.backends.common.models.kind import Kind
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import AdapterConfig, LoraConfig
-from skyrl.utils.files.atomic_folders import Content, open_folder, read_folder
+from skyrl.utils.files.atomic_folders import Content, open_checked, open_folder
 
 TRAINING_TENSORS, TRAINING_STATE = "training_state.safetensors", "training_state.json"
 PEFT_TENSORS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -103,8 +103,8 @@ def stored_kind(path: str, digest: str | None = None) -> Kind:
             header = next(file.reader.read() for file in files if file.name == TRAINING_STATE)
         return kind_of(header_of({TRAINING_STATE: header}, path))
     except (StorageError, OSError, ValueError, KeyError, TypeError, StopIteration):
-        files = read_folder(path, digest)  # raises a detailed error, and moves damaged files aside
-        return kind_of(header_of(files, path))
+        with open_checked(path, digest) as files:  # raises a detailed error, and moves damaged files aside
+            return kind_of(header_of(files, path))
 
 
 def check_served_rank(rank: int, max_rank: int, path: str) -> None:

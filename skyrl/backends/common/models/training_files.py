@@ -32,6 +32,7 @@ from skyrl.utils.adapters.naming import check_rate, rate_of
 from skyrl.utils.files.atomic_folders import CheckedFiles, Content, Hashes, open_checked
 from skyrl.utils.files.stored_tensors import StoredArrays, StoredTensor, TensorFiles
 from skyrl.utils.files.tensor_file import Tensor, tensor_file
+from skyrl.utils.files.weight_files import UNREADABLE
 
 BufferName = Literal["weights", "first_moment", "second_moment", "gradient_sums"]
 MOMENTS = ("first_moment", "second_moment")
@@ -142,7 +143,10 @@ def training_files(
             "(create_training_client_from_state)"
         )
     names = [] if is_uploaded else [TRAINING_TENSORS] if TRAINING_TENSORS in files else filter(PART.fullmatch, files)
-    tensors = TensorFiles({name: files.open(name) for name in names})
+    try:
+        tensors = TensorFiles({name: files.open(name) for name in names})
+    except UNREADABLE as error:
+        raise DamagedFiles(f"{path} is damaged: {error}; use another checkpoint") from error
     buffers: dict[Any, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.tensors().items():
         buffer, _, tensor_name = name.partition("/")

@@ -85,6 +85,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
             return Packed(self._training_files(state))
 
         def write(folder: Path) -> Entries:
+            folder = folder.absolute()
             if not self.group.sees_files_in(folder):
                 return _written(folder, self._training_files(state))
             header = pack_header(state.kind, self.base_model, state.step, state.sequences, FORMAT_OF_PARTS)
@@ -114,8 +115,10 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
     ) -> TorchState:
         folder = self._folder_of_ranks(path)
         hashes = None if folder is None else self.group.hashes
+        path = str(local_path(path).absolute())  # also for workers with another working directory
         with open_training(path, check, load_optimizer=load_optimizer, digest=digest, hashes=hashes) as stored:
             kind, files = stored.kind, stored.files
+            folder = folder if files.same_elsewhere else None
             spreads, layout = self.group.spreads(kind), self._layout(kind)
             zeros = partial(self.group.zeros, layout.size, spreads.moments)
             if stored.is_uploaded:
@@ -177,7 +180,9 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
             RequestError: The adapter does not fit the served base model or `max_lora_rank`.
         """
         folder = self._folder_of_ranks(path)
+        path = str(local_path(path).absolute())  # also for workers with another working directory
         with open_checked(path, hashes=None if folder is None else self.group.hashes) as files:
+            folder = folder if files.same_elsewhere else None
             if PEFT_CONFIG in files:
                 return self._from_peft(read_tensors(files[PEFT_TENSORS]), json.loads(files[PEFT_CONFIG]), path)
             if WEIGHTS in files or INDEX in files:
@@ -313,8 +318,10 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         beside = {**files_beside(self.folder), CONFIG: json.dumps(config, indent=2).encode()}
 
         def write(folder: Path) -> Entries:
+            folder = folder.absolute()
             if not self.group.sees_files_in(folder):
-                return _written(folder, {WEIGHTS: tensor_file(self._from_ranks(kind, weights, sources), METADATA)})
+                tensors = self._from_ranks(kind, weights, sources)
+                return _written(folder, {WEIGHTS: tensor_file(tensors, METADATA, in_order=True)})
             count = self.group.writers
             names = [WEIGHTS] if count == 1 else [f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)]
             written = self.group.write_model(weights, kind, sources, [folder / name for name in names])
@@ -372,7 +379,7 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         if kind.value_head:
             head = FileTensor(f"{self.value_head}.weight", (1, facts.hidden_size))
             sources.append(Source(VALUE_HEAD, "float32", (head,)))
-        return sorted(sources, key=lambda source: -source.nbytes)
+        return sorted(sources, key=lambda source: (-TYPES[source.dtype].itemsize, -source.nbytes))  # aligned in files
 
 
 def _written(folder: Path, files: Mapping[str, Content]) -> dict[str, Any]:

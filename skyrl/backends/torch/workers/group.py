@@ -26,9 +26,9 @@ from skyrl.backends.torch.workers.agreement import NotBegun
 from skyrl.backends.torch.workers.model_facts import ModelFacts
 from skyrl.backends.torch.workers.model_files import Source
 from skyrl.backends.torch.workers.shares import Read, Shapes, Spread, part_of
-from skyrl.backends.torch.workers.worker import Command, Worker, WorkerOptions
+from skyrl.backends.torch.workers.worker import TURN_BYTES, Command, Worker, WorkerOptions
 from skyrl.errors import BackendLost
-from skyrl.utils.files.atomic_folders import TEMPORARY, Entries
+from skyrl.utils.files.atomic_folders import TEMPORARY, Entries, hash_of
 from skyrl.utils.files.stored_tensors import StoredTensor
 
 SLOWEST_BYTES_S = 10 * 2**20
@@ -213,8 +213,9 @@ class WorkerGroup(ABC):
             return False
 
     def sees(self, path: Path) -> bool:
-        """Return True if a file of this process is visible to all ranks."""
-        return all(answer is True for answer in self.wait(self._each([("sees", path)] * self.world), "sees"))
+        """Return True if a small file of this process is visible to all ranks, with the same content."""
+        own = hash_of(path)
+        return all(answer == own for answer in self.wait(self._each([("hash_of", path)] * self.world), "hash_of"))
 
     def write_parts(self, buffer: Buffer, folder: Path, name: BufferName) -> Entries:
         """Have the ranks that share a copy of the weights write their parts of a buffer in parallel.
@@ -254,7 +255,7 @@ class WorkerGroup(ABC):
             with suppress(Exception):
                 self._together(close, 0)
             raise
-        return self._together(close, 0)[:count]
+        return self._together(close, sum(source.nbytes for source in sources) // count)[:count]
 
     def read_parts(self, folder: Path, tensors: Mapping[str, StoredTensor], spread: Spread) -> Buffer:
         """Create a buffer from tensors in the files of a folder, in the order of its layout. Each rank reads its part.
@@ -264,16 +265,27 @@ class WorkerGroup(ABC):
         buffer = Buffer(self, sum(math.prod(tensor.shape) for tensor in tensors.values()), spread)
         count = self.parts(spread)
         ranks = range(1 if spread == "partial" else self.world)
-        commands = [("read_part", buffer.handle, folder, tensors, spread, rank % count, count) for rank in ranks]
-        self._together(commands, buffer.nbytes // count)
+        self._in_turns([("read_part", buffer.handle, folder, tensors, spread, rank % count, count) for rank in ranks])
         return buffer
 
     def hashes(self, sizes: Mapping[Path, int]) -> dict[Path, str]:
         """Have the ranks compute the hashes (sha256, hex) of files of these sizes in bytes. Raises `StorageError`."""
         order = sorted(sizes, key=lambda path: sizes[path])
-        commands = [("hashes", order[rank :: self.world]) for rank in range(self.world)]
-        found = self._together(commands, max(sizes.values(), default=0) * -(-len(sizes) // self.world))
+        found = self._in_turns([("hashes", order[rank :: self.world]) for rank in range(self.world)])
         return {path: value for each in found for path, value in each.items()}
+
+    def _in_turns(self, tasks: Sequence[Command]) -> list[Any]:
+        """Run long tasks, one per rank, in short commands between which others can run. Raises the first failure."""
+        number, results, left = next(self.handles), dict[int, Any](), list(range(len(tasks)))
+        try:
+            self._together([("begin", number, *task) for task in tasks], 0)
+            while left:
+                answers = self._together([("go_on", number)] * len(tasks), TURN_BYTES)
+                results |= {rank: answers[rank].result for rank in left if answers[rank] is not None}
+                left = [rank for rank in left if rank not in results]
+        finally:
+            self.dropped.append(number)
+        return [results[rank] for rank in range(len(tasks))]
 
     def _together(self, commands: Sequence[Command], nbytes: int) -> list[Any]:
         """Run commands, one per rank, which send, read or write `nbytes` each. Raises the first failure."""

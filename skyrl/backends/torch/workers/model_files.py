@@ -64,8 +64,8 @@ class ModelTensors:
             self._places[part.name] = slice(start, end), part.shape
             start = end
 
-    def whole(self, source: Source, flat: Tensor) -> np.ndarray:
-        """A whole parameter or buffer, float32. If ranks share the base weights, all take part.
+    def whole(self, source: Source, flat: Tensor) -> Tensor:
+        """A whole parameter or buffer. If ranks share the base weights, all take part.
 
         Args:
             source: Its name.
@@ -75,25 +75,26 @@ class ModelTensors:
         if name == VALUE_HEAD:
             return self._part(name, flat)[None]
         if name in self._model.buffers:
-            whole = self._model.hf.get_buffer(name)
-        elif self._kind.is_whole:
-            places, shape = self._places[name]
-            whole = base.joined(flat[places].view(shape), base.shapes[name])
-        else:
-            whole = base.joined(base.part(name), base.shapes[name])
-        return whole.float().cpu().numpy()
+            return self._model.hf.get_buffer(name)
+        if self._kind.is_whole:
+            return base.joined(self._part(name, flat), base.shapes[name])
+        return base.joined(base.part(name), base.shapes[name])
 
-    def tensor(self, source: Source, which: FileTensor, whole: np.ndarray, flat: Tensor) -> np.ndarray:
+    def tensor(self, source: Source, which: FileTensor, whole: Tensor, flat: Tensor) -> np.ndarray:
         """A tensor for a file: a part of the whole parameter, plus scaling (A B)^T of an adapter, in its dtype."""
-        values = whole if which.index is None else whole[which.index]
+        values = _on_host(whole if which.index is None else whole[which.index])
         if which.adapter is not None:
-            a, b = (self._part(f"{which.adapter}.{matrix}", flat) for matrix in ("lora_A", "lora_B"))
+            a, b = (_on_host(self._part(f"{which.adapter}.{matrix}", flat)) for matrix in ("lora_A", "lora_B"))
             values = values + np.float32(self._kind.lora_config.scaling) * (a @ b).T
         return values.astype(TYPES[source.dtype], copy=False).reshape(which.shape)
 
-    def _part(self, name: str, flat: Tensor) -> np.ndarray:
+    def _part(self, name: str, flat: Tensor) -> Tensor:
         places, shape = self._places[name]
-        return flat[places].view(shape).float().cpu().numpy()
+        return flat[places].view(shape)
+
+
+def _on_host(values: Tensor) -> np.ndarray:
+    return values.float().cpu().numpy()
 
 
 class ModelFile:
@@ -120,7 +121,7 @@ class ModelFile:
         except StorageError as error:
             self._failure = error
 
-    def write(self, source: Source, whole: np.ndarray, flat: Tensor) -> None:
+    def write(self, source: Source, whole: Tensor, flat: Tensor) -> None:
         """Write the tensors of the next source."""
         for which in source.tensors:
             values = np.ascontiguousarray(self.tensors.tensor(source, which, whole, flat))

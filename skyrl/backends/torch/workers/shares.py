@@ -3,7 +3,7 @@
 Ranks call the same methods in the same order.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
@@ -110,10 +110,20 @@ Read = Callable[[str, int, int], np.ndarray]
 """Returns the numbers from a first to before a last index of a tensor as a flat array, float32."""
 
 
-def part_of(
-    shapes: Shapes, read: Read, spread: Spread, place: int, count: int, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Values of a buffer that the rank at a place holds, float32 `[part]`. Few others are in memory meanwhile.
+def part_of(shapes: Shapes, read: Read, spread: Spread, place: int, count: int) -> Tensor:
+    """Return the result of `parts_of` on the CPU."""
+    parts = parts_of(shapes, read, spread, place, count, torch.device("cpu"))
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
+
+
+def parts_of(
+    shapes: Shapes, read: Read, spread: Spread, place: int, count: int, device: torch.device
+) -> Generator[int, None, Tensor]:
+    """Make the values of a buffer that the rank at a place holds, float32 `[part]`. Yields bytes that were read.
 
     Args:
         shapes: Shapes of the buffer's tensors.
@@ -131,6 +141,7 @@ def part_of(
             end = min(last, begin + BLOCK)
             part[done : done + end - begin] = torch.tensor(read(name, begin, end))
             done += end - begin
+            yield 4 * (end - begin)
     return part
 
 

@@ -11,12 +11,12 @@ weights, moments and sums of its parts of the parameters.
 
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -50,9 +50,9 @@ from skyrl.backends.torch.workers.buffers import Buffers
 from skyrl.backends.torch.workers.model_facts import ModelFacts
 from skyrl.backends.torch.workers.model_files import ModelFile, ModelTensors, Source
 from skyrl.backends.torch.workers.rendezvous import MODEL_FILES, SAMPLING, STEPS, TILE, RendezvousPlan
-from skyrl.backends.torch.workers.shares import Shares, Spread, part_of
+from skyrl.backends.torch.workers.shares import Shares, Spread, parts_of
 from skyrl.errors import BackendLost, RequestError, StorageError
-from skyrl.utils.files.atomic_folders import hash_of
+from skyrl.utils.files.atomic_folders import hash_in_parts, hash_of
 from skyrl.utils.files.stored_tensors import StoredTensor, TensorFiles
 from skyrl.utils.files.weight_files import UNREADABLE
 
@@ -62,9 +62,17 @@ Named = tuple[Kind, int] | None
 """Kind of a version and handle of its weights; None: the base model."""
 Precision = Literal["auto", "high", "highest"]
 """Precision of float32 matrix products; "auto": see `precision_of`."""
+TURN_BYTES = 2**28
+"""Bytes of files that one command processes. Other commands wait for it."""
 MAKES = {"fresh", "zeros", "put", "add"}
 """Commands that create a buffer. Their first argument is its handle. If one fails, commands that use the buffer
 fail."""
+
+
+class TaskResult(NamedTuple):
+    """Result of a task of several commands."""
+
+    result: Any
 
 
 @dataclass(frozen=True)
@@ -162,6 +170,8 @@ class Worker:
         self.sampling = SamplingWorker(self.model)
         self._files: dict[int, ModelFile] = {}
         """Open files of models, by number."""
+        self._tasks: dict[int, Generator[int, None, Any]] = {}
+        """Tasks that have not ended, by number."""
 
     def execute(self, commands: Sequence[Command]) -> list[Any]:
         """Execute commands. Returns one result per command: its answer, or its exception."""
@@ -309,10 +319,25 @@ class Worker:
         """Create a buffer with this rank's part of its values, float32 `[part]`, as `shares.part_of` returns it."""
         self._buffers[handle] = torch.tensor(values, device=self.device)
 
+    def begin(self, number: int, name: str, *arguments: Any) -> None:
+        """Begin a task of several commands: a method that yields bytes that it has processed. See `go_on`."""
+        self._tasks[number] = getattr(self, name)(*arguments)
+
+    def go_on(self, number: int) -> TaskResult | None:
+        """Continue a task until it has processed `TURN_BYTES`. Returns its result if it has ended, otherwise None."""
+        done = 0
+        while done < TURN_BYTES and number in self._tasks:
+            try:
+                done += next(self._tasks[number])
+            except StopIteration as end:
+                del self._tasks[number]
+                return TaskResult(end.value)
+        return None
+
     def read_part(
         self, handle: int, folder: Path, tensors: Mapping[str, StoredTensor], spread: Spread, place: int, count: int
-    ) -> None:
-        """Create a buffer from tensors in the files of a folder, as `put` does. Raises `StorageError`."""
+    ) -> Iterator[int]:
+        """Create a buffer from tensors in the files of a folder, as `put` does. A task. Raises `StorageError`."""
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         names = {piece.file for tensor in tensors.values() for piece in tensor.pieces}
         try:
@@ -322,13 +347,17 @@ class Worker:
                 def read(name: str, first: int, last: int) -> np.ndarray:
                     return files.numbers(tensors[name], first, last)
 
-                self._buffers[handle] = part_of(shapes, read, spread, place, count, self.device)
+                part = yield from parts_of(shapes, read, spread, place, count, self.device)
+            self._buffers[handle] = part
         except UNREADABLE as error:
             raise StorageError(f"{folder} cannot be read by rank {self.rank}: {error}; try again") from error
 
-    def hashes(self, paths: Sequence[Path]) -> dict[Path, str]:
-        """Hashes (sha256, hex) of files. Raises `StorageError`."""
-        return {path: hash_of(path) for path in paths}
+    def hashes(self, paths: Sequence[Path]) -> Generator[int, None, dict[Path, str]]:
+        """Hashes (sha256, hex) of files. A task. Raises `StorageError`."""
+        found = {}
+        for path in paths:
+            found[path] = yield from hash_in_parts(path)
+        return found
 
     def get(self, handle: int, size: int, spread: Spread) -> np.ndarray | None:
         """Values of a buffer, float32 `[size]`; None on ranks other than the first.
@@ -350,9 +379,9 @@ class Worker:
             flat = self._shares.gathered(flat.to(self.device), size)
         return None if self.rank > 0 else flat.cpu().numpy().copy()
 
-    def sees(self, path: Path) -> bool:
-        """Return True if this rank sees a file that the driver created."""
-        return path.exists()
+    def hash_of(self, path: Path) -> str:
+        """Hash of a small file that the driver sees. Raises `StorageError`."""
+        return hash_of(path)
 
     def write_part(self, handle: int, size: int, path: Path, buffer: BufferName) -> dict[str, Any]:
         """Write this rank's part of a buffer, as `Shares.write`."""
@@ -361,6 +390,7 @@ class Worker:
     def free(self, *handles: int) -> None:
         """Free buffers."""
         for handle in handles:
+            self._tasks.pop(handle, None)
             self._buffers.free(handle)
             self.sampling.forget_banks(handle)
 
