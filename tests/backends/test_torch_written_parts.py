@@ -21,6 +21,7 @@ from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.workers import shares
 from skyrl.errors import BackendLost
 from skyrl.types import ErrorResponse, LoraConfig, ModelOutput, SaveOutput
+from skyrl.utils.files.atomic_folders import copy_folder
 
 pytestmark = pytest.mark.full
 
@@ -164,6 +165,26 @@ def test_a_checkpoint_is_read_by_the_ranks(wide, shared, tmp_path):
         assert sum(sent) < 0.1 * size / 3 and peak < 0.1 * size / 3
         for one, other in zip(before, losses(backend), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_a_checkpoint_that_is_replaced_while_the_ranks_read_it_is_read_again(ranks, tmp_path, monkeypatch):
+    backend, _ = ranks
+    save(backend, tmp_path / "older", MODEL)
+    finish(backend, a_pass())
+    finish(backend, stepping(MODEL))
+    save(backend, tmp_path / "newer", MODEL)
+    newer = losses(backend)
+    hashes = backend.group.hashes
+
+    def meanwhile(sizes):
+        found = hashes(sizes)
+        copy_folder(tmp_path / "newer", tmp_path / "older")
+        return found
+
+    monkeypatch.setattr(backend.group, "hashes", meanwhile)
+    assert load(backend, tmp_path / "older", MODEL).model_id == MODEL
+    for one, other in zip(newer, losses(backend), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_part_that_changed_on_disk_sets_the_checkpoint_aside(ranks, tmp_path):

@@ -43,6 +43,12 @@ def test_rows_of_several_files_are_joined_in_their_order(files):
         np.testing.assert_array_equal(arrays[name], whole.astype(np.float32))
 
 
+@pytest.mark.parametrize(("first", "last"), [(0, 7), (2, 4), (3, 6), (5, 9), (4, 4)])
+def test_rows_of_an_array_are_those_of_numpy(first, last, files):
+    rows = StoredArrays(files, files.tensors()).rows("matrix", first, last)
+    np.testing.assert_array_equal(rows, WHOLE["matrix"][first:last])
+
+
 @pytest.mark.parametrize(("first", "last"), [(0, 42), (17, 19), (20, 37), (36, 42), (9, 9)])
 def test_numbers_of_a_tensor_are_those_of_the_flat_array(first, last, files):
     numbers = files.numbers(files.tensors()["matrix"], first, last)

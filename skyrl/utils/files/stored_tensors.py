@@ -78,11 +78,17 @@ class StoredArrays(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, files: TensorFiles, tensors: Mapping[str, StoredTensor]):
-        self._tensors = tensors
+        self._files, self._tensors = files, tensors
         self._array = lru_cache(maxsize=1)(lambda name: files.array(tensors[name]))
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._array(name)
+
+    def rows(self, name: str, first: int, last: int) -> np.ndarray:
+        """Return the rows (of the first dimension) from `first` to `last` - 1 of an array. Reads no others."""
+        count, *rest = self._tensors[name].shape
+        row = math.prod(rest)
+        return self._files.numbers(self._tensors[name], first * row, min(last, count) * row).reshape(-1, *rest)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -29,6 +29,7 @@ from skyrl.tx.lora import (
     stacked_connectors,
     stacked_pairs,
 )
+from skyrl.utils.files.stored_tensors import StoredArrays
 from skyrl.utils.files.tensor_file import Tensor
 
 if TYPE_CHECKING:
@@ -69,16 +70,14 @@ def shapes(model_config: "ModelConfig", base: Any, kind: Kind) -> Shapes:
     return {name: tensor.shape for name, tensor in named(model_config, kind, tree).items()}
 
 
-def tree_of(
-    model_config: "ModelConfig", base: Any, kind: Kind, tensors: Mapping[str, np.ndarray], shardings: Any = None
-) -> Tree:
+def tree_of(model_config: "ModelConfig", base: Any, kind: Kind, tensors: StoredArrays, shardings: Any = None) -> Tree:
     """The inverse of `named` for tensors with checked shapes. Arrays are on the device.
 
     Args:
         model_config: Configuration of the base model.
         base: Weights of the base model.
         kind: Kind of the model.
-        tensors: Tensors by name.
+        tensors: Tensors by name. Of a model's own weights, each part reads only its rows.
         shardings: Shardings of a model's own weights; None: one device has all.
     """
     head: Tree = {VALUE_HEAD: jnp.asarray(tensors[VALUE_HEAD])} if kind.value_head else {}
@@ -86,7 +85,11 @@ def tree_of(
         table = {param.path: param for param in parameters(design_of(model_config))}
 
         def take(name: str, shape: tuple[int, ...], turned: bool, index: tuple[slice, ...]) -> np.ndarray:
-            return _turned(tensors[name], turned)[index]
+            axis = -1 if turned and len(shape) == 2 else 0  # of the parameter, for the first one of the stored tensor
+            first, last, _ = index[axis].indices(shape[axis])
+            others = list(index)
+            others[axis] = slice(None)
+            return _turned(tensors.rows(name, first, last), turned)[tuple(others)]
 
         return {"base": state_of(base, table, take, FLOAT32, shardings)} | head
     names = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]

@@ -3,6 +3,7 @@ Face's layout for fully trained models. They do not depend on the number of work
 
 import fnmatch
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -36,7 +37,7 @@ from skyrl.backends.torch.models.state import TorchState, TorchVersion, adaptabl
 from skyrl.backends.torch.workers.group import Buffer, WorkerGroup
 from skyrl.backends.torch.workers.model_files import TYPES, FileTensor, Source
 from skyrl.backends.torch.workers.shares import Spread
-from skyrl.errors import RequestError
+from skyrl.errors import DamagedFiles, RequestError, StorageError
 from skyrl.types import LoraConfig
 from skyrl.utils.adapters.experts import untrained_beside
 from skyrl.utils.adapters.fitting import fitted_adapter
@@ -58,6 +59,7 @@ from skyrl.utils.files.weight_files import INDEX, WEIGHT_PARTS, has_weights
 FLOAT32 = np.dtype(np.float32)
 METADATA = {"format": "pt"}
 Item = TypeVar("Item")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +115,12 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
     def load_training(
         self, path: str, check: Callable[[Kind], None], *, load_optimizer: bool = True, digest: str | None = None
     ) -> TorchState:
-        folder = self._folder_of_ranks(path)
-        hashes = None if folder is None else self.group.hashes
-        path = str(local_path(path).absolute())  # also for workers with another working directory
-        with open_training(path, check, load_optimizer=load_optimizer, digest=digest, hashes=hashes) as stored:
+        read = partial(self._training_state, check=check, load_optimizer=load_optimizer, digest=digest)
+        return self._read(path, read)
+
+    def _training_state(self, path: str, folder: Path | None, **options: Any) -> TorchState:
+        """A model in a training checkpoint, read by the ranks in `folder`, or by this process (None)."""
+        with open_training(path, hashes=None if folder is None else self.group.hashes, **options) as stored:
             kind, files = stored.kind, stored.files
             folder = folder if files.same_elsewhere else None
             spreads, layout = self.group.spreads(kind), self._layout(kind)
@@ -179,8 +183,10 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
             StorageError: Missing or damaged files.
             RequestError: The adapter does not fit the served base model or `max_lora_rank`.
         """
-        folder = self._folder_of_ranks(path)
-        path = str(local_path(path).absolute())  # also for workers with another working directory
+        return self._read(path, self._stored_version)
+
+    def _stored_version(self, path: str, folder: Path | None) -> TorchVersion:
+        """A version in a checkpoint, read by the ranks in `folder`, or by this process (None)."""
         with open_checked(path, hashes=None if folder is None else self.group.hashes) as files:
             folder = folder if files.same_elsewhere else None
             if PEFT_CONFIG in files:
@@ -209,6 +215,19 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         tensors.pop(VALUE_HEAD, None)
         _check_fits(stored, {name: tensor.shape for name, tensor in tensors.items()}, self._layout(kind))
         return kind, tensors, stored.tensors
+
+    def _read(self, path: str, read: Callable[[str, Path | None], Item]) -> Item:
+        """Read a checkpoint by the ranks, or by this process if they cannot, or if its folder is replaced meanwhile."""
+        folder = self._folder_of_ranks(path)
+        path = str(local_path(path).absolute())  # also for workers with another working directory
+        if folder is not None:
+            try:
+                return read(path, folder)
+            except DamagedFiles:
+                raise
+            except StorageError as error:
+                log.warning("the workers cannot read %s (%s), so the driver reads it", path, error)
+        return read(path, None)
 
     def _folder_of_ranks(self, path: str) -> Path | None:
         """The folder of a fully trained model if all ranks see it, so that they read its files; otherwise None."""
