@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import signal
 import tracemalloc
 from contextlib import closing
@@ -14,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch_models import VOCAB, make_model
 
-from driver import finish, load, new_id, random_datum, save, stepping, training_state
+from driver import finish, load, new_id, random_datum, sample, save, stepping, training_state
 from skyrl.algorithms.objective import ForwardOnly
 from skyrl.backends.operations import CreateModel, ForwardBackward, SaveSnapshot
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
@@ -185,6 +186,12 @@ def test_a_checkpoint_that_is_replaced_while_the_ranks_read_it_is_read_again(ran
     assert load(backend, tmp_path / "older", MODEL).model_id == MODEL
     for one, other in zip(newer, losses(backend), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_model_without_a_manifest_is_said_to_be_damaged(ranks, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "foreign")
+    failed = sample(ranks[0], "foreign", tmp_path / "foreign", max_tokens=1)
+    assert isinstance(failed, ErrorResponse) and "manifest.json is missing" in failed.error
 
 
 def test_a_part_that_changed_on_disk_sets_the_checkpoint_aside(ranks, tmp_path):

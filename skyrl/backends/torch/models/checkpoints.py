@@ -233,7 +233,8 @@ class TorchFormat(ModelFormat[TorchState, TorchVersion]):
         """The folder of a fully trained model if all ranks see it, so that they read its files; otherwise None."""
         folder = local_path(path).absolute()
         is_whole = has_weights(folder) or ((folder / TRAINING_STATE).is_file() and stored_kind(path).is_whole)
-        return folder if is_whole and self.group.sees(folder / MANIFEST) else None
+        is_seen = is_whole and (folder / MANIFEST).is_file() and self.group.sees(folder / MANIFEST)
+        return folder if is_seen else None
 
     def _put(
         self, tensors: Mapping[str, StoredTensor], files: TensorFiles, spread: Spread, folder: Path | None
