@@ -58,7 +58,7 @@ def test_numbers_of_a_tensor_are_those_of_the_flat_array(first, last, files):
 def test_numbers_that_no_file_has_are_an_error(files):
     (first, _, last) = files.tensors()["matrix"].pieces
     with pytest.raises(ValueError, match=r"18 numbers of a tensor with \(7, 3, 2\) are in no file"):
-        files.array(StoredTensor((7, 3, 2), (first, last)))
+        files.numbers(StoredTensor((7, 3, 2), (first, last)), 0, 42)
 
 
 def test_a_tensor_can_be_put_together_from_others(tmp_path):
@@ -66,5 +66,6 @@ def test_a_tensor_can_be_put_together_from_others(tmp_path):
     pieces = Piece("file", "gate", 0, 6), Piece("file", "up", 6, 6)
     with opened(tmp_path) as files:
         np.testing.assert_array_equal(
-            files.array(StoredTensor((4, 3), pieces)), np.repeat([0, 0, 1, 1], 3).reshape(4, 3)
+            StoredArrays(files, {"both": StoredTensor((4, 3), pieces)})["both"],
+            np.repeat([0, 0, 1, 1], 3).reshape(4, 3),
         )

@@ -6,7 +6,6 @@ numbers that they need.
 
 import math
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -64,13 +63,9 @@ class TensorFiles:
             raise ValueError(f"{missing} numbers of a tensor with {tensor.shape} are in no file")
         return numbers
 
-    def array(self, tensor: StoredTensor) -> np.ndarray:
-        """Return a whole tensor, float32."""
-        return self.numbers(tensor, 0, math.prod(tensor.shape)).reshape(tensor.shape)
-
 
 class StoredArrays(Mapping[str, np.ndarray]):
-    """Arrays of stored tensors, float32, read when they are asked for. The last one is kept for the next call.
+    """Arrays of stored tensors, float32. Each is read when it is asked for, and each time.
 
     Args:
         files: Open files.
@@ -79,10 +74,10 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
     def __init__(self, files: TensorFiles, tensors: Mapping[str, StoredTensor]):
         self._files, self._tensors = files, tensors
-        self._array = lru_cache(maxsize=1)(lambda name: files.array(tensors[name]))
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._array(name)
+        tensor = self._tensors[name]
+        return self._files.numbers(tensor, 0, math.prod(tensor.shape)).reshape(tensor.shape)
 
     def rows(self, name: str, first: int, last: int) -> np.ndarray:
         """Return the rows (of the first dimension) from `first` to `last` - 1 of an array. Reads no others."""

@@ -34,9 +34,6 @@ from skyrl.utils.files.stored_tensors import StoredTensor
 SLOWEST_BYTES_S = 10 * 2**20
 """Bytes per second at which buffers are at least sent and written. Timeouts of these commands allow for it."""
 
-GROUP_BYTES = 2**28
-"""Bytes of a model's file that are written by one command. Other commands wait for it."""
-
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
@@ -387,7 +384,7 @@ def _groups(sources: Sequence[Source], count: int) -> Iterator[Sequence[Source]]
     start = 0
     while start < len(sources):
         end, nbytes = start, 0
-        while end < len(sources) and nbytes < GROUP_BYTES:
+        while end < len(sources) and nbytes < TURN_BYTES:
             nbytes += sum(source.nbytes for source in sources[end : end + count])
             end += count
         yield sources[start:end]
