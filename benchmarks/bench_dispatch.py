@@ -2,7 +2,8 @@
 
 Run: `python benchmarks/bench_dispatch.py` (`--no-ray` without Ray's cluster). On the CPU, with a random tiny model. For
 each executor: the median time of a command that does nothing, of a command with an agreement and a collective of the
-ranks, and of a training pass and step, in turn. Then, for each kind of sharing: bytes in the collectives of a
+ranks, and of a training pass and step, in turn. Then the time of a pass beyond its micro-batches, with 1 and with 16
+micro-batches on each of two ranks that share weights. Then, for each kind of sharing: bytes in the collectives of a
 micro-batch and of an optimizer step of an adapter, counted on one rank without others. Prints one JSON line per figure.
 """
 
@@ -11,7 +12,8 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench_torch import Ours
+from bench_torch import Ours, _name
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,15 +31,17 @@ from common import RANK, emit
 from skyrl.backends.common.adamw import AdamScalars
 from skyrl.backends.common.models.kind import Kind
 from skyrl.backends.common.packing import TileShape, make_tiles
+from skyrl.backends.operations import ForwardBackward
 from skyrl.backends.torch import TorchBackendConfig
 from skyrl.backends.torch.base_model.model import LoadedModel
 from skyrl.backends.torch.opening import worker_options
 from skyrl.backends.torch.workers import rendezvous
+from skyrl.backends.torch.workers.group import Buffer
 from skyrl.backends.torch.workers.worker import Worker
 from skyrl.tx.synthetic.make_model import make_model
 from skyrl.types import Datum, LoraConfig
 
-CALLS, PASSES = 200, 15
+CALLS, PASSES, LISTS = 200, 15, 60
 LENGTHS = [64] * 4
 EXECUTORS = {
     "in_process": {},
@@ -58,13 +62,19 @@ WAYS = {
 
 def median_ms(call: Callable[[], object], times: int) -> float:
     """Median milliseconds of a call, after a warm-up call."""
-    call()
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(seconds)
+    return medians_ms([call], times)[0]
+
+
+def medians_ms(calls: Sequence[Callable[[], object]], times: int) -> list[float]:
+    """Median milliseconds of calls that run in turn, after a warm-up of each."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for number in range(times + 1):
+        for call, found in zip(calls, seconds, strict=True):
+            start = time.perf_counter()
+            call()
+            if number:
+                found.append(time.perf_counter() - start)
+    return [1e3 * statistics.median(each) for each in seconds]
 
 
 def time_dispatches(folder: Path, ray: bool) -> None:
@@ -86,6 +96,40 @@ def time_dispatches(folder: Path, ray: bool) -> None:
         first = first or times
         for case, ms in times.items():
             emit(case=f"dispatch: {case}", executor=name, ms=round(ms, 3), times_in_process=round(ms / first[case], 2))
+
+
+def time_lists(folder: Path) -> None:
+    """Print the time of passes beyond their micro-batches, each of 32 tokens.
+
+    The time of a micro-batch is that of a list of them on the ranks, divided by its length.
+    """
+    sizes = {"train_tile_tokens": 32, "kv_cache_gib": 0.01}
+    ours = Ours(folder, 1, **EXECUTORS["processes, 2, shared"], **sizes)
+    group, state = ours.backend.group, ours.backend._models.peek("0")
+    tokens = np.arange(32, dtype=np.int32)
+    inputs = {"target_tokens": tokens, "weights": np.ones(32, np.float32)}
+    (tile,) = make_tiles([Datum(tokens, inputs)], "cross_entropy", {}, TileShape(32))
+    sums = Buffer(group, state.weights.size, "partial")
+    command = ("tile", state.kind, state.weights.handle, sums.handle, tile.arrays, None)
+
+    def of_ranks(count: int) -> None:
+        group.wait(group._send([[command] * count] * group.world), "tile")
+
+    def a_pass(count: int) -> None:
+        data = [Datum(tokens, inputs)] * (count * group.world)
+        ours.run(ForwardBackward(request_id=_name(), model_id="0", data=data, loss_fn="cross_entropy"))
+
+    calls = {(what.__name__, count): partial(what, count) for count in (1, 16) for what in (of_ranks, a_pass)}
+    ms = dict(zip(calls, medians_ms(list(calls.values()), LISTS), strict=True))
+    tile_ms = (ms["of_ranks", 16] - ms["of_ranks", 1]) / 15
+    beyond = {count: ms["a_pass", count] - count * tile_ms for count in (1, 16)}
+    for count in beyond:
+        pass_ms, beyond_ms = round(ms["a_pass", count], 2), round(beyond[count], 2)
+        emit(case="pass of 2 ranks", micro_batches_of_rank=count, ms=pass_ms, beyond_ms=beyond_ms)
+    emit(
+        case="beyond 16 micro-batches over 1", micro_batch_ms=round(tile_ms, 2), times=round(beyond[16] / beyond[1], 2)
+    )
+    ours.backend.close()
 
 
 class Bytes(TorchDispatchMode):
@@ -164,6 +208,7 @@ def main() -> None:
     with TemporaryDirectory() as scratch:
         folder = make_model(Path(scratch) / "tiny")
         count_bytes(folder)
+        time_lists(make_model(Path(scratch) / "small", hidden=32, layers=1, intermediate=64, vocab=512))
         time_dispatches(folder, not args.no_ray)
 
 

@@ -146,13 +146,13 @@ class Planned(WorkerGroup):
         pass
 
     def _execute(self, plans):
-        refused = [command[1] in self._bad and command[-1] is not True for (command,) in plans]
-        if any(refused):
-            answers = [[ValueError("bad row") if no else NotBegun("another rank")] for no in refused]
+        refused = [[command[1] in self._bad and command[-1] is not True for command in plan] for plan in plans]
+        if any(map(any, refused)):
+            answers = [[ValueError("bad row") if no else NotBegun("another") for no in plan] for plan in refused]
         else:
-            answers = [[command[1]] for (command,) in plans]
-            for begun, (command,) in zip(self.begun, plans, strict=True):
-                begun.append(command)
+            answers = [[command[1] for command in plan] for plan in plans]
+            for begun, plan in zip(self.begun, plans, strict=True):
+                begun += plan
         outcome: Future = Future()
         outcome.set_result(answers)
         return outcome
@@ -163,7 +163,7 @@ def test_in_a_thousand_random_plans_ranks_begin_as_much_and_only_bad_tiles_fail(
     for _ in range(1000):
         tile_ranks = draw.choice([1, 2, 3])
         at_once = draw.randint(1, 6)
-        count = draw.randint(1, at_once)
+        count = draw.randint(1, 3 * at_once)
         bad = {tile for tile in range(count) if draw.random() < 0.3}
         group = Planned(at_once * tile_ranks, tile_ranks, bad)
         answers = group.tiles([("tile", tile) for tile in range(count)]).result()

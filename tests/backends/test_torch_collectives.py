@@ -4,6 +4,7 @@ One that does another, or one more, waits for ever or mixes up numbers, and on s
 Here ranks do not wait: each says what it would have done.
 """
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def models_of(backend: RecordedBackend) -> dict[str, tuple[LoraConfig, bool]]:
 def some_pass(rng: np.random.Generator, models: list[str]) -> ForwardBackward:
     """A pass of a model, with as many micro-batches as it happens to have."""
     model = str(rng.choice(models))
-    data = [random_datum(int(n), int(n), vocab=VOCAB) for n in rng.integers(1, 50, rng.integers(1, 6))]
+    data = [random_datum(int(n), int(n), vocab=VOCAB) for n in rng.integers(1, 50, rng.integers(1, 16))]
     loss_fn: object = rng.choice(["cross_entropy", "entropy", "fails"])
     loss_fn = {"entropy": ForwardOnly(("logprobs", "entropy")), "fails": Fails(("logprobs",))}.get(
         str(loss_fn), "cross_entropy"
@@ -107,8 +108,10 @@ def test_ranks_do_the_same_collectives_in_any_plan(backend, plans):
     told = backend.group.told
     told.clear()
     facts, models = backend.group.facts, list(models_of(backend))
-    seen = mixed = idle = failed = 0
+    seen = mixed = idle = listed = failed = 0
+    tokens = itertools.cycle([1000, 200, 0])  # all micro-batches of passes in a dispatch, some, or one on each rank
     while seen < plans:
+        backend.dispatch_tokens = next(tokens)
         passes = [some_pass(rng, models) for _ in range(rng.integers(1, 6))]
         results = finish_all(backend, passes)
         failed += sum(isinstance(result, ErrorResponse) for result in results.values())
@@ -122,14 +125,15 @@ def test_ranks_do_the_same_collectives_in_any_plan(backend, plans):
                 meets = facts.is_sharded or facts.tile_ranks > 1
                 if backend.config.reshard_after_forward is not False:  # else layers may have been gathered before
                     assert bool(collectives[0]) == meets, plans_of
-                assert not meets or len(tiles) == len(plans_of), plans_of
+                assert not meets or len(tiles) % len(plans_of) == 0, plans_of
                 seen += 1
+                listed += len(tiles) > len(plans_of)
                 mixed += len({command[1:4] for command in tiles}) > 1
                 idle += any(command[-1] is True for command in tiles)
         told.clear()
     alone = backend.group.world == facts.tile_ranks  # one micro-batch at a time, of all ranks
     several = [] if alone else [mixed, idle] if facts.is_sharded else [mixed]
-    assert min([*several, failed]) > plans // 20  # it is what the test is about
+    assert min([*several, listed, failed]) >= plans // 20  # it is what the test is about
 
 
 def test_a_micro_batch_gathers_each_layer_twice_and_the_rest_once(backend):

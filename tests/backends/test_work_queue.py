@@ -41,6 +41,7 @@ class Scripted:
     in_flight: int = 1
     deadline_s: float | None = None
     in_place: bool = False
+    dispatch_tokens: int = 0
     scripts: dict[str, str] = field(default_factory=dict)
     """By request id."""
     answers: dict[str, list[Any]] = field(default_factory=dict)
@@ -507,6 +508,21 @@ def test_each_model_has_a_place_before_another_has_a_second():
     computer = Several(scripts=dict.fromkeys("abc", "x" * 3))
     done(computer, *map(a_pass, "abc"))
     assert [sorted(call) for call in computer.calls] == [list("aabc"), list("abbc"), ["c"]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes"), [(0, [2, 2, 2, 1]), (10, [2, 2, 2, 1]), (11, [4, 3]), (20, [4, 3]), (21, [6, 1]), (99, [7])]
+)
+def test_a_dispatch_with_few_tokens_gets_more_quanta_in_full_rounds(tokens, sizes):
+    computer = Several(scripts={"a": "x" * 7}, most=2, cost=5, dispatch_tokens=tokens)
+    assert done(computer, a_pass("a")) == {"a": ModelOutput("a")}
+    assert [len(call) for call in computer.calls] == sizes
+
+
+def test_further_quanta_of_a_dispatch_are_shared_by_its_models():
+    computer = Several(scripts=dict.fromkeys("ab", "x" * 4), most=2, cost=5, dispatch_tokens=20)
+    done(computer, a_pass("a"), a_pass("b"))
+    assert computer.calls == [["a", "b"] * 2] * 2
 
 
 def test_quanta_of_other_kinds_wait_for_a_dispatch_of_their_own():

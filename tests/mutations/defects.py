@@ -493,7 +493,7 @@ DEFECTS = [
         "tests/backends/test_torch_faults.py::"
         "test_an_exception_on_one_rank_loses_the_group_that_meets_in_collectives[forward]",
         "skyrl/backends/torch/workers/worker.py",
-        "if rendezvous is not None and not isinstance(error, RequestError):",
+        "if is_common and not isinstance(error, RequestError):",
         "if False:",
     ),
     # Queue, memory and disk are bounded.

@@ -115,6 +115,12 @@ class Executor(AbstractBackend):
     step that fails after it began to change weights must raise `BackendLost`.
     """
 
+    dispatch_tokens = 0
+    """A call of `compute` with fewer tokens gets more quanta of its kind, to be computed one after another.
+
+    This saves messages and agreements of workers. Other models wait for the whole call.
+    """
+
     phase_s = 2.0
     """Maximum seconds of a training or sampling phase while the other phase has work, if they share devices."""
 
@@ -156,7 +162,7 @@ class Executor(AbstractBackend):
         return False
 
     def most_together(self, kind: Hashable) -> int:
-        """Maximum number of quanta of this kind in one call of `compute`."""
+        """Maximum number of quanta of this kind that are computed at the same time."""
         return 1
 
     @abstractmethod

@@ -132,6 +132,8 @@ class OperationRunner(Protocol):
     """Time limit of a dispatch in seconds, after which the backend is lost; None: no limit."""
     in_place: bool
     """True if a failed dispatch may have changed something, so it must not be retried."""
+    dispatch_tokens: int
+    """A dispatch with fewer tokens gets more quanta, to be computed one after another."""
 
     def hang(self) -> str:
         """Describe a dispatch that is late, as the end of an error message; empty if nothing is known."""
@@ -150,7 +152,7 @@ class OperationRunner(Protocol):
         ...
 
     def most_together(self, kind: Hashable) -> int:
-        """Maximum number of quanta of this kind in one dispatch."""
+        """Maximum number of quanta of this kind that are computed at the same time."""
         ...
 
     def on_quantum(self, request_ids: tuple[str, ...]) -> None:
@@ -400,7 +402,7 @@ class WorkQueue:
         """Choose and charge the quanta of one dispatch: the leader's next quantum and companions.
 
         While there is room, the dispatch gets one quantum of each companion model, then further ones of the same
-        models.
+        models. While it has fewer than `dispatch_tokens` tokens, it gets further ones to be computed after these.
         """
         quantum = self._next(leader)
         assert quantum is not None
@@ -413,9 +415,13 @@ class WorkQueue:
                 models.append(model_id)
                 parts.append(self._part(model_id))
                 if len(parts) == places:
-                    return parts
-        while len(parts) < places and (more := [model_id for model_id in models if self._wants(model_id, kind)]):
-            parts += [self._part(model_id) for model_id in more[: places - len(parts)]]
+                    break
+        is_over = False
+        while not is_over and (len(parts) % places or sum(self._costs(parts)) < self._computer.dispatch_tokens):
+            room = places - len(parts) % places
+            more = [model_id for model_id in models if self._wants(model_id, kind)][:room]
+            parts += map(self._part, more)
+            is_over = not more
         return parts
 
     def _companions(self, kind: Hashable, order: Iterator[str], ended: list[Ended]) -> Iterator[str]:
@@ -470,9 +476,15 @@ class WorkQueue:
         answers.add_done_callback(self._computer.on_answer)
         return []
 
+    def _costs(self, parts: list[Part]) -> list[int]:
+        """Tokens of each quantum."""
+        return [self._asked[model_id].quanta[number].cost for model_id, number in parts]
+
     def _count(self, quanta: Sequence[Quantum]) -> None:
         kind = quanta[0].kind
-        counts = 1, len(quanta), 1 if kind is None else self._computer.most_together(kind), sum(q.cost for q in quanta)
+        together = 1 if kind is None else self._computer.most_together(kind)
+        places = -(-len(quanta) // together) * together
+        counts = 1, len(quanta), places, sum(quantum.cost for quantum in quanta)
         for name, count in zip(COUNTED, counts, strict=True):
             self.statistics[name] += count
 
@@ -496,7 +508,7 @@ class WorkQueue:
 
     def _come(self, parts: list[Part], answers: list[Any], seconds: float) -> list[Ended]:
         assert len(answers) == len(parts), (len(answers), parts)
-        costs = [self._asked[model_id].quanta[number].cost for model_id, number in parts]
+        costs = self._costs(parts)
         for part, answer, cost in zip(parts, answers, costs, strict=True):
             self._asked[part.model_id].out -= 1
             self._asked[part.model_id].answers[part.number] = answer

@@ -42,13 +42,13 @@ class Buffer:
     """A flat float32 buffer on the workers, freed when this object is deleted. Its values never change."""
 
     def __init__(self, group: "WorkerGroup", size: int, spread: Spread):
+        self.group = group
         self.handle = next(group.handles)
         self.size = size
         self.spread: Spread = spread
-        self._group = group
 
     def __del__(self) -> None:
-        self._group.dropped.append(self.handle)
+        self.group.dropped.append(self.handle)
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +58,7 @@ class Buffer:
     @property
     def parts(self) -> int:
         """Number of ranks that hold one part each; 1 if each rank holds all of it."""
-        return self._group.parts(self.spread)
+        return self.group.parts(self.spread)
 
     @property
     def worker_bytes(self) -> int:
@@ -69,8 +69,8 @@ class Buffer:
         """Values on the host, float32 `[size]`. From any thread."""
         command = "get", self.handle, self.size, self.spread
         if self.spread == "replicated":  # without the other ranks, which may have had no memory for it
-            return self._group.wait(self._group.alone(0, *command), "get", 0, nbytes=self.nbytes)
-        return self._group.wait(self._group.run(*command), "get", nbytes=self.nbytes)
+            return self.group.wait(self.group.alone(0, *command), "get", 0, nbytes=self.nbytes)
+        return self.group.wait(self.group.run(*command), "get", nbytes=self.nbytes)
 
 
 class BufferPlacements(NamedTuple):
@@ -176,30 +176,36 @@ class WorkerGroup(ABC):
         return self.world // self.facts.tile_ranks
 
     def tiles(self, commands: Sequence[Command]) -> "Future[list[Any]]":
-        """Compute at most `tiles_at_once` tiles. Returns their results. Ranks that share weights all take part.
+        """Compute tiles, `tiles_at_once` at a time. Returns their results. Ranks that share weights all take part.
 
-        If no rank starts because one of them cannot compute its tile, the other tiles are retried without it.
+        Each rank gets a list of equal length. If no rank starts because one of them cannot compute one of its tiles,
+        the other tiles are retried without it.
         """
-        size = self.facts.tile_ranks
-        idle = [(*commands[0], True)] * (self.tiles_at_once - len(commands)) if self.facts.is_sharded else []
-        each = [command for command in (*commands, *idle) for _ in range(size)]
+        size, at_once = self.facts.tile_ranks, self.tiles_at_once
+        idle = [(*commands[0], True)] * (-len(commands) % at_once) if self.facts.is_sharded else []
+        placed = [*commands, *idle]
+        plans = [placed[place::at_once] for place in range(at_once) for _ in range(size)]
 
-        def taken_in(answers: list[Any]) -> "list[Any] | Future[list[Any]]":
-            results = [_cause(answers[size * place :][:size]) for place in range(len(commands))]
-            waiting = [place for place, result in enumerate(results) if isinstance(result, NotBegun)]
+        def taken_in(answers: list[list[Any]]) -> "list[Any] | Future[list[Any]]":
+            def result(place: int) -> Any:
+                turn, first = divmod(place, at_once)
+                return _cause([answers[rank][turn] for rank in range(first * size, (first + 1) * size)])
+
+            results = [result(place) for place in range(len(commands))]
+            waiting = [place for place, answer in enumerate(results) if isinstance(answer, NotBegun)]
             if len(waiting) == len(commands):  # an idle rank could not take part
-                return [_cause(answers)] * len(commands)
+                return [_cause([answer for rank in answers for answer in rank])] * len(commands)
             if not waiting:
                 return results
 
             def filled(again: list[Any]) -> list[Any]:
-                for place, result in zip(waiting, again, strict=True):
-                    results[place] = result
+                for place, answer in zip(waiting, again, strict=True):
+                    results[place] = answer
                 return results
 
             return _mapped(self.tiles([commands[place] for place in waiting]), filled)
 
-        return _mapped(self._each(each), taken_in)
+        return _mapped(self._send(plans), taken_in)
 
     def sees_files_in(self, folder: Path) -> bool:
         """Return True if files that this process writes to a folder are visible to all ranks."""
@@ -335,6 +341,17 @@ class WorkerGroup(ABC):
             return tensors[name].reshape(-1)[first:last].astype(np.float32, copy=False)
 
         return self.put({name: tensor.shape for name, tensor in tensors.items()}, read, spread)
+
+    def parked(self, buffers: Sequence[Buffer]) -> list[Buffer]:
+        """Copy buffers to the host memory of the ranks, each its parts. From any thread. Raises the first failure."""
+        copies = [Buffer(self, each.size, each.spread) for each in buffers]
+        handles = [(copied.handle, each.handle) for copied, each in zip(copies, buffers, strict=True)]
+        self._together([("park", handles)] * self.world, sum(each.worker_bytes for each in buffers))
+        return copies
+
+    def bring(self, buffers: Sequence[Buffer]) -> None:
+        """Move parked buffers to the devices, as far as there is room. Others are moved when they are used."""
+        self.tell("bring", *(each.handle for each in buffers))
 
     def zeros(self, size: int, spread: Spread) -> Buffer:
         """Create a buffer of `size` zeros. Each rank holds its part."""

@@ -130,7 +130,7 @@ class RemoteWorkers(WorkerGroup):
             if number not in self._waiting:
                 return
             dispatched = self._waiting[number]
-            dispatched.answers[rank] = answers
+            dispatched.answers[rank] = answers * (len(dispatched.plans[rank]) if len(answers) == 1 else 1)
             gone = [answer for answer in answers if isinstance(answer, BackendLost)]
             if gone and not dispatched.has_failed:  # other ranks may wait for it forever
                 dispatched.has_failed = True

@@ -12,7 +12,7 @@ weights, moments and sums of its parts of the parameters.
 import os
 import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -46,10 +46,11 @@ from skyrl.backends.torch.base_model.model import LoadedModel, Weights
 from skyrl.backends.torch.sampling.sampling_worker import SamplingWorker
 from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile
 from skyrl.backends.torch.training.scores import Scoring, compiled_scores, scores_of_logits
+from skyrl.backends.torch.workers.agreement import NotBegun
 from skyrl.backends.torch.workers.buffers import Buffers
 from skyrl.backends.torch.workers.model_facts import ModelFacts
 from skyrl.backends.torch.workers.model_files import ModelFile, ModelTensors, Source
-from skyrl.backends.torch.workers.rendezvous import MODEL_FILES, SAMPLING, STEPS, TILE, RendezvousPlan
+from skyrl.backends.torch.workers.rendezvous import MODEL_FILES, SAMPLING, STEPS, TILE, Rendezvous, RendezvousPlan
 from skyrl.backends.torch.workers.shares import Shares, Spread, parts_of
 from skyrl.errors import BackendLost, RequestError, StorageError
 from skyrl.utils.files.atomic_folders import hash_in_parts, hash_of
@@ -174,17 +175,37 @@ class Worker:
         """Tasks that have not ended, by number."""
 
     def execute(self, commands: Sequence[Command]) -> list[Any]:
-        """Execute commands. Returns one result per command: its answer, or its exception."""
+        """Execute commands. Returns one result per command: its answer, or its exception.
+
+        If several ranks take part, all of them start all commands of the list, or none.
+        """
         deterministic = deterministic_algorithms() if self._deterministic else nullcontext()
         with deterministic, matmul_precision(self._precision):
-            return [self._one(*command) for command in commands]
+            meetings = [self._rendezvous.of(name, arguments) for name, *arguments in commands]
+            refusals = self._refusals(commands, [meeting for meeting in meetings if meeting is not None])
+            return [
+                self._one(command, refusal, meeting is not None)
+                for command, refusal, meeting in zip(commands, refusals, meetings, strict=True)
+            ]
 
-    def _one(self, name: str, *arguments: Any) -> Any:
-        rendezvous = self._rendezvous.of(name, arguments)
+    def _refusals(self, commands: Sequence[Command], meetings: Sequence[Rendezvous]) -> list[Exception | None]:
+        """Agree with the other ranks to start commands. Returns for each why it is not started, or None."""
+        if not meetings:
+            return [None] * len(commands)
+        failures = [self._unready(name, arguments) for name, *arguments in commands]
+        failure = next((each for each in failures if each is not None), None)
         try:
-            refusal = None
-            if rendezvous is not None:
-                refusal = rendezvous.agreement.refusal(rendezvous.plan, self._unready(name, arguments))
+            refusal = meetings[0].agreement.refusal([meeting.plan for meeting in meetings], failure)
+        except Exception as error:
+            return [self._loss(commands[0][0], error)] * len(commands)
+        if failure is not None:
+            refusal = NotBegun("this rank cannot do another command of the list")
+        return [refusal if each is None else each for each in failures]
+
+    def _one(self, command: Command, refusal: Exception | None, is_common: bool) -> Any:
+        """Execute a command, unless it is refused. If it `is_common`, other ranks take part."""
+        name, *arguments = command
+        try:
             answer = getattr(self, name)(*arguments) if refusal is None else refusal
             return self._loss(name, answer) if self._is_broken(answer) else answer
         except Exception as error:
@@ -193,7 +214,7 @@ class Worker:
             if name in MAKES:
                 self._buffers.fail(arguments[0], error)
                 return None
-            if rendezvous is not None and not isinstance(error, RequestError):  # other ranks wait for this one
+            if is_common and not isinstance(error, RequestError):  # other ranks wait for this one
                 return self._loss(name, error)
             return error
 
@@ -393,6 +414,18 @@ class Worker:
             self._tasks.pop(handle, None)
             self._buffers.free(handle)
             self.sampling.forget_banks(handle)
+
+    def park(self, handles: Sequence[tuple[int, int]]) -> None:
+        """Copy buffers to host memory. `handles`: of each copy and its original, which this rank may not have."""
+        for copied, original in handles:
+            if original in self._buffers:
+                self._buffers.park(copied, original)
+
+    def bring(self, *handles: int) -> None:
+        """Move parked buffers to the device, as far as there is room."""
+        with suppress(torch.OutOfMemoryError):
+            for handle in filter(self._buffers.is_away, handles):
+                self._buffers[handle]
 
     def offload(self) -> int:
         """Move all buffers to host memory; training commands move them back on use. Returns the moved bytes."""
