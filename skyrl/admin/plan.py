@@ -275,7 +275,7 @@ def _lines(layout: Mapping[str, Any]) -> Iterator[str]:
         if nbytes and field not in ("device", "usable"):  # the JAX backend plans no decode calls
             yield f"    {name:<18} {size_of(nbytes):>11}  {beside.get(name, '')}".rstrip()
     if host is None:
-        yield "  memory of a host     not planned by this backend"
+        yield "  memory of a host     none for idle models"
     else:
         idle = plural(layout["models_in_host_memory"], "idle model")
         yield f"  memory of a host     {size_of(host['models'])} for {idle}"

@@ -27,6 +27,9 @@ STATISTICS: dict[str, StatisticInfo] = {
     "train_computed_tokens": StatisticInfo(
         "counter", "Token positions of those micro-batches, padding and tokens that are not trained on included."
     ),
+    "models_moved_to_host": StatisticInfo("counter", "Moves of models from the device to host memory."),
+    "models_moved_to_disk": StatisticInfo("counter", "Moves of models from memory to disk."),
+    "models_moved_to_device": StatisticInfo("counter", "Moves of models from host memory or disk to the device."),
     "decode_calls": StatisticInfo("counter", "Calls that decoded tokens."),
     "decode_sequences": StatisticInfo("counter", "Sequences of those calls; over decode_calls, the mean batch."),
     "decode_tokens": StatisticInfo("counter", "Tokens that were decoded, those of cancelled samples included."),

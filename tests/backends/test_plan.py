@@ -173,6 +173,14 @@ def test_a_default_cache_leaves_room_to_train_and_sample_an_adapter_of_experts(e
     assert found.budget[0] >= found.plan.model and found.budget[2] >= found.version
 
 
+@pytest.mark.parametrize(("devices", "layout"), [("h200:8", {"fsdp_size": 8}), ("h200:16", {"fsdp_size": 8})])
+def test_idle_models_of_torch_workers_take_a_quarter_of_a_node_in_buffers_of_twice_their_size(
+    estimate_of, devices, layout
+):
+    host = devices_of(devices).kind.host_gib * GIB
+    assert estimate_of("Qwen3-8B", devices, **layout).budget[1] == pytest.approx(host / 4 / 2, rel=1e-6)
+
+
 @pytest.mark.full("Llama-70B")
 @pytest.mark.parametrize("planner", [TorchPlanner, JaxPlanner])
 @pytest.mark.parametrize("name", ["Llama-8B", "Qwen3-8B", "Llama-70B"])

@@ -1,4 +1,5 @@
-"""Models leave the device while engines use it (`offload_after_step`), and nothing about them changes for that.
+"""Models leave the device while engines use it (`offload_after_step`), or because other models need the room, and
+nothing about them changes for that.
 
 On a CPU both places are the same memory, so that what is moved is copied, and the original freed.
 """
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch_models import VOCAB, make_model
 
-from driver import delete, finish, new_id, publish, random_datum, sample, save, stepping, training_state
+from driver import delete, finish, finish_all, new_id, publish, random_datum, sample, save, stepping, training_state
+from skyrl.backends.common.offload import MOVES, MemoryBudget
 from skyrl.backends.operations import CreateModel, ForwardBackward
 from skyrl.backends.torch import TorchBackend, TorchBackendConfig
 from skyrl.backends.torch.workers.buffers import Buffers
@@ -140,6 +142,67 @@ def test_samples_and_checkpoints_bring_nothing_back(alone, config, tmp_path):
     publish(alone, "w", tmp_path / "w", model)
     assert offload(alone) == 0
     delete(alone, model)
+
+
+def rounds(backend: TorchBackend, models: list[str], count: int) -> list[np.ndarray]:
+    """Losses of passes and steps that models take in turns, created by their seeds."""
+    losses = []
+    for _ in range(count):
+        passes = [
+            ForwardBackward(request_id=new_id(), model_id=model, data=DATA[:2], loss_fn="cross_entropy")
+            for model in models
+        ]
+        results = finish_all(backend, passes)
+        for one in passes:
+            losses += [x["elementwise_loss"] for x in results[one.request_id].loss_fn_outputs]
+        finish_all(backend, [stepping(model, 1e-2) for model in models])
+    return losses
+
+
+@pytest.mark.full("fsdp", "replicated")
+@pytest.mark.parametrize("count", [5, pytest.param(1000, marks=pytest.mark.slow)])
+def test_more_models_than_the_device_has_room_for_take_turns_with_host_memory(backend, count):
+    configs = [LoraConfig(rank=4, seed=number) for number in range(count)]
+    wanted_models = [created(backend, config) for config in configs]
+    wanted = rounds(backend, wanted_models, 3)
+    size = backend._models.peek(wanted_models[0]).nbytes
+    for model in wanted_models:
+        delete(backend, model)
+    budget, before = backend._models.budget, dict(backend.statistics)
+    backend._models.budget = MemoryBudget(2 * size, count * size)
+    models = [created(backend, config) for config in configs]
+    losses = rounds(backend, models, 3)
+    moves = {tier: backend.statistics[name] - before[name] for tier, name in MOVES.items()}
+    for model in models:
+        delete(backend, model)
+    backend._models.budget = budget
+    for one, other in zip(losses, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert moves["disk"] == 0 and 3 * (count - 2) <= moves["device"] <= 6 * count + 2
+    assert count - 2 <= moves["host"] - moves["device"] <= count
+
+
+def test_a_version_is_sampled_on_the_device_while_its_model_is_in_host_memory(alone, tmp_path):
+    model = created(alone, ADAPTER)
+    publish(alone, version := new_id(), tmp_path / "v", model, persist=False)
+    wanted = sample(alone, version, max_tokens=8).sequences[0]
+    original = alone._models.peek(model).weights.handle
+    parked = alone._models.peek(model).to_host()
+    assert {alone.group.worker._buffers.is_away(each.handle) for each in parked._buffers.values()} == {True}
+    alone._models.put(model, parked)
+    assert original in alone.group.worker._buffers and not alone.group.worker._buffers.is_away(original)
+    drawn = sample(alone, version, max_tokens=8).sequences[0]
+    np.testing.assert_array_equal(drawn.logprobs, wanted.logprobs)
+    delete(alone, model)
+
+
+def test_a_copy_in_host_memory_comes_back_and_its_original_stays():
+    buffers = Buffers(0, CPU)
+    buffers[1] = torch.arange(3.0)
+    buffers.park(2, 1)
+    buffers[1] += 1
+    assert buffers.is_away(2) and not buffers.is_away(1)
+    assert buffers[2].tolist() == [0, 1, 2] and not buffers.is_away(2)
 
 
 def test_a_pass_that_fails_leaves_a_model_that_is_away_as_it_was(alone):

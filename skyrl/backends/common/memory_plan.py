@@ -109,19 +109,20 @@ class Plan(NamedTuple):
         """Bytes that a training call should not exceed."""
         return int(self.left * TRAINING_SHARE)
 
-    def models(self, device: float, host: float, host_total: int | None = None) -> tuple[int, int]:
+    def models(self, device: float, host: float, host_total: int | None = None, held: int = 0) -> tuple[int, int]:
         """Bytes on the device and in host memory for open models. Published versions get the rest.
 
         Args:
             device: Configured GiB; 0: planned.
             host: Configured GiB; 0: planned. If the device is the host, both share its memory.
             host_total: Bytes of the host's memory; None: this machine's.
+            held: As in `on_device`.
 
         Raises:
             RequestError: The configured memory is not available.
         """
         shared = self.device == "host"
-        on_device = self.on_device(device)
+        on_device = self.on_device(device, held)
         beside = self.left - on_device if shared else host_memory() if host_total is None else host_total
         _check_room("adapter_host_memory_gib", host, beside)
         return on_device, int(host * GIB) or (min(self.left // 4, beside // 2) if shared else beside // 4)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from skyrl.backends.common.waiting import Awaiting
+from skyrl.backends.statistics import Statistics
 from skyrl.errors import RequestError, StorageError
 from skyrl.types import LoraConfig
 from skyrl.utils.locks.scratch import ScratchFolder
@@ -35,6 +36,12 @@ from skyrl.utils.locks.scratch import ScratchFolder
 log = logging.getLogger(__name__)
 
 Tier = Literal["device", "host", "disk"]
+MOVES: dict[Tier, str] = {
+    "device": "models_moved_to_device",
+    "host": "models_moved_to_host",
+    "disk": "models_moved_to_disk",
+}
+"""Names of the counters of moves, by the tier to which models are moved."""
 
 
 @dataclass
@@ -153,6 +160,8 @@ class ModelOffload(Generic[State]):
         self._paused = False
         """True if a move has failed since a model last entered the queue."""
         self._closed = False
+        self.statistics: Statistics = dict.fromkeys(MOVES.values(), 0)
+        """Completed moves of models, by the names in `MOVES`."""
         self._numbers = itertools.count()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
 
@@ -289,7 +298,7 @@ class ModelOffload(Generic[State]):
             self._forget_files(model)
         if model.tier != "device":
             model.state = model.state.to_device()
-            model.tier = "device"
+            self._set_tier(model, "device")
         return model.state
 
     def _stays(self, model: _Resident[State]) -> bool:
@@ -377,11 +386,16 @@ class ModelOffload(Generic[State]):
         self._failures.pop(model.tier, None)
         self._paused = self._paused and bool(self._failures)
         if model.tier == "device":
-            model.state, model.tier = self._valid(model, moving.result()), "host"
+            model.state = self._valid(model, moving.result())
+            self._set_tier(model, "host")
             model.without_sums = False
         else:
-            model.info = model.state.info
-            model.state, model.tier = None, "disk"
+            model.info, model.state = model.state.info, None
+            self._set_tier(model, "disk")
+
+    def _set_tier(self, model: _Resident[State], tier: Tier) -> None:
+        model.tier = tier
+        self.statistics[MOVES[tier]] += 1
 
     def _keep(self, model: _Resident[State]) -> None:
         """Cancel the eviction of a model, which stays in its tier."""

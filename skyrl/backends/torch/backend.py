@@ -3,6 +3,7 @@
 Workers compute. This module decides the commands for them, and keeps the handles of each model's buffers.
 """
 
+import math
 import shutil
 import weakref
 from collections.abc import Callable
@@ -58,6 +59,9 @@ from skyrl.utils.tokenizer import Tokenizer
 
 FULL_MODEL = Kind(LoraConfig(rank=0), value_head=True)
 """Largest kind of model of which all weights are trained."""
+LIST_FLOPS = {"cpu": 2e10, "cuda": 4e13}
+"""Floating-point operations per rank in a dispatch of several micro-batches, by type of device: about 0.1 s, so that
+messages and agreements, about 1 ms, take little of it. Other models and samples wait for a dispatch."""
 
 
 class TorchBackend(ModelBackend[TorchState, TorchVersion]):
@@ -110,9 +114,10 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         self._base_id = base_id(self._computed, random=config.load_format == "dummy")
         self._shape, self._forward_shape = self._shapes()
         try:
-            room = plan.on_device(config.adapter_memory_gib, self._held_bytes)
+            held = self._held_bytes
+            room = facts.decided.models(config.adapter_memory_gib, config.adapter_host_memory_gib, held)
             version_bytes, self._bank_bytes = plan.versions_and_stacks(
-                config.version_memory_gib, (room, 0), facts.decided.adapter, config.max_lora_adapters - 1
+                config.version_memory_gib, room, facts.decided.adapter, config.max_lora_adapters - 1
             )
         except RequestError:
             self.group.close()
@@ -124,7 +129,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
                 "no pass waits for weights of other workers, and each worker samples a share of the requests"
             )
         self._models = ModelOffload[TorchState](
-            MemoryBudget(room, 0),
+            MemoryBudget(*room),
             lambda path, state: self._storage.write_state(path, state),
             lambda path: self._storage.read_state(path),
             config.offload_folder,
@@ -171,6 +176,8 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         if config.workers != "in_process":
             self.deadline_s = self.group.timeout_s = config.dispatch_timeout_s
             self.in_flight = 2
+            tokens = LIST_FLOPS[facts.device.partition(":")[0]] / (6 * (self._active_parameters or math.inf))
+            self.dispatch_tokens = int(self.group.tiles_at_once * tokens)
 
     @property
     def _held_bytes(self) -> int:

@@ -164,8 +164,13 @@ class TorchBackendConfig(BaseModel):
     addition to the limit `kv_cache_gib`. 0: no limit."""
 
     adapter_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """GiB on a worker for weights, gradient sums and moments of models. Models beyond that are moved to disk. 0:
-    planned from the remaining memory."""
+    """GiB on a worker for weights, gradient sums and moments of models. Inactive models beyond that are moved to host
+    memory. 0: planned from the remaining memory."""
+
+    adapter_host_memory_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """GiB of host memory of a worker for inactive models. Models beyond that are moved to disk. Half of it is used on
+    GPUs, because pinned buffers may take twice their size. 0: a quarter of the worker's part of the host's memory; on a
+    CPU, none, as models are in host memory already."""
 
     full_models: int = Field(default=0, ge=0)
     """Number of fully trained models that are open at the same time. If `adapter_memory_gib` is 0, models get half of
@@ -182,8 +187,9 @@ class TorchBackendConfig(BaseModel):
     backend itself samples requests that engines do not support."""
 
     offload_after_step: bool = True
-    """Move inactive models off the device: to disk if they do not all fit, and to host memory while engines that share
-    the device sample (engines.colocated). False: they stay, and a model that does not fit is rejected."""
+    """Move inactive models off the device: to host memory, then to disk, if they do not all fit, and to host memory
+    while engines that share the device sample (engines.colocated). False: they stay, and a model that does not fit is
+    rejected."""
 
     offload_folder: str | None = None
     """Folder for models that do not fit into memory. None: the directory for temporary files."""

@@ -78,7 +78,8 @@ class TorchPlanner:
         config = self._config(layout)
         options, world, devices = worker_options(config, self._folder), config.num_workers, self._devices
         there = self._memory(world) if devices is None else devices.memory
-        host = 0 if devices is None else devices.host // min(devices.kind.per_node, world)
+        of_this_node = world if devices is None else min(devices.kind.per_node, world)
+        host = 0 if devices is None else devices.host // of_this_node
         of_node = 0 if devices is None else devices.kind.per_node
         of_node = of_node if world > of_node and world % max(1, of_node) == 0 else 0
         found = decided(
@@ -94,11 +95,12 @@ class TorchPlanner:
         plan, fsdp, tp = found.plan, found.fsdp_size, options.shards.tensor_parallel_size
         parts, moments = (fsdp, fsdp) if fsdp > 1 else (1, world)
         full = None if tp > 1 else state_bytes(FULL_MODEL, self._numbers, parts, moments)
-        device = versions = 0
+        models, versions = (0, 0), 0
         if plan.left >= plan.model:
-            device = plan.on_device(config.adapter_memory_gib, config.full_models * (full or 0))
+            held = config.full_models * (full or 0)
+            models = found.models(config.adapter_memory_gib, config.adapter_host_memory_gib, held)
             versions, _ = plan.versions_and_stacks(
-                config.version_memory_gib, (device, 0), found.adapter, config.max_lora_adapters - 1
+                config.version_memory_gib, models, found.adapter, config.max_lora_adapters - 1
             )
         tile, shared = (
             tile_tokens(options.memory.tile_tokens, self._device.type),
@@ -109,7 +111,7 @@ class TorchPlanner:
         return Estimate(
             layout=dict(layout),
             plan=plan,
-            budget=(device, 0, versions),
+            budget=(models[0], models[1] * of_this_node, versions),
             version=found.adapter,
             full_model=full,
             full_version=4 * -(-self._numbers // parts),

@@ -42,6 +42,7 @@ from skyrl.backends.common.versions import Claim, VersionPool
 from skyrl.backends.common.waiting import Awaiting
 from skyrl.backends.executor import Executor, IncompleteGradients, Work
 from skyrl.backends.prepared import version_of
+from skyrl.backends.statistics import Statistics
 from skyrl.errors import RequestError
 from skyrl.types import (
     ForwardBackwardOutput,
@@ -119,6 +120,10 @@ class ModelBackend(Executor, Generic[State, Version]):
     @property
     def busy(self) -> bool:
         return super().busy or self._models.has_news
+
+    @property
+    def statistics(self) -> Statistics:
+        return super().statistics | self._models.statistics
 
     def step(self):
         self._models.tidy()

@@ -140,6 +140,10 @@ class ModelPlan(NamedTuple):
         return self.plan.left >= self.plan.model and self.plan.fits_beside_engines
 
 
+PINNED = 2
+"""Bytes of pinned host memory over those of its buffers, at most: CUDA's allocator rounds each up to a power of two."""
+
+
 class WorkerMemory(NamedTuple):
     """A plan, and the decisions that were left to it."""
 
@@ -159,6 +163,20 @@ class WorkerMemory(NamedTuple):
     """Bytes of an adapter of the largest rank, without its moments: of a published version."""
     token: int = 0
     """Bytes of KV cache per token on a rank."""
+    host: int = 0
+    """Bytes of host memory for a rank."""
+
+    def models(self, device: float, host: float, held: int) -> tuple[int, int]:
+        """Bytes on a rank's device and in its host memory for open models, as `Plan.models`.
+
+        On a CPU, models are in host memory already, so none is planned for idle ones.
+        """
+        plan = self.plan
+        if plan.device == "host" and not host:
+            return plan.on_device(device, held), 0
+        leaving = PINNED * plan.left if plan.shared is not None and plan.shared.models_leave else 0
+        on_device, on_host = plan.models(device, host, max(0, self.host - leaving), held)
+        return on_device, on_host if plan.device == "host" else on_host // PINNED
 
 
 def device_of(asked: str | None, rank: int, first: int = 0, gpus: int | None = None) -> torch.device:
@@ -307,11 +325,12 @@ def decided(
     if asked == "auto" and again:
         notes.append("gradient_checkpointing: layers are computed again, as memory has no room for what they keep")
     host = place.host or host_memory() // place.world
-    if plan.shared is not None and plan.shared.models_leave and plan.left > host:
+    if plan.shared is not None and plan.shared.models_leave and PINNED * plan.left > host:
         notes.append(
-            f"offload_after_step: models and versions may take {size_of(plan.left)} of a worker, and its part of the "
-            f"host's memory, where they are while engines sample, is {size_of(host)}; set adapter_memory_gib and "
-            "version_memory_gib if there will be so many"
+            f"offload_after_step: models and versions may take {size_of(plan.left)} of a worker, and up to "
+            f"{size_of(PINNED * plan.left)} of its part of the host's memory, {size_of(host)}, where they are "
+            "in pinned buffers while engines sample; set adapter_memory_gib and version_memory_gib if there will be so "
+            "many"
         )
     taken = sizes.training(longest, again)
     if longest > tokens and taken - plan.training > plan.left:
@@ -324,7 +343,7 @@ def decided(
     if shards.fsdp_size > 1 and _may_copy(shards, place.world):
         copied = sizes.plan(1, asked)
         copies = copied.plan if copied.fits else None
-    return WorkerMemory(plan, rows, longest, fsdp_size, again, tuple(notes), copies, sizes.adapter, sizes.token)
+    return WorkerMemory(plan, rows, longest, fsdp_size, again, tuple(notes), copies, sizes.adapter, sizes.token, host)
 
 
 def _may_share(shards: ShardOptions, world: int) -> bool:

@@ -1,7 +1,7 @@
 """Models and versions of the torch backend in the driver: handles of buffers on workers."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,16 +43,26 @@ class TorchState:
         return state_bytes(self.kind, self.weights.size, self.weights.parts, self.first_moment.parts)
 
     def to_host(self) -> "TorchState":
-        """Return the same model: models that do not fit on workers go to disk, not to the host."""
-        return self
+        """Return a copy of the model in host memory of the workers, each its part. Versions keep their weights."""
+        buffers = self._buffers
+        copies = self.weights.group.parked(list(buffers.values()))
+        return replace(self, **dict(zip(buffers, copies, strict=True)))
 
     def to_device(self) -> "TorchState":
-        """Return the same model."""
+        """Move the model to the devices of the workers, and return it."""
+        self.weights.group.bring(list(self._buffers.values()))
         return self
 
     def drop_sums(self) -> None:
         """Clear the gradient sums."""
         self.gradient_sums, self.sequences = None, 0
+
+    @property
+    def _buffers(self) -> dict[str, Buffer]:
+        """Buffers by field."""
+        sums = {} if self.gradient_sums is None else {"gradient_sums": self.gradient_sums}
+        moments = {"first_moment": self.first_moment, "second_moment": self.second_moment}
+        return {"weights": self.weights, **moments, **sums}
 
 
 @dataclass(frozen=True)

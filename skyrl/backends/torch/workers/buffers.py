@@ -62,13 +62,15 @@ class Buffers:
         """Return True if a buffer is in host memory."""
         return handle in self._away
 
+    def park(self, handle: int, original: int) -> None:
+        """Create a buffer in host memory as a copy of another one."""
+        self._away[handle] = _on_host(self.wherever(original))
+
     def offload(self, *handles: int) -> None:
         """Move buffers to host memory. If one cannot be moved, it and the remaining ones stay on the device."""
         for handle in handles:
-            values = self._made[handle]
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            self._away[handle] = host.copy_(values)
-            del self._made[handle], values
+            self._away[handle] = _on_host(self._made[handle])
+            del self._made[handle]
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # otherwise this process would keep the memory
 
@@ -86,3 +88,8 @@ class Buffers:
         """Free a buffer."""
         for held in (self._made, self._away, self._failed):
             held.pop(handle, None)
+
+
+def _on_host(values: Tensor) -> Tensor:
+    """A copy in host memory, which a GPU can read directly."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda).copy_(values)
