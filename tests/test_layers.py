@@ -117,7 +117,7 @@ def test_nothing_of_the_torch_backend_decides_admission_pages_or_stops():
     policy = {"Pages", "FairQueue", "StopStrings", "StopRule", "WaitingQueue"}
     torch = ROOT / "backends" / "torch"
     sampling = [torch / "runner.py", *sorted((torch / "sampling").glob("*.py"))]
-    assert sum(len(path.read_text().splitlines()) for path in sampling) < 550
+    assert sum(len(path.read_text().splitlines()) for path in sampling) < 570
     for path in sampling:
         names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
         assert not names & policy, path

@@ -158,9 +158,9 @@ class Disk:
 
 def test_where_no_model_can_be_moved_away_who_waits_for_room_is_told_and_all_stay_as_they_were(tmp_path, caplog):
     disk = Disk(full=True)
-    models = offload(tmp_path, device=1, host=0, write=disk.store)
-    put(models, "a", model(0))
-    put(models, "b", model(1))  # which moves the first to the host, where it has no room
+    models = offload(tmp_path, device=1, host=1, write=disk.store)
+    for seed, name in enumerate("abc"):  # the last one moves the second to the host, where both have no room
+        put(models, name, model(seed))
     for tries in range(1, 4):
         for _ in range(5):
             look(models)
@@ -168,8 +168,8 @@ def test_where_no_model_can_be_moved_away_who_waits_for_room_is_told_and_all_sta
         with pytest.raises(StorageError, match="no space left"):
             use(models, "a")
     assert sum("stay in memory" in record.message for record in caplog.records) == 1
-    assert {name: models.tier(name) for name in "ab"} == {"a": "host", "b": "device"}
-    for i, name in enumerate("ab"):
+    assert {name: models.tier(name) for name in "abc"} == {"a": "host", "b": "host", "c": "device"}
+    for i, name in enumerate("abc"):
         assert_same(models.peek(name), model(i))
     disk.full = False
     models.tidy()
@@ -218,7 +218,7 @@ class Words:
     sums: bool = True
     moves: str = ""
     sequences: int | None = 0
-    nbytes = SIZE
+    nbytes = host_nbytes = SIZE
     info = ModelInfo(LoraConfig(rank=4), 3, True)
 
     def to_host(self) -> "Words":
@@ -233,8 +233,8 @@ class Words:
 
 def test_any_state_is_moved_by_its_own_backend_alone_and_its_sums_go_wherever_they_are(tmp_path):
     disk: dict[str, Words] = {}
-    models = ModelOffload[Words](MemoryBudget(SIZE, 0), disk.__setitem__, disk.__getitem__, str(tmp_path))
-    for name in "ab":
+    models = ModelOffload[Words](MemoryBudget(SIZE, SIZE), disk.__setitem__, disk.__getitem__, str(tmp_path))
+    for name in "abc":
         with models.reserved(SIZE) as admitted:
             finish(models, admitted)
             models.put(name, Words())
@@ -243,6 +243,19 @@ def test_any_state_is_moved_by_its_own_backend_alone_and_its_sums_go_wherever_th
     models.drop_sums("a")
     with models.used("a") as brought:
         assert finish(models, brought) == Words(False, "hd")
+    models.close()
+
+
+def test_a_model_that_does_not_fit_into_host_memory_goes_to_disk_without_a_copy_there(tmp_path):
+    disk: dict[str, Words] = {}
+    models = ModelOffload[Words](MemoryBudget(SIZE, SIZE - 1), disk.__setitem__, disk.__getitem__, str(tmp_path))
+    for name in "ab":
+        with models.reserved(SIZE) as admitted:
+            finish(models, admitted)
+            models.put(name, Words())
+        settle(models)
+    assert list(disk.values()) == [Words(True, "")] and models.tier("a") == "disk"
+    assert models.statistics == {"models_moved_to_device": 0, "models_moved_to_host": 0, "models_moved_to_disk": 1}
     models.close()
 
 

@@ -131,11 +131,14 @@ def test_tokens_outside_the_vocabulary_are_the_senders_error(backend, models):
 
 
 class Planned(WorkerGroup):
-    """Ranks that only count what they begin together, and refuse tiles with a bad row."""
+    """Ranks that only count what they begin together, and refuse tiles with a bad row.
 
-    def __init__(self, world: int, tile_ranks: int, bad: set[int]):
+    If `without` is a tile, ranks that are idle beside it refuse its idle copies.
+    """
+
+    def __init__(self, world: int, tile_ranks: int, bad: set[int], without: int | None = None):
         super().__init__()
-        self.world, self._bad = world, bad
+        self.world, self._bad, self._without = world, bad, without
         self.facts: Any = SimpleNamespace(is_sharded=True, tile_ranks=tile_ranks)
         self.begun: list[list[tuple]] = [[] for _ in range(world)]
 
@@ -146,7 +149,10 @@ class Planned(WorkerGroup):
         pass
 
     def _execute(self, plans):
-        refused = [[command[1] in self._bad and command[-1] is not True for command in plan] for plan in plans]
+        refused = [
+            [command[1] == self._without if command[-1] is True else command[1] in self._bad for command in plan]
+            for plan in plans
+        ]
         if any(map(any, refused)):
             answers = [[ValueError("bad row") if no else NotBegun("another") for no in plan] for plan in refused]
         else:
@@ -173,3 +179,9 @@ def test_in_a_thousand_random_plans_ranks_begin_as_much_and_only_bad_tiles_fail(
         assert len({len(begun) for begun in group.begun}) == 1, "as much on each rank"
         done = [command[1] for begun in group.begun for command in begun if command[-1] is not True]
         assert sorted(done) == sorted(good * tile_ranks), "each tile once, by all ranks that share it"
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_an_idle_rank_that_cannot_take_part_fails_the_tile_that_it_has_a_copy_of(count):
+    answers = Planned(2, 1, set(), without=0).tiles([("tile", tile) for tile in range(count)]).result()
+    assert isinstance(answers[0], ValueError) and answers[1:] == list(range(1, count))

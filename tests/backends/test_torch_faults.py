@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -69,17 +70,20 @@ class Trap(ForwardOnly):
             owner = import_module(module)
             for each in outer:
                 owner = getattr(owner, each)
-            setattr(owner, name, self._spring)
+            setattr(owner, name, partial(self._spring, owner, name, getattr(owner, name)))
         return -x.logprobs
 
-    def _spring(self, *args, **kwargs):
-        if self.how == "exception":
+    def _spring(self, owner, name, original, *args, **kwargs):
+        if self.how == "exception once":
+            setattr(owner, name, original)
+        if self.how.startswith("exception"):
             raise ArithmeticError("sprung")
         os.kill(os.getpid(), getattr(signal, self.how))
 
 
-def a_pass(loss_fn: object = "cross_entropy", forward_only: bool = False) -> ForwardBackward:
-    return ForwardBackward(request_id=new_id(), model_id="model", data=DATA, loss_fn=loss_fn, forward_only=forward_only)
+def a_pass(loss_fn: object = "cross_entropy", forward_only: bool = False, times: int = 1) -> ForwardBackward:
+    data = DATA * times
+    return ForwardBackward(request_id=new_id(), model_id="model", data=data, loss_fn=loss_fn, forward_only=forward_only)
 
 
 def written(kind: type) -> Callable[[Path], object]:
@@ -202,6 +206,13 @@ def test_an_exception_on_one_rank_loses_the_group_that_meets_in_collectives(back
     said = str(loss_of(backend, a_pass(), 5))
     assert "tile failed on rank 1: ArithmeticError: sprung" in said
     assert "in _spring" in said, "its traceback"
+
+
+@pytest.mark.full
+def test_an_exception_in_the_middle_of_a_list_of_micro_batches_loses_the_group_at_once(backend):
+    create(backend)
+    finish(backend, a_pass(Trap(("logprobs",), "forward", "exception once"), forward_only=True))
+    assert "tile failed on rank 1: ArithmeticError: sprung" in str(loss_of(backend, a_pass(times=4), 5))
 
 
 def test_workers_that_take_longer_than_they_may_to_load_are_given_up_by_the_name_of_the_option(folder):

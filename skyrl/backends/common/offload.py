@@ -77,6 +77,11 @@ class OffloadState(Protocol):
         ...
 
     @property
+    def host_nbytes(self) -> int:
+        """Maximum bytes of the model in host memory."""
+        ...
+
+    @property
     def info(self) -> ModelInfo:
         """Facts that must be known while the model is on disk, too."""
         ...
@@ -100,6 +105,7 @@ State = TypeVar("State", bound=OffloadState)
 @dataclass(eq=False)
 class _Resident(Generic[State]):
     nbytes: int
+    """Bytes on the device."""
     number: int
     """Number in the name of the model's files."""
     state: State | None = None
@@ -107,12 +113,20 @@ class _Resident(Generic[State]):
     tier: Tier = "disk"
     moving: Future[Any] | None = None
     """Eviction in progress: to the host, with the new state as the result, or to disk."""
+    target: Tier = "disk"
+    """Tier to which the model is evicted."""
+    host_nbytes: int = 0
+    """Bytes in host memory."""
     info: ModelInfo | None = None
     """Facts about a model on disk."""
     without_sums: bool = False
     """True if the gradient sums in the stored or moving copy must be ignored, because they were dropped meanwhile."""
     refused: StorageError | RequestError | None = None
     """Error with which the model left the queue."""
+
+    def bytes_in(self, tier: Tier) -> int:
+        """Bytes of the model in a tier."""
+        return self.host_nbytes if tier == "host" else self.nbytes
 
 
 class ModelOffload(Generic[State]):
@@ -190,7 +204,7 @@ class ModelOffload(Generic[State]):
     def used_bytes(self, tier: Tier) -> int:
         """Bytes of the models in a tier. On the device, models with reserved room count, too."""
         there = {model for model in self._models.values() if model.tier == tier}
-        return sum(model.nbytes for model in (there | self._working if tier == "device" else there))
+        return sum(model.bytes_in(tier) for model in (there | self._working if tier == "device" else there))
 
     def check_room(self, nbytes: int) -> None:
         """Raise `RequestError` if there is no room for another model of this size."""
@@ -226,7 +240,8 @@ class ModelOffload(Generic[State]):
         if before is not None:
             self._keep(before)
             self._forget_files(before)
-        self._models[model_id] = _Resident(state.nbytes, next(self._numbers), state, "device")
+        number = next(self._numbers)
+        self._models[model_id] = _Resident(state.nbytes, number, state, "device", host_nbytes=state.host_nbytes)
         self._models.move_to_end(model_id)
 
     def remove(self, model_id: str) -> None:
@@ -350,19 +365,21 @@ class ModelOffload(Generic[State]):
             return excess
         there = [model for model in self._models.values() if model.tier == tier and model not in self._line]
         there += [model for model in reversed(self._line) if model.tier == tier and model is not first]
-        excess -= sum(model.nbytes for model in there if model.moving is not None)
+        excess -= sum(model.bytes_in(tier) for model in there if model.moving is not None)
         stuck = tier == "device" and "host" in self._failures and self.used_bytes("host") > self.budget.host
         if not self._paused and not stuck:
             for model in there:
                 if excess > 0 and model.moving is None and model not in self._working:
                     self._move(model)
-                    excess -= model.nbytes
+                    excess -= model.bytes_in(tier)
         return excess
 
     def _move(self, model: _Resident[State]) -> None:
-        """Start to evict a model to the next tier."""
+        """Start to evict a model: from the device to the host if it fits there at all, otherwise to disk."""
         assert model.state is not None and model.moving is None
-        move = methodcaller("to_host") if model.tier == "device" else partial(self._write, self._path(model))
+        goes_to_host = model.tier == "device" and model.host_nbytes <= self.budget.host
+        model.target = "host" if goes_to_host else "disk"
+        move = methodcaller("to_host") if goes_to_host else partial(self._write, self._path(model))
         model.moving = self._thread.submit(move, copy.copy(model.state))
         model.moving.add_done_callback(self._ended)
 
@@ -385,7 +402,7 @@ class ModelOffload(Generic[State]):
             return
         self._failures.pop(model.tier, None)
         self._paused = self._paused and bool(self._failures)
-        if model.tier == "device":
+        if model.target == "host":
             model.state = self._valid(model, moving.result())
             self._set_tier(model, "host")
             model.without_sums = False

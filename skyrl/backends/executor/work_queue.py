@@ -2,9 +2,9 @@
 
 An operation is a generator. It yields its next unit of work, a `Quantum` (or several), and receives the answers. In
 each turn, `skyrl.backends.executor.fair_scheduler` selects a leading model, whose next quantum starts a dispatch. Other
-models add quanta of the same kind, and while there is room, all these models add more. To get the quanta of another
-model, the queue may start that model's next operation before its turn, if it is a pass. Creating quanta is work of the
-host, and is limited per turn.
+models add quanta of the same kind, and while there is room, or the dispatch is small, all these models add more. To
+get the quanta of another model, the queue may start that model's next operation before its turn, if it is a pass.
+Creating quanta is work of the host, and is limited per turn.
 
 A dispatch is computed at once, or by other processes. In the second case, it is in flight until its future is done; the
 computer sets the maximum number of dispatches in flight. Meanwhile, other operations start, continue on the host, and

@@ -59,8 +59,8 @@ from skyrl.utils.tokenizer import Tokenizer
 
 FULL_MODEL = Kind(LoraConfig(rank=0), value_head=True)
 """Largest kind of model of which all weights are trained."""
-LIST_FLOPS = {"cpu": 2e10, "cuda": 4e13}
-"""Floating-point operations per rank in a dispatch of several micro-batches, by type of device: about 0.1 s, so that
+DISPATCH_FLOPS = {"cpu": 2e10, "cuda": 4e13}
+"""Floating-point operations of a list of micro-batches in a dispatch, by type of device: about 0.1 s of a rank, so that
 messages and agreements, about 1 ms, take little of it. Other models and samples wait for a dispatch."""
 
 
@@ -176,7 +176,7 @@ class TorchBackend(ModelBackend[TorchState, TorchVersion]):
         if config.workers != "in_process":
             self.deadline_s = self.group.timeout_s = config.dispatch_timeout_s
             self.in_flight = 2
-            tokens = LIST_FLOPS[facts.device.partition(":")[0]] / (6 * (self._active_parameters or math.inf))
+            tokens = DISPATCH_FLOPS[facts.device.partition(":")[0]] / (6 * (self._active_parameters or math.inf))
             self.dispatch_tokens = int(self.group.tiles_at_once * tokens)
 
     @property

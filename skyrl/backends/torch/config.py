@@ -95,8 +95,8 @@ class TorchBackendConfig(BaseModel):
     together, and train adapters only."""
 
     dispatch_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_TIMEOUT_S, allow_inf_nan=False)
-    """Timeout in seconds of a micro-batch or optimizer step of workers in other processes. Reads and writes of weights
-    and moments may take 0.1 s longer per MiB. When it expires, the engine is restarted."""
+    """Timeout in seconds of a list of micro-batches or an optimizer step of workers in other processes. Reads and
+    writes of weights and moments may take 0.1 s longer per MiB. When it expires, the engine is restarted."""
 
     start_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_TIMEOUT_S, allow_inf_nan=False)
     """Timeout in seconds for workers in other processes to start and load the base model. Increase it for large models

@@ -98,6 +98,11 @@ class ModelState:
         """
         return (COPIES if self.adapter.own_base is None else COPIES + NEW_IN_A_STEP) * bytes_of(self.adapter)
 
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of all arrays in host memory, for one device."""
+        return COPIES * bytes_of(self.adapter)
+
 
 def bytes_of(adapter: Adapter) -> int:
     """Bytes of an adapter's weights, on one device or in host memory."""

@@ -140,7 +140,7 @@ class ModelPlan(NamedTuple):
         return self.plan.left >= self.plan.model and self.plan.fits_beside_engines
 
 
-PINNED = 2
+PINNED_OVERHEAD = 2
 """Bytes of pinned host memory over those of its buffers, at most: CUDA's allocator rounds each up to a power of two."""
 
 
@@ -174,9 +174,9 @@ class WorkerMemory(NamedTuple):
         plan = self.plan
         if plan.device == "host" and not host:
             return plan.on_device(device, held), 0
-        leaving = PINNED * plan.left if plan.shared is not None and plan.shared.models_leave else 0
+        leaving = PINNED_OVERHEAD * plan.left if plan.shared is not None and plan.shared.models_leave else 0
         on_device, on_host = plan.models(device, host, max(0, self.host - leaving), held)
-        return on_device, on_host if plan.device == "host" else on_host // PINNED
+        return on_device, on_host if plan.device == "host" else on_host // PINNED_OVERHEAD
 
 
 def device_of(asked: str | None, rank: int, first: int = 0, gpus: int | None = None) -> torch.device:
@@ -325,10 +325,10 @@ def decided(
     if asked == "auto" and again:
         notes.append("gradient_checkpointing: layers are computed again, as memory has no room for what they keep")
     host = place.host or host_memory() // place.world
-    if plan.shared is not None and plan.shared.models_leave and PINNED * plan.left > host:
+    if plan.shared is not None and plan.shared.models_leave and PINNED_OVERHEAD * plan.left > host:
         notes.append(
             f"offload_after_step: models and versions may take {size_of(plan.left)} of a worker, and up to "
-            f"{size_of(PINNED * plan.left)} of its part of the host's memory, {size_of(host)}, where they are "
+            f"{size_of(PINNED_OVERHEAD * plan.left)} of its part of the host's memory, {size_of(host)}, where they are "
             "in pinned buffers while engines sample; set adapter_memory_gib and version_memory_gib if there will be so "
             "many"
         )

@@ -42,6 +42,12 @@ class TorchState:
         """Bytes of all buffers on a worker, including space for gradient sums."""
         return state_bytes(self.kind, self.weights.size, self.weights.parts, self.first_moment.parts)
 
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of all buffers in the host memory of a worker. No step needs memory there."""
+        weights, moment = self.weights.worker_bytes, self.first_moment.worker_bytes
+        return 2 * weights + 2 * moment
+
     def to_host(self) -> "TorchState":
         """Return a copy of the model in host memory of the workers, each its part. Versions keep their weights."""
         buffers = self._buffers

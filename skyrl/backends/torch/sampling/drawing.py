@@ -10,9 +10,17 @@ COLDEST = 1e-30
 
 
 def draw(
-    logits: Tensor, uniforms: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None = None
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor | None = None,
+    *,
+    is_warm: bool = True,
+    is_filtered: bool = True,
 ) -> Tensor:
-    """Draw one token int64 per row of logits float32 `[rows, vocab]`.
+    """Draw one token int64 per row of logits float32 `[rows, vocab]`. A GPU does not wait for the host.
 
     Args:
         logits: Logits before division by the temperature.
@@ -21,14 +29,16 @@ def draw(
         top_k: int64 `[rows]`. Keep the k most likely tokens; 0 keeps all.
         top_p: float32 `[rows]`. Of these, keep the fewest with at least this share of the tempered distribution.
         min_p: float32 `[rows]`. Of these, keep the tokens at least this fraction as likely as the most likely one.
+        is_warm: False if all temperatures count as 0. This saves work.
+        is_filtered: False if no row uses `top_k` or `top_p`. This saves work.
     """
-    warm = temperature > COLDEST
-    if not warm.any():
+    if not is_warm:
         return logits.argmax(-1)
+    warm = temperature > COLDEST
     tempered = (logits - logits.amax(-1, keepdim=True)).div_(torch.where(warm, temperature, 1.0)[:, None])
     weights = tempered.exp()
     kept = None
-    if bool((warm & ((top_k > 0) | (top_p < 1))).any()):
+    if is_filtered:
         kept = _filtered(tempered, top_k, top_p)
     if min_p is not None:
         likely = weights >= min_p[:, None]
@@ -37,7 +47,9 @@ def draw(
         weights = torch.where(kept, weights, 0.0)
     drawn, possible = invert(weights, uniforms[:, None])
     is_drawn = warm & possible
-    return drawn[:, 0] if is_drawn.all() else torch.where(is_drawn, drawn[:, 0], logits.argmax(-1))
+    if logits.device.type == "cpu" and is_drawn.all():
+        return drawn[:, 0]
+    return torch.where(is_drawn, drawn[:, 0], logits.argmax(-1))
 
 
 class Occurrences(NamedTuple):

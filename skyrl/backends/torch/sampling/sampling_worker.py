@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,16 @@ from skyrl.backends.common.sampling.random_numbers import uniforms
 from skyrl.backends.torch.base_model.attention import HELD_BYTES, DecodeBurst, Paged, PagedCache, PagedParts
 from skyrl.backends.torch.base_model.lora import StackedAdapters, bank_of
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
-from skyrl.backends.torch.sampling.drawing import Occurrences, draw, draw_many, likeliest, logprobs_of, penalised
+from skyrl.backends.torch.base_model.transfers import on_device, on_host
+from skyrl.backends.torch.sampling.drawing import (
+    COLDEST,
+    Occurrences,
+    draw,
+    draw_many,
+    likeliest,
+    logprobs_of,
+    penalised,
+)
 
 SPARE = 0.25
 """Fraction of a burst's rows that may have ended before the burst is compacted."""
@@ -35,7 +44,7 @@ class DrawSettings(NamedTuple):
 
     here: Tensor
     """int64: indices of the rows."""
-    filters: dict[str, Tensor]
+    filters: dict[str, Any]
     """Temperature and filters, by their names in `draw`."""
     scale: Tensor | None
     """float32 `[rows, 1]`: temperature of the returned log-probabilities; None: 1 in all rows."""
@@ -222,13 +231,16 @@ class SamplingWorker:
     def _settings(self, rows: Rows, at: np.ndarray) -> DrawSettings:
         """Copy the sampling parameters of these rows to the device."""
         names, costs = {"temperature": rows.temperature, "top_k": rows.top_k, "top_p": rows.top_p}, list[np.ndarray]()
+        warm = rows.temperature[at] > COLDEST
+        filtered = warm & ((rows.top_k[at] > 0) | (rows.top_p[at] < 1))
+        facts = {"is_warm": bool(warm.any()), "is_filtered": bool(filtered.any())}
         if rows.options is not None:
             names |= rows.options.filters
             if (penalties := rows.options.penalties) is not None:
                 costs = [penalties.repetition, penalties.presence, penalties.frequency]
         return DrawSettings(
             self._on_device(at),
-            {name: self._on_device(values[at]) for name, values in names.items()},
+            {name: self._on_device(values[at]) for name, values in names.items()} | facts,
             None if (rows.scale[at] == 1).all() else self._on_device(rows.scale[at])[:, None],
             [self._on_device(cost[at]) for cost in costs],
         )
@@ -263,11 +275,9 @@ class SamplingWorker:
             occurred.add(settings.here, found)
         scored = logits if settings.scale is None else logits / settings.scale
         logprobs = logprobs_of(scored, found[:, None])[:, 0]
-        best = None
-        if width:
-            ids, scores = likeliest(scored, width)
-            best = ids.cpu().numpy().astype(np.int32), scores.cpu().numpy()
-        return found.cpu().numpy().astype(np.int32), logprobs.cpu().numpy(), best
+        best = likeliest(scored, width) if width else ()
+        tokens, scores, *likely = on_host([found.int(), logprobs, *best])
+        return tokens, scores, (likely[0].astype(np.int32), likely[1]) if likely else None
 
     def _bank(self, versions: Sequence[Weights], contents: tuple[int, ...]) -> StackedAdapters:
         """Stack of these adapters, with one more slot without effect, which index -1 selects."""
@@ -286,14 +296,13 @@ class SamplingWorker:
         self._banks = {key: bank for key, bank in self._banks.items() if contents is not None and contents not in key}
 
     def _on_device(self, array: np.ndarray) -> Tensor:
-        kind = torch.float32 if array.dtype.kind == "f" else torch.int64
-        return torch.as_tensor(array.astype(np.int64 if kind is torch.int64 else np.float32), device=self._model.device)
+        return on_device(array.astype(np.float32 if array.dtype.kind == "f" else np.int64), self._model.device)
 
 
 def _filled(values: Tensor, dtype: type) -> np.ndarray:
     """Copy rows to the host, padded to `[SCORED_AT_ONCE, ...]`."""
     whole = np.zeros((SCORED_AT_ONCE, *values.shape[1:]), dtype)
-    whole[: len(values)] = values.cpu().numpy()
+    (whole[: len(values)],) = on_host([values])
     return whole
 
 

@@ -4,6 +4,7 @@ import operator
 from collections.abc import Sequence
 from functools import reduce
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +20,21 @@ from skyrl.backends.common.packing import TileArrays
 from skyrl.backends.common.pass_output import PassOutput
 from skyrl.backends.torch.base_model.attention import Packed
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
+from skyrl.backends.torch.base_model.transfers import on_device, on_host
 from skyrl.backends.torch.training.scores import Scoring, token_scores
 
 PG_LOSS, ENTROPY_LOSS = "pg_loss:sum", "entropy_loss:sum"
 """Metrics of a policy objective: the sum of its policy term, and the sum of entropies times token weights."""
+
+
+class TileOutput(NamedTuple):
+    """Outputs of a tile on the device, for its used cells. `read_outputs` copies them to the host."""
+
+    size: int
+    """Number of cells of the tile."""
+    losses: Tensor
+    scores: dict[Output, Tensor]
+    metrics: dict[str, Tensor]
 
 
 def run_tile(
@@ -33,7 +45,7 @@ def run_tile(
     forward_only: bool,
     scoring: Scoring,
     idle: bool = False,
-) -> tuple[PassOutput | Exception, dict[str, Tensor]]:
+) -> tuple[TileOutput | Exception, dict[str, Tensor]]:
     """Compute a tile. Returns its outputs, and the gradients of this rank's weights by name (none if `forward_only`).
 
     An exception in the loss is returned, not raised: ranks that compute together still complete the backward pass.
@@ -89,11 +101,21 @@ def run_tile(
     if scores is None:
         assert isinstance(losses, Exception)
         return losses, gradients
-    size = len(tile.tokens)
-    on_host: dict[Output, np.ndarray] = {name: _padded(x, size) for name, x in scores.items()}
     assert isinstance(losses, Tensor)
-    on_host_metrics = {name: values.float().cpu().numpy() for name, values in metrics.items()}
-    return PassOutput(_padded(losses, size), on_host, on_host_metrics), gradients
+    of_metrics = {name: values.detach().float() for name, values in metrics.items()}
+    return TileOutput(len(tile.tokens), losses, scores, of_metrics), gradients
+
+
+def read_outputs(outputs: Sequence[TileOutput]) -> list[PassOutput]:
+    """Copy outputs of tiles to the host, in one transfer."""
+    tensors = [x for one in outputs for x in (one.losses, *one.scores.values(), *one.metrics.values())]
+    arrays = iter(on_host([x.float() for x in tensors]))
+    found = []
+    for one in outputs:
+        losses = _padded(next(arrays), one.size)
+        scores: dict[Output, np.ndarray] = {name: _padded(next(arrays), one.size) for name in one.scores}
+        found.append(PassOutput(losses, scores, {name: next(arrays) for name in one.metrics}))
+    return found
 
 
 def _zero(model: LoadedModel, hidden: Tensor) -> Tensor:
@@ -102,8 +124,7 @@ def _zero(model: LoadedModel, hidden: Tensor) -> Tensor:
 
 
 def _placed(model: LoadedModel, array: np.ndarray, used: int) -> Tensor:
-    array = array[:used]
-    return torch.tensor(array, dtype=torch.int64 if array.dtype == np.int32 else None, device=model.device)
+    return on_device(array[:used], model.device)
 
 
 def _hidden(model: LoadedModel, tile: TileArrays, share: TileArrays) -> Tensor:
@@ -155,7 +176,7 @@ def _scores(
     if "logprobs" in outputs:
         targets = _placed(model, tile.targets, used)
         temperature = None if tile.temperature is None else _placed(model, tile.temperature, used)
-        order = torch.tensor(tile.order[:used].astype(np.int64), device=model.device)
+        order = _placed(model, tile.order, used)
         parts = []
         for cells, with_gradient in ((order[:trained], True), (order[trained:], False)):
             if not len(cells):
@@ -194,7 +215,7 @@ def _losses(
         named = {name: _placed(model, x, used)[None] for name, x in tile.named.items()}
         named["logprobs"] = (logprob if weights.shape[1] == 1 else scores["logprobs"])[None]
     x = LossInputs(
-        segments=torch.tensor(segments, device=model.device)[None],
+        segments=on_device(segments, model.device)[None],
         num_segments=int(segments.max()) + 1,
         named=named,
         **{name: value[None] for name, value in fields.items()},
@@ -213,10 +234,10 @@ def _losses(
     return loss(x, **knobs)[0], {}
 
 
-def _padded(values: Tensor, size: int) -> np.ndarray:
+def _padded(values: np.ndarray, size: int) -> np.ndarray:
     """Values of used cells, followed by zeros."""
     whole = np.zeros((size, *values.shape[1:]), np.float32)
-    whole[: len(values)] = values.detach().float().cpu().numpy()
+    whole[: len(values)] = values
     return whole
 
 

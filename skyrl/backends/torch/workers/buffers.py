@@ -6,6 +6,8 @@ An offloaded buffer returns to the device when a command computes with it. Other
 import torch
 from torch import Tensor
 
+from skyrl.backends.torch.base_model.transfers import parked
+
 
 class Buffers:
     """Buffers of one rank. Failure to create a buffer fails only the commands that use it.
@@ -64,12 +66,12 @@ class Buffers:
 
     def park(self, handle: int, original: int) -> None:
         """Create a buffer in host memory as a copy of another one."""
-        self._away[handle] = _on_host(self.wherever(original))
+        self._away[handle] = parked(self.wherever(original))
 
     def offload(self, *handles: int) -> None:
         """Move buffers to host memory. If one cannot be moved, it and the remaining ones stay on the device."""
         for handle in handles:
-            self._away[handle] = _on_host(self._made[handle])
+            self._away[handle] = parked(self._made[handle])
             del self._made[handle]
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # otherwise this process would keep the memory
@@ -88,8 +90,3 @@ class Buffers:
         """Free a buffer."""
         for held in (self._made, self._away, self._failed):
             held.pop(handle, None)
-
-
-def _on_host(values: Tensor) -> Tensor:
-    """A copy in host memory, which a GPU can read directly."""
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda).copy_(values)

@@ -178,8 +178,8 @@ class WorkerGroup(ABC):
     def tiles(self, commands: Sequence[Command]) -> "Future[list[Any]]":
         """Compute tiles, `tiles_at_once` at a time. Returns their results. Ranks that share weights all take part.
 
-        Each rank gets a list of equal length. If no rank starts because one of them cannot compute one of its tiles,
-        the other tiles are retried without it.
+        Ranks that share weights get lists of equal length, filled up with idle copies of the first tile. If no rank
+        starts because one of them cannot compute one of its tiles, the other tiles are retried without it.
         """
         size, at_once = self.facts.tile_ranks, self.tiles_at_once
         idle = [(*commands[0], True)] * (-len(commands) % at_once) if self.facts.is_sharded else []
@@ -193,8 +193,9 @@ class WorkerGroup(ABC):
 
             results = [result(place) for place in range(len(commands))]
             waiting = [place for place, answer in enumerate(results) if isinstance(answer, NotBegun)]
-            if len(waiting) == len(commands):  # an idle rank could not take part
-                return [_cause([answer for rank in answers for answer in rank])] * len(commands)
+            if len(waiting) == len(commands):  # a rank with an idle copy of the first tile could not take part
+                results[0] = _cause([answer for rank in answers for answer in rank])
+                waiting = waiting[1:]
             if not waiting:
                 return results
 
@@ -344,14 +345,16 @@ class WorkerGroup(ABC):
 
     def parked(self, buffers: Sequence[Buffer]) -> list[Buffer]:
         """Copy buffers to the host memory of the ranks, each its parts. From any thread. Raises the first failure."""
-        copies = [Buffer(self, each.size, each.spread) for each in buffers]
-        handles = [(copied.handle, each.handle) for copied, each in zip(copies, buffers, strict=True)]
-        self._together([("park", handles)] * self.world, sum(each.worker_bytes for each in buffers))
+        copies = []
+        for each in buffers:  # a command for each, as other commands wait for it
+            copies.append(Buffer(self, each.size, each.spread))
+            self._together([("park", copies[-1].handle, each.handle)] * self.world, each.worker_bytes)
         return copies
 
     def bring(self, buffers: Sequence[Buffer]) -> None:
         """Move parked buffers to the devices, as far as there is room. Others are moved when they are used."""
-        self.tell("bring", *(each.handle for each in buffers))
+        for each in buffers:
+            self.tell("bring", each.handle)
 
     def zeros(self, size: int, spread: Spread) -> Buffer:
         """Create a buffer of `size` zeros. Each rank holds its part."""
@@ -381,8 +384,9 @@ class WorkerGroup(ABC):
     def _free(self) -> None:
         """Free the buffers of deleted handles on all ranks."""
         dropped = []
-        while self.dropped:
-            dropped.append(self.dropped.popleft())
+        with suppress(IndexError):  # another thread may take the last one
+            while True:
+                dropped.append(self.dropped.popleft())
         if dropped:
             self._dispatched([[("free", *dropped)]] * self.world)
 

@@ -130,7 +130,9 @@ class RemoteWorkers(WorkerGroup):
             if number not in self._waiting:
                 return
             dispatched = self._waiting[number]
-            dispatched.answers[rank] = answers * (len(dispatched.plans[rank]) if len(answers) == 1 else 1)
+            if len(answers) == 1:  # an error of the message stands for all its commands
+                answers = answers * len(dispatched.plans[rank])
+            dispatched.answers[rank] = answers
             gone = [answer for answer in answers if isinstance(answer, BackendLost)]
             if gone and not dispatched.has_failed:  # other ranks may wait for it forever
                 dispatched.has_failed = True

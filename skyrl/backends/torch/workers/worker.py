@@ -9,6 +9,7 @@ reduced in an optimizer step or when they are read. For a fully trained model wi
 weights, moments and sums of its parts of the parameters.
 """
 
+import itertools
 import os
 import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -29,7 +30,6 @@ from skyrl.backends.common.dimuon import DimuonScalars
 from skyrl.backends.common.models.kind import VALUE_HEAD, Kind
 from skyrl.backends.common.models.training_files import BufferName
 from skyrl.backends.common.packing import TileArrays
-from skyrl.backends.common.pass_output import PassOutput
 from skyrl.backends.common.sampling.model_runner import Drawn, Rows
 from skyrl.backends.torch.base_model.base_weights import WHOLE, ShardOptions
 from skyrl.backends.torch.base_model.loading import LoadOptions, skeleton
@@ -43,8 +43,9 @@ from skyrl.backends.torch.base_model.memory import (
     device_of,
 )
 from skyrl.backends.torch.base_model.model import LoadedModel, Weights
+from skyrl.backends.torch.base_model.transfers import number
 from skyrl.backends.torch.sampling.sampling_worker import SamplingWorker
-from skyrl.backends.torch.training.passes import adamw, dimuon, run_tile
+from skyrl.backends.torch.training.passes import TileOutput, adamw, dimuon, read_outputs, run_tile
 from skyrl.backends.torch.training.scores import Scoring, compiled_scores, scores_of_logits
 from skyrl.backends.torch.workers.agreement import NotBegun
 from skyrl.backends.torch.workers.buffers import Buffers
@@ -183,10 +184,23 @@ class Worker:
         with deterministic, matmul_precision(self._precision):
             meetings = [self._rendezvous.of(name, arguments) for name, *arguments in commands]
             refusals = self._refusals(commands, [meeting for meeting in meetings if meeting is not None])
-            return [
-                self._one(command, refusal, meeting is not None)
-                for command, refusal, meeting in zip(commands, refusals, meetings, strict=True)
-            ]
+            answers: list[Any] = []
+            for command, refusal, meeting in zip(commands, refusals, meetings, strict=True):
+                answers.append(self._one(command, refusal, meeting is not None))
+                if isinstance(answers[-1], BackendLost):  # other ranks may be in the middle of the same command
+                    return answers + [answers[-1]] * (len(commands) - len(answers))
+            return self._read(answers, any(meeting is not None for meeting in meetings))
+
+    def _read(self, answers: list[Any], is_common: bool) -> list[Any]:
+        """Copy the outputs of tiles among answers to the host, once for all of them."""
+        outputs = [answer for answer in answers if isinstance(answer, TileOutput)]
+        if not outputs:
+            return answers
+        try:
+            found = iter(read_outputs(outputs))
+        except Exception as error:
+            found = itertools.repeat(self._failed(TILE, error, is_common))
+        return [next(found) if isinstance(answer, TileOutput) else answer for answer in answers]
 
     def _refusals(self, commands: Sequence[Command], meetings: Sequence[Rendezvous]) -> list[Exception | None]:
         """Agree with the other ranks to start commands. Returns for each why it is not started, or None."""
@@ -209,14 +223,18 @@ class Worker:
             answer = getattr(self, name)(*arguments) if refusal is None else refusal
             return self._loss(name, answer) if self._is_broken(answer) else answer
         except Exception as error:
-            if self._is_broken(error):
-                return self._loss(name, error)
-            if name in MAKES:
+            if name in MAKES and not self._is_broken(error):
                 self._buffers.fail(arguments[0], error)
                 return None
-            if is_common and not isinstance(error, RequestError):  # other ranks wait for this one
-                return self._loss(name, error)
-            return error
+            return self._failed(name, error, is_common)
+
+    def _failed(self, name: str, error: Exception, is_common: bool) -> Exception:
+        """Return the answer of a command that failed after its start."""
+        if self._is_broken(error):
+            return self._loss(name, error)
+        if is_common and not isinstance(error, RequestError):  # other ranks wait for this one
+            return self._loss(name, error)
+        return error
 
     def _is_broken(self, answer: Any) -> bool:
         """Return True if an answer is an error after which the device always fails, such as an illegal memory access
@@ -415,16 +433,15 @@ class Worker:
             self._buffers.free(handle)
             self.sampling.forget_banks(handle)
 
-    def park(self, handles: Sequence[tuple[int, int]]) -> None:
-        """Copy buffers to host memory. `handles`: of each copy and its original, which this rank may not have."""
-        for copied, original in handles:
-            if original in self._buffers:
-                self._buffers.park(copied, original)
+    def park(self, copied: int, original: int) -> None:
+        """Copy a buffer, which this rank may not have, to host memory."""
+        if original in self._buffers:
+            self._buffers.park(copied, original)
 
-    def bring(self, *handles: int) -> None:
-        """Move parked buffers to the device, as far as there is room."""
-        with suppress(torch.OutOfMemoryError):
-            for handle in filter(self._buffers.is_away, handles):
+    def bring(self, handle: int) -> None:
+        """Move a parked buffer to the device, if there is room."""
+        if self._buffers.is_away(handle):
+            with suppress(RuntimeError):
                 self._buffers[handle]
 
     def offload(self) -> int:
@@ -442,7 +459,7 @@ class Worker:
         tile: TileArrays,
         objective: Objective | None,
         idle: bool = False,
-    ) -> PassOutput | Exception | None:
+    ) -> TileOutput | Exception | None:
         """Compute a tile. Adds its gradients to the buffer `sums`, created if necessary; None: no gradients.
 
         If several ranks compute it together, each has a part of the gradient sums, and the first returns the outputs.
@@ -492,7 +509,7 @@ class Worker:
             return self._step_of_parts(size, before, after, scalars)
         weights, sums, first, second = before
         gradients = None if sums is None else self._shares.summed(self._buffers.get(sums), size)
-        norm = 0.0 if gradients is None else float(torch.linalg.vector_norm(gradients))
+        norm = 0.0 if gradients is None else number(torch.linalg.vector_norm(gradients))
         norm /= float(scalars.gradient_divisor)
         own = None if gradients is None else self._shares.own(gradients)
         moments = self._buffers[first], self._buffers[second]
@@ -522,7 +539,7 @@ class Worker:
         size = sum(prod(shape) for shape in shapes)
         gradients = self._shares.summed(self._buffers.get(sums), size)
         divisor, limit = float(scalars.gradient_divisor), float(scalars.grad_clip_norm)
-        norm = float(torch.linalg.vector_norm(gradients)) / divisor
+        norm = number(torch.linalg.vector_norm(gradients)) / divisor
         clip = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         share = self._shares.own(gradients) * (clip / divisor * float(scalars.new))
         own = self._buffers[momentum] * float(scalars.keep) + share
@@ -541,7 +558,7 @@ class Worker:
             parts = self._shares.layouts(size)[1].views(gradients)
             head = parts.pop(VALUE_HEAD, torch.zeros(1, device=self.device))
             squares = torch.stack([part.double().square().sum() for part in parts.values()]).sum()
-            norm = float((self.model.base.total(squares) + head.double().square().sum()).sqrt())
+            norm = number((self.model.base.total(squares) + head.double().square().sum()).sqrt())
             norm /= float(scalars.gradient_divisor)
         moments = self._buffers[first], self._buffers[second]
         new = adamw(self._buffers[weights], gradients, *moments, scalars, norm)
